@@ -1,0 +1,36 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`. Each makes .venv if it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Threads of different tenants compute at the same time; an OpenMP team that spins while it waits takes their core.
+export OMP_WAIT_POLICY ?= PASSIVE
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: demo test check bench examples clean
+.DEFAULT_GOAL := test
+
+# torch first and alone: with it installed, nothing else asks for another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/symbiosis demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/symbiosis bench all --output docs/benchmarks.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,280 @@
+"""A client: one tenant's job, as a coroutine.
+
+It owns all that is the tenant's: its share of the model, attention, KV cache, adapter, gradients, optimizer. Only rows for
+base layers leave it. Forward passes and ``generate`` run in fibers on the event loop; backward runs on a thread of the
+client's own, because autograd cannot be suspended (:mod:`symbiosis.core.fibers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+
+from symbiosis.core.adapters import add_adapter, load_adapter, save_adapter
+from symbiosis.core.fibers import RandomStream, current_fiber, run_in_fiber
+from symbiosis.core.protocols import Channel
+from symbiosis.core.virtlayer import Link
+from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+__all__ = ["Client"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Client:
+    """One tenant's job on somebody else's base model. Made by :meth:`symbiosis.Executor.client`.
+
+    Operations of one client run one after another, in the order in which they were awaited; different clients run at
+    the same time, each at its own rate.
+
+    The model starts in evaluation mode, as one from ``from_pretrained``. ``train_step`` puts it in training mode,
+    ``generate`` in evaluation mode for its own duration; ``forward`` leaves the mode alone.
+
+    Attributes:
+        name: as given, or numbered.
+        model: a ``PeftModel`` (or the bare model, without a PEFT configuration); its base layers are VirtLayers.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[str], Awaitable[Channel]],
+        peft_config: PeftConfig | None = None,
+        *,
+        name: str,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self.name = name
+        self._connect = connect
+        self._peft_config = peft_config
+        self._seed = seed
+        self._device = None if device is None else torch.device(device)
+        self._model: Any = None
+        self._channel: Channel | None = None
+        self._link = Link()
+        self._stream: RandomStream | None = None
+        self._turn = asyncio.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def __aenter__(self) -> Client:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> Client:
+        """Connect, build this client's share of the model and put the adapter on it."""
+        if self._channel is not None or self._closed:
+            raise UsageError(f"client {self.name!r} was opened before; make a new one")
+        self._channel = channel = await self._connect(self.name)
+        try:
+            self._link.channel = channel
+            self._link.loop_thread = threading.get_ident()
+            device = self._device or channel.device
+            self._stream = RandomStream(device)
+            if self._seed is not None:
+                self.manual_seed(self._seed)
+            model = channel.skeleton(self._link)
+            if device != channel.device:
+                model = model.to(device)
+            if self._peft_config is not None:
+                self._stream.enter()
+                try:
+                    model = add_adapter(model, self._peft_config)
+                finally:
+                    self._stream.leave()
+            self._model = model.eval()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        """Leave the executor. Operations in progress end with :class:`~symbiosis.errors.ClientClosedError`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._link.channel = None
+        if self._channel is not None:
+            self._channel.interrupt(self._closed_error())
+            self._channel.close()
+        async with self._turn:  # what was in progress has ended
+            if self._thread is not None:
+                self._thread.shutdown(wait=True)
+
+    def _closed_error(self) -> ClientClosedError:
+        return ClientClosedError(f"client {self.name!r} is closed; its model cannot be used any more")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._model is not None else "not open yet"
+        return f"<Client {self.name!r}: {state}>"
+
+    @property
+    def model(self) -> Any:
+        if self._model is None:
+            raise UsageError(f"client {self.name!r} is not open yet; use `async with executor.client(...) as client:`")
+        return self._model
+
+    # ----------------------------------------------------------------------------------------------------- operations
+
+    async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run synchronous model code of the tenant's own, such as a training loop's forward or a custom decoder.
+
+        It runs in a fiber: whatever it calls may call this client's model. It must not call ``loss.backward()``.
+        """
+        async with self._turn:
+            return await self._in_fiber(fn, *args, **kwargs)
+
+    async def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model: ``await client.forward(input_ids=ids, labels=ids)``. Returns the model's own output class."""
+        return await self.run(self.model, *args, **kwargs)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate`` with all its options, in evaluation mode."""
+        return await self.run(self._generate, *args, **kwargs)
+
+    async def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """``loss.backward(**kwargs)``, on this client's thread."""
+        async with self._turn:
+            await self._in_pass_on_thread(loss.backward, **kwargs)
+
+    async def train_step(self, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> float:
+        """Forward, backward, ``optimizer.step()`` and ``zero_grad()`` on one batch; the loss.
+
+        Args:
+            batch: arguments of the model, with ``labels``; tensors are moved to the client's device.
+
+        Raises:
+            UsageError: the model gave no loss.
+        """
+        async with self._turn:
+            model = self.model
+            if not model.training:
+                model.train()
+            device = self._device or self._link_channel().device
+            inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            output = await self._in_fiber(model, **inputs)
+            loss: torch.Tensor | None = getattr(output, "loss", None)
+            if loss is None:
+                raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; does it have labels?")
+            del output
+            await self._in_pass_on_thread(loss.backward)
+            await self._on_thread(_step, optimizer)
+            return loss.item()
+
+    def manual_seed(self, seed: int) -> None:
+        """Restart this client's stream of random numbers, which no other client draws from."""
+        if self._stream is None:
+            raise UsageError(f"client {self.name!r} is not open yet; pass seed={seed} when you make it")
+        self._stream.enter()
+        try:
+            torch.manual_seed(seed)
+        finally:
+            self._stream.leave()
+
+    def save_adapter(self, folder: str | PathLike[str]) -> None:
+        """Write a standard PEFT adapter folder, which plain PEFT loads too.
+
+        Raises:
+            UsageError: the client has no adapter.
+        """
+        save_adapter(self.model, folder)
+
+    def load_adapter(self, folder: str | PathLike[str], *, name: str = "default", trainable: bool = False) -> None:
+        """Load a PEFT adapter folder and make it the active adapter.
+
+        Args:
+            name: under which PEFT knows it; an adapter of this name and the same configuration is overwritten.
+            trainable: whether it is to be trained further.
+        """
+        if self._turn.locked():
+            raise UsageError(f"client {self.name!r} is in the middle of an operation; await it before loading an adapter")
+        self._model = load_adapter(self.model, folder, name, trainable)
+
+    # ---------------------------------------------------------------------------------------------------------- parts
+
+    def _link_channel(self) -> Channel:
+        if self._link.channel is None:
+            raise self._closed_error()
+        return self._link.channel
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        model = self.model
+        training = model.training
+        if training:
+            model.eval()
+        try:
+            return model.generate(*args, **kwargs)
+        finally:
+            if training:
+                model.train()
+
+    async def _in_fiber(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        if current_fiber() is not None:
+            raise CannotWaitError("an operation of a client was started inside a fiber; await it in a coroutine")
+        channel = self._link_channel()
+        assert self._stream is not None
+        channel.begin_pass()
+        try:
+            return await run_in_fiber(self._stream, fn, *args, **kwargs)
+        finally:
+            self._link.forget()
+            channel.end_pass()
+
+    async def _in_pass_on_thread(self, fn: Callable[..., None], **kwargs: Any) -> None:
+        channel = self._link_channel()
+        channel.begin_pass()
+        try:
+            await self._on_thread(_without_engine_threads, fn, kwargs)
+        finally:
+            self._link.forget()
+            channel.end_pass()
+
+    async def _on_thread(self, fn: Callable[..., T], *args: Any) -> T:
+        """Run on this client's thread. When cancelled, ends only after the thread is free again."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, f"symbiosis-{self.name}")
+        work = asyncio.get_running_loop().run_in_executor(self._thread, fn, *args)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            error = ClientClosedError(f"this operation of client {self.name!r} was cancelled")
+            self._link.interrupted = error
+            self._link_channel().interrupt(error)
+            while not work.done():
+                try:
+                    await asyncio.wait([work])
+                except asyncio.CancelledError:
+                    continue
+            work.exception()  # what the interruption caused is not news
+            raise
+        finally:
+            self._link.interrupted = None
+
+
+def _without_engine_threads(fn: Callable[..., None], kwargs: dict[str, Any]) -> None:
+    # The engine has one thread a device for the whole process; a VirtLayer that waits there would block every client.
+    with torch.autograd.set_multithreading_enabled(False):
+        fn(**kwargs)
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,392 @@
+"""The base executor: one event loop, one frozen model, any number of clients.
+
+It drives the sans-IO scheduler: transports submit calls, the scheduler (that is, its policy) says which rows run next, the
+runner runs them, and futures carry the results back. It holds a tenant's tensors only between a call and its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from symbiosis.core.client import Client
+from symbiosis.core.protocols import Listener, Policy
+from symbiosis.core.registry import make_policy, make_transport
+from symbiosis.core.requests import Batch, Call, LayerSpec, Pass, Request
+from symbiosis.core.runner import Payload, Runner
+from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.splitting import SplitModel
+from symbiosis.core.statistics import Counters, Statistics
+from symbiosis.core.virtlayer import Link
+from symbiosis.errors import ClientClosedError, ExecutorClosedError, LayerError, RequestError, UsageError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+__all__ = ["Executor"]
+
+log = logging.getLogger(__name__)
+
+Results = tuple[torch.Tensor, ...]
+
+_numbers = itertools.count(1)
+
+
+class Executor:
+    """Serves the base layers of one frozen model to any number of clients.
+
+    Use it as an asynchronous context manager, on the event loop that the clients run on too.
+
+    Args:
+        model: any ``transformers`` model. Its parameters are frozen in place.
+        policy: what to batch, and how long to wait for it: an object, or a name with options such as
+            ``"opportunistic:wait_ms=2"``.
+        base_layers: what is served: ``"linear"``, ``"mlp"``, or module names or patterns; see
+            :class:`~symbiosis.core.splitting.SplitModel`.
+        device: where the base model runs; by default where it is.
+        dtype: in what precision it is served; by default the model's.
+        max_rows: most rows in a batch. Larger requests are served in slices, so this bounds the executor's own memory.
+        name: of the address ``inproc://name``; chosen freely by default.
+
+    Raises:
+        SplitError: the model has no such base layers.
+        UnknownNameError, UsageError: no such policy, or options that it does not take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: str | Policy = "opportunistic",
+        base_layers: str | Sequence[str] = "linear",
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        max_rows: int = 8192,
+        name: str | None = None,
+    ) -> None:
+        if device is not None or dtype is not None:
+            model = model.to(device=device, dtype=dtype)
+        policy = make_policy(policy)
+        self._split = SplitModel(model, base_layers)
+        self._scheduler = Scheduler(policy, layers=len(self._split.layers), max_rows=max_rows)
+        self._runner = Runner(self._split.layers)
+        self._counters = Counters()
+        self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"
+        self._listeners: list[Listener] = []
+        self._sessions: dict[str, ExecutorSession] = {}
+        self._calls: dict[int, tuple[Payload, asyncio.Future[Results]]] = {}
+        self._ids = itertools.count()
+        self._client_numbers = itertools.count(1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pumping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._policy_failures = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        model_class: type[Any] | None = None,
+        policy: str | Policy = "opportunistic",
+        base_layers: str | Sequence[str] = "linear",
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        max_rows: int = 8192,
+        name: str | None = None,
+        **options: Any,
+    ) -> Executor:
+        """An executor for a model folder or hub id.
+
+        Args:
+            model: folder or hub id.
+            model_class: class to load it with; by default the architecture that its config names.
+            dtype: precision to load it in; by default the checkpoint's.
+            **options: for the class's own ``from_pretrained`` (``revision``, ``attn_implementation``…).
+
+        The other arguments are those of :class:`Executor`.
+        """
+        import transformers
+
+        if model_class is None:
+            config = transformers.AutoConfig.from_pretrained(model, **_config_options(options))
+            architecture = (config.architectures or [""])[0]
+            model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+        if dtype is not None:
+            options["dtype"] = dtype
+        loaded = model_class.from_pretrained(model, **options)
+        return cls(loaded, policy=policy, base_layers=base_layers, device=device, max_rows=max_rows, name=name)
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def __aenter__(self) -> Executor:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Open for clients on the running event loop."""
+        if self._loop is not None:
+            raise UsageError(f"the executor at {self._address} was started before; make a new one")
+        self._loop = asyncio.get_running_loop()
+        await self.listen(self._address)
+
+    async def listen(self, address: str) -> Listener:
+        """Open one more address, such as ``tcp://0.0.0.0:7000``."""
+        if self._loop is None:
+            raise UsageError("start the executor first: `async with executor:`")
+        listener = await make_transport(address).listen(address, self)
+        self._listeners.append(listener)
+        return listener
+
+    async def close(self) -> None:
+        """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
+        while self._listeners:
+            await self._listeners.pop().close()
+        error = ExecutorClosedError(f"the executor at {self._address} was shut down")
+        for session in list(self._sessions.values()):
+            session.close(error)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop = None
+        self._address = f"{self._address} (closed)" if "closed" not in self._address else self._address
+
+    def __repr__(self) -> str:
+        state = f"{len(self._sessions)} clients, {self._scheduler.outstanding} requests" if self._loop else "not open"
+        return f"<Executor {self._address}: {len(self._split.layers)} base layers, {self._scheduler.policy}, {state}>"
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    def client(
+        self,
+        peft_config: PeftConfig | None = None,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> Client:
+        """A tenant's client in this process, to be opened with ``async with``.
+
+        Args:
+            peft_config: any PEFT configuration; None for the bare model (an adapter can be loaded later).
+            name: shown in statistics and errors; must differ from those of other clients.
+            seed: starts the client's stream of random numbers (adapter initialisation, dropout, sampling). By default
+                the stream starts as a copy of torch's own.
+            device: where the client's share of the model runs; by default where the base model is.
+        """
+        return Client(
+            self._connect, peft_config, name=name or f"client-{next(self._client_numbers)}", seed=seed, device=device
+        )
+
+    async def _connect(self, client: str) -> Any:
+        if self._loop is None:
+            raise ExecutorClosedError(f"the executor at {self._address} is not open; use `async with executor:`")
+        return await make_transport(self._address).connect(self._address, client)
+
+    def statistics(self) -> Statistics:
+        """Requests, batches, rows and waits so far, per layer and per client."""
+        return self._counters.snapshot([spec.name for spec in self.layers])
+
+    def reset_statistics(self) -> None:
+        """Count from zero, for instance after a warm-up."""
+        self._counters = Counters()
+
+    # ------------------------------------------------------------------------- the service that transports listen for
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]:
+        """The layer table."""
+        return self._split.specs
+
+    @property
+    def device(self) -> torch.device:
+        return self._split.device
+
+    def skeleton(self, link: Link) -> nn.Module:
+        """A client's share of the model; see :meth:`SplitModel.skeleton`."""
+        return self._split.skeleton(link)
+
+    def weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """The parameters of one base layer, by name."""
+        return self._split.weights(layer)
+
+    def join(self, client: str) -> ExecutorSession:
+        """Admit a client; see :class:`~symbiosis.core.protocols.Service`."""
+        if self._loop is None:
+            raise ExecutorClosedError(f"the executor at {self._address} is not open")
+        self._scheduler.client_joined(client)
+        session = self._sessions[client] = ExecutorSession(self, client, self._split.specs)
+        return session
+
+    # -------------------------------------------------------------------------------------------------------- the loop
+
+    def submit(self, client: str, call: Call) -> asyncio.Future[Results]:
+        """Queue a checked call of an admitted client."""
+        assert self._loop is not None
+        call.id = next(self._ids)
+        future: asyncio.Future[Results] = self._loop.create_future()
+        self._calls[call.id] = (Payload(call), future)
+        request = Request(call.id, client, call.key, call.tensors[0].shape[0], call.kind, self._loop.time())
+        self._scheduler.submit(request)
+        self.pump_soon()
+        return future
+
+    def cancel(self, call: Call) -> None:
+        """Forget a call; harmless when it was answered."""
+        if self._calls.pop(call.id, None) is not None:
+            self._scheduler.cancel(call.id)
+            self.pump_soon()
+
+    def leave(self, client: str, error: BaseException) -> None:
+        """A client is gone: what it waits for ends with ``error``."""
+        del self._sessions[client]
+        for request in self._scheduler.client_left(client):
+            _, future = self._calls.pop(request.id)
+            if not future.done():
+                future.set_exception(error)
+        self.pump_soon()
+
+    def pump_soon(self) -> None:
+        """Ask the scheduler again once everything that is ready on the loop has run."""
+        if not self._pumping and self._loop is not None:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        loop = self._loop
+        if loop is None:
+            return
+        action = self._scheduler.next_action(loop.time())
+        if self._scheduler.policy_errors:
+            self._report_policy()
+        if isinstance(action, Batch):
+            self._run(action, loop)
+            # Behind the clients that were just answered, so that they can join the next batch.
+            self.pump_soon()
+        elif isinstance(action, WaitUntil) and action.time < math.inf:
+            self._timer = loop.call_at(action.time, self.pump_soon)
+
+    def _run(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> None:
+        payloads = [self._calls[request.id][0] for request, _, _ in batch.slices]
+        started = loop.time()
+        try:
+            self._runner.run(batch, payloads)
+        except Exception as error:
+            self._fail(batch, error)
+            return
+        answered = self._scheduler.completed(batch)
+        for request in answered:
+            payload, future = self._calls.pop(request.id)
+            if not future.done():
+                assert payload.results is not None
+                future.set_result(payload.results)
+        self._counters.count(batch, answered, started, loop.time())
+
+    def _fail(self, batch: Batch, cause: Exception) -> None:
+        names = ", ".join(self._split.layers[layer].spec.name for layer in batch.key.layers)
+        for request, _, _ in batch.slices:
+            _, future = self._calls.pop(request.id)
+            self._scheduler.cancel(request.id)
+            if not future.done():
+                error = LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
+                error.__cause__ = cause
+                future.set_exception(error)
+
+    def _report_policy(self) -> None:
+        while self._scheduler.policy_errors:
+            error = self._scheduler.policy_errors.popleft()
+            self._policy_failures += 1
+            if self._policy_failures & (self._policy_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th… time
+                log.error(
+                    "%s; the oldest request was served instead (%d times so far)",
+                    error,
+                    self._policy_failures,
+                    exc_info=error.__cause__,
+                )
+
+
+class ExecutorSession:
+    """One admitted client. Checks every call against the layer table before anything is queued."""
+
+    def __init__(self, executor: Executor, client: str, specs: Sequence[LayerSpec]) -> None:
+        self.client = client
+        self._executor = executor
+        self._specs = specs
+        self._device = executor.device
+        self._ended: BaseException | None = None
+
+    def submit(self, call: Call) -> asyncio.Future[Results]:
+        if self._ended is not None:
+            raise self._ended
+        problem = self._problem(call)
+        if problem is not None:
+            raise RequestError(f"request of {self.client!r} refused: {problem}")
+        return self._executor.submit(self.client, call)
+
+    def _problem(self, call: Call) -> str | None:
+        (layers, pass_), specs = call.key, self._specs
+        if not layers or not all(0 <= layer < len(specs) for layer in layers):
+            return f"layers {layers}; there are {len(specs)}, counted from 0"
+        if len(layers) > 1 and (
+            pass_ is Pass.BACKWARD or any(a >= b for a, b in itertools.pairwise(layers))
+        ):
+            return f"layers {layers} for {pass_.name}; siblings share a forward pass, in ascending order"
+        rows = call.tensors[0].shape[0] if call.tensors and call.tensors[0].ndim else 0
+        for layer in layers:
+            spec = specs[layer]
+            if pass_ is not Pass.BACKWARD:
+                widths: tuple[int, ...] = (spec.in_features,)
+            else:
+                widths = (spec.out_features,) if spec.linear else (spec.in_features, spec.out_features)
+            if pass_ is Pass.FORWARD_WITHOUT_BIAS and not spec.linear:
+                return f"{spec.name} is served whole and has no single bias to leave out"
+            if len(call.tensors) != len(widths):
+                return f"{spec.name} {pass_.name} takes {len(widths)} matrices, not {len(call.tensors)}"
+            for tensor, width in zip(call.tensors, widths, strict=True):
+                if tensor.ndim != 2 or tensor.shape[1] != width or not 0 < tensor.shape[0] == rows:
+                    return f"{spec.name} {pass_.name} takes matrices [n, {width}] with n ≥ 1, not {list(tensor.shape)}"
+                if tensor.dtype is not spec.dtype:
+                    return f"{spec.name} is served in {spec.dtype}, not {tensor.dtype}"
+                if tensor.device != self._device:
+                    return f"{spec.name} is on {self._device}, the rows are on {tensor.device}"
+        return None
+
+    def cancel(self, call: Call) -> None:
+        self._executor.cancel(call)
+
+    def begin_pass(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        self._executor._scheduler.pass_began(self.client)
+
+    def end_pass(self) -> None:
+        if self._ended is None:
+            self._executor._scheduler.pass_ended(self.client)
+            self._executor.pump_soon()
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self._ended is None:
+            self._ended = error or ClientClosedError(f"the client {self.client!r} was closed")
+            self._executor.leave(self.client, self._ended)
+
+
+def _config_options(options: dict[str, Any]) -> dict[str, Any]:
+    shared = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+    return {name: options[name] for name in shared if name in options}

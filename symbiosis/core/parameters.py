@@ -1,0 +1,105 @@
+"""Parameters of a client's model: shared until the tenant makes them its own.
+
+A client's model has two sorts of frozen parameters. The small ones outside the base layers (embeddings, norms, biases)
+are real and share memory with every other client of the process. The weights of base layers are *placeholders*: one NaN
+expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that reads it
+shows as NaN instead of a wrong answer (D8).
+
+Either becomes the tenant's own copy at the moment somebody makes it trainable or writes into it (``modules_to_save``,
+``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["SharedParameter", "placeholder", "share"]
+
+
+class SharedParameter(nn.Parameter):
+    """A frozen parameter whose values are shared, or not there at all, until it is unfrozen or written to.
+
+    Subclasses ``nn.Parameter``, so modules, optimizers and PEFT treat it as one.
+    """
+
+    _fetch: Callable[[], torch.Tensor] | None
+    """How to get this tenant's own copy; None once it has one."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the values belong to this tenant."""
+        return self._fetch is None
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether there are no values here, only a shape."""
+        return self._fetch is not None and self.data.stride() == (0,) * self.data.ndim and self.numel() > 1
+
+    def make_own(self) -> None:
+        """Replace the shared values, or the placeholder, by a copy of this tenant's own."""
+        fetch = self._fetch
+        if fetch is not None:
+            self._fetch = None
+            self.data = fetch().to(device=self.device, dtype=self.dtype)
+
+    def requires_grad_(self, requires_grad: bool = True) -> SharedParameter:
+        if requires_grad:
+            self.make_own()
+        super().requires_grad_(requires_grad)
+        return self
+
+    @property  # type: ignore[override]
+    def requires_grad(self) -> bool:
+        return _requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value:
+            self.make_own()
+        _requires_grad.__set__(self, value)
+
+    def copy_(self, *args: Any, **kwargs: Any) -> SharedParameter:
+        """Write values, as ``load_state_dict`` does: into this tenant's own copy."""
+        self.make_own()
+        super().copy_(*args, **kwargs)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameter:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        copy = _make(self.data.clone() if self.own else self.data, self._fetch)
+        if self.requires_grad:
+            _requires_grad.__set__(copy, True)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter: values shared in memory cannot stay shared in a file."""
+        return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+
+
+_requires_grad: Any = torch.Tensor.requires_grad
+
+
+def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> SharedParameter:
+    parameter = SharedParameter(data, requires_grad=False)
+    parameter._fetch = fetch
+    return parameter
+
+
+def share(parameter: torch.Tensor) -> SharedParameter:
+    """A frozen parameter on the same memory as ``parameter``."""
+    values = parameter.detach()
+    return _make(values, values.clone)
+
+
+def placeholder(
+    shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, fetch: Callable[[], torch.Tensor]
+) -> SharedParameter:
+    """A frozen parameter with a shape but no values; ``fetch`` gets a copy of the real ones."""
+    return _make(torch.full((), math.nan, dtype=dtype, device=device).expand(shape), fetch)

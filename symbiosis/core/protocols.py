@@ -1,0 +1,208 @@
+"""The seams of the runtime, as protocols: batching policies on one side, transports on the other.
+
+Policies and transports import this module and :mod:`symbiosis.core.requests`, nothing else of the core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from symbiosis.core.requests import Call, Key, LayerSpec, Request
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from symbiosis.core.virtlayer import Link
+
+__all__ = ["Channel", "Decision", "Listener", "Policy", "QueueView", "Run", "Service", "Session", "Transport", "View", "Wait"]
+
+
+# ---------------------------------------------------------------------------------------------------------- policies
+
+
+@dataclass(slots=True)
+class Run:
+    """Run rows of queued requests now.
+
+    ``takes`` are (request, number of rows), all of one key, in arrival order for each client. A request may be taken
+    in part; its other rows stay queued.
+    """
+
+    key: Key
+    takes: Sequence[tuple[Request, int]]
+    reason: str
+
+
+@dataclass(slots=True)
+class Wait:
+    """Run nothing before time ``until`` (seconds on the executor's clock) unless something changes first.
+
+    ``None`` waits for a change alone, which is allowed only while some client is thinking.
+    """
+
+    until: float | None
+
+
+Decision = Run | Wait
+
+
+class QueueView(Protocol):
+    """The queued requests of one key, read only."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def rows(self) -> int:
+        """Rows still queued, over all requests."""
+    @property
+    def oldest(self) -> Request: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Request]:
+        """Requests in the order they arrived."""
+    def take(self, max_rows: int, first: Request | None = None) -> list[tuple[Request, int]]:
+        """As many rows as fit, oldest request first; the last request may be taken in part.
+
+        ``first`` goes ahead of all others, unless its client has an earlier request here.
+        """
+
+
+class View(Protocol):
+    """What a policy may look at when it decides: the queues and who might still come."""
+
+    @property
+    def queues(self) -> Mapping[Key, QueueView]:
+        """The queues that are not empty."""
+    @property
+    def oldest(self) -> Request:
+        """The queued request that arrived first."""
+    @property
+    def thinking(self) -> int:
+        """Clients in a pass with no request outstanding: those who might join a batch if it waits."""
+    @property
+    def layers(self) -> int:
+        """Number of layers in the layer table."""
+    @property
+    def max_rows(self) -> int:
+        """Most rows a batch may have."""
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Chooses what to run. Pure: no clock, no I/O, no tensor. Called only while something is queued.
+
+    The scheduler owns the queues and refuses a decision that breaks its rules; see
+    :class:`symbiosis.core.scheduler.Scheduler`. A policy belongs to one executor.
+    """
+
+    name: str
+
+    def submitted(self, request: Request) -> None:
+        """A request was queued. For policies that keep an index of their own; others do nothing."""
+
+    def decide(self, view: View, now: float) -> Decision:
+        """What to do at time ``now`` (seconds)."""
+
+
+# -------------------------------------------------------------------------------------------------------- transports
+
+
+class Session(Protocol):
+    """The executor's end of one client's channel: what a transport calls."""
+
+    client: str
+
+    def submit(self, call: Call) -> asyncio.Future[tuple[torch.Tensor, ...]]:
+        """Queue a request; the future yields one result matrix per layer of the key (one dX for a backward pass).
+
+        Raises:
+            RequestError: the call does not fit the layer table. Nothing was queued.
+            ClientClosedError, ExecutorClosedError: too late.
+        """
+
+    def cancel(self, call: Call) -> None:
+        """Forget a request. Harmless when it is already answered."""
+
+    def begin_pass(self) -> None:
+        """The client starts to walk the model: from now on it is thinking whenever it has nothing outstanding."""
+
+    def end_pass(self) -> None:
+        """The client is idle: nobody should wait for it."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave. What is outstanding ends with ``error`` (default: ClientClosedError)."""
+
+
+class Service(Protocol):
+    """What a listener serves: the executor."""
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]: ...
+    @property
+    def device(self) -> torch.device: ...
+    def join(self, client: str) -> Session:
+        """Admit a client under a name that no other has.
+
+        Raises:
+            UsageError: the name is taken.
+            ExecutorClosedError: too late.
+        """
+    def skeleton(self, link: Link) -> nn.Module:
+        """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``."""
+    def weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """The parameters of a base layer."""
+
+
+class Channel(Protocol):
+    """The client's end: carries calls to one executor and results back."""
+
+    @property
+    def client(self) -> str: ...
+    @property
+    def layers(self) -> Sequence[LayerSpec]: ...
+    @property
+    def device(self) -> torch.device:
+        """Where calls must have their tensors, and results have theirs."""
+
+    def send(self, call: Call) -> asyncio.Future[tuple[torch.Tensor, ...]]:
+        """Send from the event loop; see :meth:`Session.submit`."""
+
+    def call(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """Send from a thread that may block, and wait."""
+
+    def cancel(self, call: Call) -> None:
+        """Forget a call made by :meth:`send`."""
+
+    def interrupt(self, error: BaseException) -> None:
+        """End the blocking :meth:`call` in progress, if any, with ``error``."""
+
+    def begin_pass(self) -> None: ...
+    def end_pass(self) -> None: ...
+    def skeleton(self, link: Link) -> nn.Module:
+        """The client's share of the model; see :meth:`Service.skeleton`."""
+
+    def weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """The parameters of a base layer, for a tenant that makes it trainable: its own copy."""
+
+    def close(self) -> None: ...
+
+
+class Listener(Protocol):
+    """An open address of an executor."""
+
+    @property
+    def address(self) -> str: ...
+    async def close(self) -> None:
+        """Stop accepting clients and end those that came this way."""
+
+
+class Transport(Protocol):
+    """One address scheme."""
+
+    async def listen(self, address: str, service: Service) -> Listener: ...
+    async def connect(self, address: str, client: str) -> Channel: ...
+
+

@@ -1,0 +1,108 @@
+"""Find policies and transports by name: those built in, then those that other packages install as entry points.
+
+A package adds its own with an entry point in the group ``symbiosis.policies`` or ``symbiosis.transports``::
+
+    [project.entry-points."symbiosis.policies"]
+    shortest-first = "my_package:ShortestFirst"
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+from symbiosis.core.protocols import Policy, Transport
+from symbiosis.errors import UnknownNameError, UsageError
+
+__all__ = ["make_policy", "make_transport", "names"]
+
+POLICIES = "symbiosis.policies"
+TRANSPORTS = "symbiosis.transports"
+
+_BUILT_IN = {
+    POLICIES: {
+        "no-lockstep": "symbiosis.policies.no_lockstep:NoLockstep",
+        "lockstep": "symbiosis.policies.lockstep:Lockstep",
+        "opportunistic": "symbiosis.policies.opportunistic:Opportunistic",
+    },
+    TRANSPORTS: {
+        "inproc": "symbiosis.transports.inproc:InProcTransport",
+    },
+}
+
+
+def _installed(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=group)}
+
+
+def names(group: str) -> list[str]:
+    """What is known in a group, built in first."""
+    return [*_BUILT_IN[group], *sorted(set(_installed(group)) - set(_BUILT_IN[group]))]
+
+
+def _load(group: str, name: str) -> Any:
+    what = {POLICIES: "policy", TRANSPORTS: "transport"}[group]
+    if name in _BUILT_IN[group]:
+        module, _, attribute = _BUILT_IN[group][name].partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    entry = _installed(group).get(name)
+    if entry is None:
+        raise UnknownNameError(
+            f"unknown {what} {name!r}; known are {', '.join(names(group))} "
+            f"(others can be installed under the entry point group {group!r})"
+        )
+    try:
+        return entry.load()
+    except Exception as error:
+        raise UnknownNameError(f"{what} {name!r} is installed, but {entry.value} cannot be loaded: {error}") from error
+
+
+def make_policy(spec: str | Policy) -> Policy:
+    """A policy from an object (itself) or from ``"name"`` or ``"name:option=value,option=value"``.
+
+    Raises:
+        UnknownNameError: no such policy.
+        UsageError: an option it does not have, or a value it does not accept.
+    """
+    if not isinstance(spec, str):
+        if not isinstance(spec, Policy):
+            raise UsageError(f"policy is {spec!r}; give a name such as 'opportunistic', or an object with name, submitted and decide")
+        return spec
+    name, _, text = spec.partition(":")
+    cls = _load(POLICIES, name)
+    known = inspect.signature(cls).parameters
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        option, equals, value = part.partition("=")
+        option = option.strip().replace("-", "_")
+        if not equals or option not in known:
+            raise UsageError(f"policy {name!r} has no option {part!r}; it takes {', '.join(known) or 'no options'}")
+        options[option] = _number(value.strip())
+    try:
+        return cast(Policy, cls(**options))
+    except TypeError as error:
+        raise UsageError(f"policy {spec!r}: {error}") from error
+
+
+def _number(text: str) -> Any:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def make_transport(address: str) -> Transport:
+    """The transport for an address such as ``inproc://name``.
+
+    Raises:
+        UnknownNameError: no transport has this scheme.
+        UsageError: this is no address.
+    """
+    scheme, separator, _ = address.partition("://")
+    if not separator:
+        raise UsageError(f"{address!r} is no address; write scheme://…, where scheme is one of {', '.join(names(TRANSPORTS))}")
+    return cast(Transport, _load(TRANSPORTS, scheme)())

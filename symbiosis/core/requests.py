@@ -1,0 +1,116 @@
+"""The nouns of the runtime: pure data, no tensor arithmetic, no clock, no I/O.
+
+A *request* is one client's rows for one key, where a *key* is (layers, pass). Requests are divisible: a batch takes a
+*slice* of rows from each of several requests with the same key. Everything else in the package is built on these words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Batch", "Call", "Key", "Kind", "LayerSpec", "Pass", "Request", "Slice"]
+
+
+class Pass(IntEnum):
+    """What a base layer is asked to do with the rows. The numbers are part of the wire format."""
+
+    FORWARD = 0
+    """Y = f(X), with the layer's bias where it has one."""
+    FORWARD_WITHOUT_BIAS = 1
+    """Y = X·Wᵀ: for a client that trains its own bias, and for noise effects."""
+    BACKWARD = 2
+    """dX from dY (linear layers) or from X and dY (layers that are recomputed)."""
+
+
+class Kind(IntEnum):
+    """What the rows are for, so that a policy can tell the patient from the urgent."""
+
+    DECODE = 0
+    PREFILL = 1
+    FINETUNE = 2
+
+
+class Key(NamedTuple):
+    """What a batch has in common. ``layers`` are indices into the layer table, ascending in the order the model calls
+    them; several indices are siblings that read the same rows (D9)."""
+
+    layers: tuple[int, ...]
+    pass_: Pass
+
+
+class LayerSpec(NamedTuple):
+    """One row of the layer table: all that a client knows of a base layer.
+
+    ``linear`` is False for a module that is served whole and recomputed in backward.
+    """
+
+    index: int
+    name: str
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    bias: bool
+    linear: bool
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request with its tensors, on its way to the executor.
+
+    ``tensors`` are matrices of equal row count: (X,) forward; (dY,) backward of a linear layer; (X, dY) backward of a
+    layer that is recomputed.
+    """
+
+    key: Key
+    kind: Kind
+    tensors: tuple[torch.Tensor, ...]
+    id: int = -1
+    """Set by the executor's session when it accepts the call."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request as the scheduler and the policies see it: everything but its tensors."""
+
+    id: int
+    client: str
+    key: Key
+    rows: int
+    kind: Kind
+    arrived: float
+    """Seconds on the executor's clock."""
+    taken: int = field(default=0)
+    """Rows handed to batches so far; they are always the first ones."""
+    done: int = field(default=0)
+    """Rows whose batch has completed."""
+    cancelled: bool = field(default=False)
+
+    @property
+    def remaining(self) -> int:
+        """Rows still queued."""
+        return self.rows - self.taken
+
+
+class Slice(NamedTuple):
+    """Rows ``start`` up to, not including, ``stop`` of a request."""
+
+    request: Request
+    start: int
+    stop: int
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Row slices with one key, run as one matrix product per layer."""
+
+    key: Key
+    slices: Sequence[Slice]
+    reason: str
+    """Why the policy ran it now: ``full``, ``deadline``, ``nobody-thinking``, ``at-once``…"""
+    rows: int

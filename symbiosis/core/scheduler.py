@@ -1,0 +1,332 @@
+"""Which rows run next: queues, invariants, and the one question put to a policy.
+
+The scheduler does no I/O, reads no clock and touches no tensor. Whoever drives it (the executor, a simulator, a test)
+reports what happens (`submit`, `cancel`, `completed`, clients joining and walking) and pulls `next_action(now)`.
+
+A :class:`~symbiosis.core.protocols.Policy` only chooses. The scheduler holds every decision against its rules before
+acting on it:
+
+* a batch has one key, so it never mixes layers or passes;
+* a batch takes between 1 and ``max_rows`` rows, each of them queued, none twice;
+* for each client and key, requests are taken first in, first out;
+* waiting without a time limit is for when somebody is thinking, so that everything queued is served in the end.
+
+A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` that names the
+policy. It is kept in :attr:`Scheduler.policy_errors`, and the oldest request is served in its place, so one bad policy
+costs speed, not answers.
+
+Cost: submit, cancel and completion are O(1) in the number of clients and of queued requests; a decision costs what the
+policy makes of it plus the size of its batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from symbiosis.core.protocols import Decision, Policy, Run, Wait
+from symbiosis.core.requests import Batch, Key, Request, Slice
+from symbiosis.errors import PolicyError, UsageError
+
+__all__ = ["Idle", "Queue", "Scheduler", "WaitUntil"]
+
+
+class WaitUntil(NamedTuple):
+    """Ask again at ``time`` (seconds), or as soon as anything was reported. ``inf``: only when something was."""
+
+    time: float
+
+
+class Idle(NamedTuple):
+    """Nothing is queued."""
+
+
+IDLE = Idle()
+
+
+@dataclass(slots=True)
+class _Client:
+    in_pass: bool = False
+    outstanding: int = 0
+    """Requests not yet answered, queued or running."""
+
+    @property
+    def thinking(self) -> bool:
+        return self.in_pass and not self.outstanding
+
+
+class Queue:
+    """The queued requests of one key. Implements :class:`~symbiosis.core.protocols.QueueView`."""
+
+    __slots__ = ("_by_client", "_requests", "key", "rows")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.rows = 0
+        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self._by_client: dict[str, deque[Request]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return self._requests.get(request.id) is request
+
+    def __repr__(self) -> str:
+        return f"Queue({self.key}, {len(self)} requests, {self.rows} rows)"
+
+    @property
+    def oldest(self) -> Request:
+        return next(iter(self._requests.values()))
+
+    def take(self, max_rows: int, first: Request | None = None) -> list[tuple[Request, int]]:
+        takes = []
+        left = max_rows
+        if first is not None and self._by_client[first.client][0] is first:
+            takes.append((first, min(first.remaining, left)))
+            left -= takes[0][1]
+        else:
+            first = None
+        for request in self._requests.values():
+            if left <= 0:
+                break
+            if request is not first:
+                count = min(request.remaining, left)
+                takes.append((request, count))
+                left -= count
+        return takes
+
+    def add(self, request: Request) -> None:
+        self._requests[request.id] = request
+        self._by_client.setdefault(request.client, deque()).append(request)
+        self.rows += request.remaining
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, with the rows that are still queued."""
+        del self._requests[request.id]
+        mine = self._by_client[request.client]
+        mine.remove(request)
+        if not mine:
+            del self._by_client[request.client]
+        self.rows -= request.remaining
+
+
+class Scheduler:
+    """Queues and invariants around a policy. Implements :class:`~symbiosis.core.protocols.View` for it.
+
+    Args:
+        policy: who chooses.
+        layers: size of the layer table.
+        max_rows: most rows in a batch; larger requests are served in slices.
+    """
+
+    def __init__(self, policy: Policy, *, layers: int, max_rows: int) -> None:
+        if max_rows < 1:
+            raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
+        self.policy = policy
+        self.layers = layers
+        self.max_rows = max_rows
+        self.thinking = 0
+        self.policy_errors: deque[PolicyError] = deque(maxlen=16)
+        self._clients: dict[str, _Client] = {}
+        self._queues: dict[Key, Queue] = {}
+        self._view_of_queues = MappingProxyType(self._queues)
+        self._queued: OrderedDict[int, Request] = OrderedDict()
+        self._open: dict[int, Request] = {}
+
+    # ---------------------------------------------------------------------------------------------------- the view
+
+    @property
+    def queues(self) -> Mapping[Key, Queue]:
+        return self._view_of_queues
+
+    @property
+    def oldest(self) -> Request:
+        return next(iter(self._queued.values()))
+
+    @property
+    def outstanding(self) -> int:
+        """Requests not yet answered, queued or running."""
+        return len(self._open)
+
+    # -------------------------------------------------------------------------------------------------- what happens
+
+    def client_joined(self, client: str) -> None:
+        if client in self._clients:
+            raise UsageError(f"a client named {client!r} is connected already; choose another name")
+        self._clients[client] = _Client()
+
+    def client_left(self, client: str) -> list[Request]:
+        """Forget a client. Returns its unanswered requests, now cancelled."""
+        self.pass_ended(client)
+        mine = [request for request in self._open.values() if request.client == client]
+        for request in mine:
+            self.cancel(request.id)
+        del self._clients[client]
+        return mine
+
+    def pass_began(self, client: str) -> None:
+        state = self._clients[client]
+        self.thinking -= state.thinking
+        state.in_pass = True
+        self.thinking += state.thinking
+
+    def pass_ended(self, client: str) -> None:
+        state = self._clients[client]
+        self.thinking -= state.thinking
+        state.in_pass = False
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Its id must be new and its client must have joined."""
+        if request.rows < 1 or request.taken or request.done:
+            raise UsageError(f"request {request.id} of {request.client!r} must bring 1 or more rows, none of them taken")
+        if request.id in self._open:
+            raise UsageError(f"request {request.id} of {request.client!r} was submitted already")
+        state = self._clients[request.client]
+        self.thinking -= state.thinking
+        state.outstanding += 1
+        self._open[request.id] = request
+        self._queued[request.id] = request
+        queue = self._queues.get(request.key)
+        if queue is None:
+            queue = self._queues[request.key] = Queue(request.key)
+        queue.add(request)
+        try:
+            self.policy.submitted(request)
+        except Exception as error:
+            self._refuse("raised in submitted()", error)
+
+    def cancel(self, request_id: int) -> None:
+        """Forget a request. Rows of it in a running batch are finished and dropped. Unknown ids are ignored."""
+        request = self._open.pop(request_id, None)
+        if request is None:
+            return
+        request.cancelled = True
+        if request.remaining:
+            self._dequeue(request)
+        self._answered(request.client)
+
+    def completed(self, batch: Batch) -> list[Request]:
+        """A batch has run. Returns the requests whose last row that was, in batch order."""
+        answered = []
+        for request, start, stop in batch.slices:
+            request.done += stop - start
+            if request.done == request.rows and not request.cancelled:
+                del self._open[request.id]
+                self._answered(request.client)
+                answered.append(request)
+        return answered
+
+    # ------------------------------------------------------------------------------------------------- what to do next
+
+    def next_action(self, now: float) -> Batch | WaitUntil | Idle:
+        """The next thing to do at time ``now``. A batch that is returned counts as running until `completed`."""
+        if not self._queued:
+            return IDLE
+        try:
+            decision = self.policy.decide(self, now)
+            problem = self._check(decision, now)
+        except Exception as error:
+            self._refuse("raised in decide()", error)
+        else:
+            if problem is None:
+                if isinstance(decision, Wait):
+                    return WaitUntil(math.inf if decision.until is None else decision.until)
+                return self._start(decision)
+            self._refuse(problem)
+        oldest = self.oldest
+        return self._start(Run(oldest.key, [(oldest, min(oldest.remaining, self.max_rows))], "policy-error"))
+
+    def _check(self, decision: Decision, now: float) -> str | None:
+        """Why a decision must be refused, or None."""
+        if isinstance(decision, Wait):
+            if decision.until is None:
+                return None if self.thinking else "waits without a limit while nobody is thinking"
+            return None if decision.until > now else f"waits until {decision.until}, which is not after now ({now})"
+        if not isinstance(decision, Run):
+            return f"returned {decision!r}, which is neither Run nor Wait"
+        queue = self._queues.get(decision.key)
+        if queue is None:
+            return f"runs {decision.key}, for which nothing is queued"
+        total = 0
+        firsts: dict[str, int] = {}  # how many requests of each client the batch has used up so far
+        for request, count in decision.takes:
+            if request not in queue:
+                return f"takes request {request.id}, which is not queued for {decision.key}"
+            if not 1 <= count <= request.remaining:
+                return f"takes {count} rows of request {request.id}, which has {request.remaining} left"
+            used = firsts.get(request.client, 0)
+            mine = queue._by_client[request.client]
+            if used >= len(mine) or mine[used] is not request:
+                return f"takes request {request.id} of {request.client!r} out of order, or twice"
+            # After a partial take nothing else of this client may follow: its next request is not at the front yet.
+            firsts[request.client] = used + 1 if count == request.remaining else len(mine)
+            total += count
+        if not 1 <= total <= self.max_rows:
+            return f"makes a batch of {total} rows; 1 to {self.max_rows} are allowed"
+        return None
+
+    def _start(self, run: Run) -> Batch:
+        slices = []
+        rows = 0
+        queue = self._queues[run.key]
+        for request, count in run.takes:
+            start = request.taken
+            slices.append(Slice(request, start, start + count))
+            rows += count
+            if count == request.remaining:
+                self._dequeue(request)
+                request.taken += count
+            else:
+                request.taken += count
+                queue.rows -= count
+        return Batch(run.key, slices, run.reason, rows)
+
+    # ----------------------------------------------------------------------------------------------------------- parts
+
+    def _dequeue(self, request: Request) -> None:
+        del self._queued[request.id]
+        queue = self._queues[request.key]
+        queue.remove(request)
+        if not queue:
+            del self._queues[request.key]
+
+    def _answered(self, client: str) -> None:
+        state = self._clients[client]
+        state.outstanding -= 1
+        self.thinking += state.thinking
+
+    def _refuse(self, problem: str, cause: Exception | None = None) -> None:
+        error = PolicyError(f"policy {self.policy.name!r} {problem}" + (f": {cause!r}" if cause else ""))
+        error.__cause__ = cause
+        self.policy_errors.append(error)
+
+    def validate(self) -> None:
+        """Assert every invariant of the queues; for tests, O(everything)."""
+        assert set(self._queued) <= set(self._open), "a queued request is not open"
+        assert all(queue for queue in self._queues.values()), "an empty queue was kept"
+        queued = {id_: request for queue in self._queues.values() for id_, request in queue._requests.items()}
+        assert queued == dict(self._queued), "the queues and the arrival order disagree"
+        for key, queue in self._queues.items():
+            assert queue.rows == sum(request.remaining for request in queue), f"row count of {queue} is off"
+            assert all(request.key == key for request in queue), f"{queue} holds a request of another key"
+            by_client: dict[str, list[Request]] = {}
+            for request in queue:
+                by_client.setdefault(request.client, []).append(request)
+            assert by_client == {client: list(mine) for client, mine in queue._by_client.items()}
+        for request in self._open.values():
+            assert 0 <= request.done <= request.taken <= request.rows and not request.cancelled
+            assert (request.remaining > 0) == (request.id in self._queued), "a request with rows left is not queued"
+        outstanding: dict[str, int] = {}
+        for request in self._open.values():
+            outstanding[request.client] = outstanding.get(request.client, 0) + 1
+        for client, state in self._clients.items():
+            assert state.outstanding == outstanding.get(client, 0), f"{client!r} has a wrong count of open requests"
+        assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is off"

@@ -1,0 +1,135 @@
+"""Split a model into base layers, which the executor runs for everybody, and the client's share, which is all the rest.
+
+The client's share is a copy of the model's module tree in which every base layer is a VirtLayer and every other
+parameter shares memory with the original. No weight is copied.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from symbiosis.core.layers import BaseLayer, base_layer, is_linear
+from symbiosis.core.parameters import SharedParameter, share
+from symbiosis.core.requests import LayerSpec
+from symbiosis.core.virtlayer import Link, VirtConv1D, VirtLinear, virtualize
+from symbiosis.errors import PlaceholderError, SplitError, UsageError
+
+__all__ = ["SplitModel"]
+
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
+"""What transformers' models call the MLP of a block."""
+
+
+class SplitModel:
+    """A frozen model and its base layers.
+
+    Args:
+        model: any ``transformers`` model (or other ``nn.Module``). Its parameters are frozen in place.
+        base_layers: what the executor serves. ``"linear"``: every ``nn.Linear`` and ``Conv1D``. ``"mlp"``: these, and
+            each MLP as a whole for tenants who change nothing inside it. Otherwise module names or patterns
+            (``"*.q_proj"``, ``"lm_head"``); a name that is not a linear layer is served whole.
+
+    Raises:
+        SplitError: no module matches, or one that does cannot be a base layer.
+    """
+
+    def __init__(self, model: nn.Module, base_layers: str | Sequence[str] = "linear") -> None:
+        self.model = model.requires_grad_(False)
+        self.layers: list[BaseLayer] = [
+            base_layer(index, name, model.get_submodule(name))
+            for index, name in enumerate(_choose(model, base_layers))
+        ]
+        if not self.layers:
+            raise SplitError(
+                f"{type(model).__name__} has no base layers to serve: none of its {_count(model)} modules is an nn.Linear "
+                f"or a transformers Conv1D" + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
+            )
+
+    @property
+    def specs(self) -> list[LayerSpec]:
+        """The layer table: base layers in the order in which the model defines them."""
+        return [layer.spec for layer in self.layers]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def weights(self, layer: int) -> dict[str, torch.Tensor]:
+        """The parameters of one base layer, by name."""
+        return dict(self.layers[layer].module.named_parameters())
+
+    def skeleton(self, link: Link) -> nn.Module:
+        """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``.
+
+        Frozen parameters share memory with the base model and with every other client of this process; buffers are
+        the client's own. The model cannot be saved as a whole: it has no base weights.
+        """
+        memo: dict[int, object] = {}
+        shared: dict[int, SharedParameter] = {}
+        linears = {id(layer.module): layer for layer in self.layers if layer.spec.linear}
+        for module in self.model.modules():
+            if id(module) not in linears:
+                for parameter in module._parameters.values():
+                    if parameter is not None and id(parameter) not in shared:
+                        memo[id(parameter)] = shared[id(parameter)] = share(parameter)
+        for id_, layer in linears.items():
+            tied = shared.get(id(layer.module.weight))
+            cls = VirtLinear if isinstance(layer.module, nn.Linear) else VirtConv1D
+            memo[id_] = cls(layer.module, layer.spec, link, tied)  # type: ignore[arg-type]
+        skeleton: nn.Module = copy.deepcopy(self.model, memo)
+        for layer in self.layers:
+            if not layer.spec.linear:
+                virtualize(skeleton.get_submodule(layer.spec.name), layer.spec, link)
+        for method in ("save_pretrained", "push_to_hub"):
+            if hasattr(skeleton, method):
+                setattr(skeleton, method, _refuse_to_save)
+        return skeleton
+
+
+def _refuse_to_save(*args: object, **kwargs: object) -> None:
+    raise PlaceholderError(
+        "this model cannot be saved as a whole: its base layers belong to the executor and their weights here are "
+        "placeholders; save the adapter with client.save_adapter(folder)"
+    )
+
+
+def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]:
+    """Names of the modules to serve, each object once, in the order in which the model defines them."""
+    modules = dict(model.named_modules())
+    linear = [name for name, module in modules.items() if is_linear(module)]
+    if base_layers == "linear":
+        return linear
+    if base_layers == "mlp":
+        whole = [name for name, module in modules.items() if _is_mlp(name, module)]
+        chosen = {*linear, *whole}
+        return [name for name in modules if name in chosen]
+    patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers)
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise UsageError(f"base_layers is {base_layers!r}; give 'linear', 'mlp', or one or more module names or patterns")
+    names = [name for name in modules if name]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise SplitError(
+                f"base_layers: no module matches {pattern!r}; module names look like {', '.join(map(repr, linear[:3]))}"
+            )
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _is_mlp(name: str, module: nn.Module) -> bool:
+    """A module that is called an MLP and consists of two or more linear layers and things without parameters."""
+    inside = [child for child in module.modules() if child is not module]
+    linears = [child for child in inside if is_linear(child)]
+    return (
+        name.rpartition(".")[2] in MLP_NAMES
+        and len(linears) >= 2
+        and all(child in linears or not any(True for _ in child.parameters()) for child in inside)
+    )
+
+
+def _count(model: nn.Module) -> int:
+    return sum(1 for _ in model.modules())

@@ -1,0 +1,375 @@
+"""VirtLayer: what stands for a base layer in a client's model.
+
+To ``transformers`` and PEFT a VirtLayer *is* the ``nn.Linear`` or ``Conv1D`` that it replaces (D8). Its forward sends the
+rows to the executor and waits; so does its backward. How it waits depends on where it is called, which is the business of
+the client's :class:`Link`: in a fiber it suspends, on any other thread it blocks.
+
+Autograd: the result is computed first and wrapped in an autograd node afterwards, because a fiber cannot suspend inside
+``autograd.Function.forward``. Siblings (q, k, v; gate, up) share the forward request, but each has a node of its own,
+made when the model calls it: the engine then adds up gradients in the order that it has in the plain model, and a client
+alone is bit-equal to it. One node for all siblings would save two backward round trips and lose that.
+
+Legend: n rows; i in_features; o out_features.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.core.fibers import current_fiber
+from symbiosis.core.parameters import SharedParameter, placeholder, share
+from symbiosis.core.protocols import Channel
+from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
+from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
+
+__all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "virtualize"]
+
+class Link:
+    """What the VirtLayers of one client share: the channel, how to wait on it, and which layers are siblings."""
+
+    def __init__(self) -> None:
+        self.channel: Channel | None = None
+        self.loop_thread: int | None = None
+        """Thread of the event loop, where only a fiber can wait; None for a client without a loop."""
+        self.interrupted: BaseException | None = None
+        """Raised by the next call from a thread, so that a cancelled backward ends."""
+        self._last_input: weakref.ref[torch.Tensor] | None = None
+        self._run_of_siblings: list[VirtLayer] = []
+        self._groups: list[Siblings] = []
+
+    def forget(self) -> None:
+        """Drop what an interrupted pass left behind."""
+        for group in self._groups:
+            group.forget()
+        self._last_input = None
+
+    def request(self, key: Key, kind: Kind, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[torch.Tensor, ...]:
+        """Send a request and wait for its results."""
+        channel = self.channel
+        if channel is None:
+            raise ClientClosedError(f"{name}: the client of this model was closed; its base layers are gone with it")
+        home = tensors[0].device
+        if home != channel.device:
+            tensors = tuple(tensor.to(channel.device) for tensor in tensors)
+            return tuple(result.to(home) for result in self._wait(channel, Call(key, kind, tensors), name))
+        return self._wait(channel, Call(key, kind, tensors), name)
+
+    def _wait(self, channel: Channel, call: Call, name: str) -> tuple[torch.Tensor, ...]:
+        backward = call.key.pass_ is Pass.BACKWARD
+        fiber = current_fiber()
+        if fiber is not None:
+            if backward:
+                raise CannotWaitError(
+                    f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
+                    "return the loss and `await client.backward(loss)` instead"
+                )
+            reply = channel.send(call)
+            try:
+                return fiber.wait(reply)
+            except BaseException:
+                channel.cancel(call)
+                raise
+        if threading.get_ident() == self.loop_thread:
+            verb = "backward(loss)" if backward else "forward(...), generate(...) or run(fn, ...)"
+            raise CannotWaitError(
+                f"{name}: this model was called directly on the event loop, which would wait for itself; "
+                f"use `await client.{verb}`, or call it from another thread"
+            )
+        if self.interrupted is not None:
+            raise self.interrupted
+        return channel.call(call)
+
+    def watch(self, layer: VirtLayer, x: torch.Tensor) -> None:
+        """See which layers are fed the very same tensor one after another: they are siblings from then on (D9)."""
+        last = self._last_input
+        if last is not None and last() is x and self._run_of_siblings[0]._pass() is layer._pass():
+            if layer not in self._run_of_siblings:
+                self._run_of_siblings.append(layer)
+            return
+        if len(self._run_of_siblings) > 1:
+            group = Siblings(self._run_of_siblings)
+            self._groups.append(group)
+            for member in self._run_of_siblings:
+                member._siblings = group
+        self._run_of_siblings = [layer]
+        self._last_input = weakref.ref(x)
+
+
+class Siblings:
+    """Layers that read the same rows: one request serves them all.
+
+    Whoever is called first sends it; the others find their results here. Where that keeps failing (the model skips one,
+    or feeds it something else) the group was a mistake and is dissolved.
+    """
+
+    def __init__(self, members: list[VirtLayer]) -> None:
+        self.members = sorted(members, key=lambda member: member.spec.index)
+        self.keys = {
+            pass_: Key(tuple(member.spec.index for member in self.members), pass_)
+            for pass_ in (Pass.FORWARD, Pass.FORWARD_WITHOUT_BIAS)
+        }
+        self._results: dict[VirtLayer, torch.Tensor] = {}
+        self._x: torch.Tensor | None = None
+        self._version = 0
+        self._misses = 0
+        """How often in a row somebody's result was not wanted."""
+
+    def forward(self, layer: VirtLayer, x: torch.Tensor) -> torch.Tensor | None:
+        """The layer's [n, o]; None if the group has just been dissolved."""
+        if self._results and self._x is x and x._version == self._version:
+            result = self._results.pop(layer, None)
+            if result is not None:
+                if not self._results:
+                    self._x = None
+                    self._misses = 0
+                return result
+        if self._results:
+            self.forget()
+            self._misses += 1
+        pass_ = layer._pass()
+        if self._misses == _MISSES or any(member._pass() is not pass_ for member in self.members):
+            for member in self.members:
+                member._siblings = None
+                member._may_have_siblings = False
+            return None
+        results = layer._request(self.keys[pass_], x)
+        self._results = dict(zip(self.members, results, strict=True))
+        self._x, self._version = x, x._version
+        return self._results.pop(layer)
+
+    def forget(self) -> None:
+        """Drop results that nobody came for."""
+        self._results.clear()
+        self._x = None
+
+
+_MISSES = 3
+
+
+class VirtLayer(nn.Module):
+    """Common to all VirtLayers. ``spec`` is the layer's row in the layer table."""
+
+    spec: LayerSpec
+    _link: Link
+    _siblings: Siblings | None
+    _may_have_siblings: bool
+
+    def _attach(self, spec: LayerSpec, link: Link) -> None:
+        self.spec = spec
+        self._link = link
+        self._siblings = None
+        self._may_have_siblings = True
+        self._keys = {pass_: Key((spec.index,), pass_) for pass_ in Pass}
+
+    def _pass(self) -> Pass:
+        return Pass.FORWARD
+
+    def _call(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., i] → [..., o], as the base layer would have done, with a backward that asks the executor again."""
+        spec = self.spec
+        if x.shape[-1] != spec.in_features:
+            raise RequestError(f"{spec.name}: input is {list(x.shape)}; its last dimension must be {spec.in_features}")
+        autocast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+        if autocast and x.dtype is not spec.dtype:
+            x = x.to(spec.dtype)
+        elif x.dtype is not spec.dtype:
+            raise RequestError(
+                f"{spec.name}: input is {x.dtype}, but the base model is served in {spec.dtype}; "
+                f"cast the input, or use torch.autocast"
+            )
+        shape = (*x.shape[:-1], spec.out_features)
+        if x.numel() == 0:
+            y = x.new_empty(shape)
+        else:
+            # Not a view: torch forbids in-place operations on views made in an autograd.Function, nn.Linear allows them.
+            y = torch.ops.aten._unsafe_view(self._fetch(x), shape)
+        if x.requires_grad and torch.is_grad_enabled():
+            y = _Wrap.apply(x, self, [y])
+        return y.to(torch.get_autocast_dtype(x.device.type)) if autocast else y
+
+    def _fetch(self, x: torch.Tensor) -> torch.Tensor:
+        if self._may_have_siblings and self.spec.linear and not x.is_inference():
+            if self._siblings is not None:
+                result = self._siblings.forward(self, x)
+                if result is not None:
+                    return result
+            else:
+                self._link.watch(self, x)
+        (result,) = self._request(self._keys[self._pass()], x)
+        return result
+
+    def _request(self, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if torch.is_grad_enabled():
+            kind = Kind.FINETUNE
+        else:
+            kind = Kind.DECODE if x.ndim < 3 or x.shape[-2] == 1 else Kind.PREFILL
+        rows = (x.detach() if x.requires_grad else x).reshape(-1, self.spec.in_features)
+        return self._link.request(key, kind, (rows,), self.spec.name)
+
+    def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
+        """[..., o] → [..., i]."""
+        spec = self.spec
+        shape = (*dy.shape[:-1], spec.in_features)
+        if dy.numel() == 0:
+            return dy.new_empty(shape)
+        rows = dy.reshape(-1, spec.out_features)
+        tensors = (rows,) if x is None else (x.reshape(-1, spec.in_features), rows)
+        (dx,) = self._link.request(self._keys[Pass.BACKWARD], Kind.FINETUNE, tensors, spec.name)
+        return dx.view(shape)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo[id(self._link)] = self._link
+        state = {name: value for name, value in self.__dict__.items() if name not in ("spec", "_siblings")}
+        copied.__dict__.update(copy.deepcopy(state, memo), spec=self.spec, _siblings=None)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.spec.name} stands for a base layer of the executor and cannot be pickled; "
+            "save the adapter instead (client.save_adapter)"
+        )
+
+
+class _Wrap(torch.autograd.Function):
+    """An autograd node around a result that is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor]) -> torch.Tensor:
+        ctx.layer = layer
+        if not layer.spec.linear:
+            ctx.save_for_backward(x)
+        return result.pop()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        saved = ctx.saved_tensors
+        return ctx.layer._backward(dy, saved[0] if saved else None), None, None
+
+
+class _VirtLinear(VirtLayer):
+    """What VirtLinear and VirtConv1D have in common: a placeholder weight, a shared bias."""
+
+    weight: SharedParameter
+    bias: SharedParameter | None
+    _tied: SharedParameter | None
+    """The client-side parameter that the weight is tied to (an lm_head to its embedding)."""
+
+    def _fill(self, module: nn.Module, tied: SharedParameter | None) -> None:
+        weight, bias = module.weight, module.bias
+        assert isinstance(weight, torch.Tensor)
+        self.weight = placeholder(weight.shape, weight.dtype, weight.device, weight.detach().clone)
+        self.bias = share(bias) if isinstance(bias, torch.Tensor) else None
+        self._tied = tied
+
+    def _pass(self) -> Pass:
+        bias = self.bias
+        return Pass.FORWARD if bias is None or not bias_is_own(bias) else Pass.FORWARD_WITHOUT_BIAS
+
+    def _own_weight(self) -> torch.Tensor | None:
+        """The weight, if the tenant has one of its own."""
+        weight = self.weight
+        if type(weight) is not SharedParameter or weight._fetch is None:
+            return weight
+        if self._tied is not None and self._tied.own:
+            return self._tied
+        return None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> _VirtLinear:
+        """``.to(...)``: move the one number of the placeholder, not the matrix that it is expanded to."""
+        weight = self.weight
+        if type(weight) is not SharedParameter or not weight.is_placeholder:
+            super()._apply(fn, recurse)
+            return self
+        self._parameters["weight"] = None
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            weight.data = fn(weight.data[(0,) * weight.ndim]).expand(weight.shape)
+            self._parameters["weight"] = weight
+        return self
+
+
+def bias_is_own(bias: torch.Tensor) -> bool:
+    """Whether a tenant brings this bias itself, so that the executor must leave its own out."""
+    return type(bias) is not SharedParameter or bias.own
+
+
+class VirtLinear(_VirtLinear, nn.Linear):
+    """Stands for an ``nn.Linear``: [..., i] → [..., o]."""
+
+    def __init__(self, module: nn.Linear, spec: LayerSpec, link: Link, tied: SharedParameter | None = None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self._attach(spec, link)
+        self._fill(module, tied)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self._own_weight()
+        if weight is not None:
+            return nn.functional.linear(x, weight, self.bias)
+        y = self._call(x)
+        return y if self._pass() is Pass.FORWARD else y + self.bias  # type: ignore[operator]
+
+
+class VirtConv1D(_VirtLinear, Conv1D):
+    """Stands for a transformers ``Conv1D``: [..., i] → [..., o]."""
+
+    def __init__(self, module: Conv1D, spec: LayerSpec, link: Link, tied: SharedParameter | None = None) -> None:
+        nn.Module.__init__(self)
+        self.nx, self.nf = spec.in_features, spec.out_features
+        self._attach(spec, link)
+        self._fill(module, tied)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._own_weight() is not None:
+            return Conv1D.forward(self, x)  # type: ignore[no-any-return]
+        y = self._call(x)
+        return y if self._pass() is Pass.FORWARD else y + self.bias  # type: ignore[operator]
+
+
+class VirtModule(VirtLayer):
+    """Stands for a module that is served whole, an MLP say, as long as the tenant has changed nothing inside it.
+
+    With an adapter inside, a trainable weight, or dropout that is in use, the module runs here and its own VirtLayers
+    ask the executor. Made by :func:`virtualize` from the skeleton's module, whose class it extends.
+    """
+
+    def _watch_inside(self) -> None:
+        self._inside = [
+            (parent, name, child) for parent in self.modules() for name, child in parent._modules.items() if child is not None
+        ]
+        self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+
+    def _is_untouched(self) -> bool:
+        for parent, name, child in self._inside:
+            if parent._modules.get(name) is not child:
+                return False
+            if isinstance(child, _VirtLinear) and (
+                child._own_weight() is not None or child._pass() is not Pass.FORWARD
+            ):
+                return False
+        return not (self.training and self._dropouts)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args or kwargs or not self._is_untouched():
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+        return self._call(x)
+
+
+def virtualize(module: nn.Module, spec: LayerSpec, link: Link) -> None:
+    """Make a module of a client's skeleton, in place, the VirtModule of the same name and parameters."""
+    cls = type(module)
+    module.__class__ = type(f"Virt{cls.__name__}", (VirtModule, cls), {"__module__": __name__})
+    assert isinstance(module, VirtModule)
+    module._attach(spec, link)
+    module._watch_inside()

@@ -1,0 +1,7 @@
+"""Batching policies: what runs together, and how long to wait for company. One file each."""
+
+from symbiosis.policies.lockstep import Lockstep
+from symbiosis.policies.no_lockstep import NoLockstep
+from symbiosis.policies.opportunistic import Opportunistic
+
+__all__ = ["Lockstep", "NoLockstep", "Opportunistic"]

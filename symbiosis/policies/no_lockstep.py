@@ -1,0 +1,24 @@
+"""No-lockstep: every request at once, alone (Symbiosis, section 3.7). The baseline that batches nothing."""
+
+from __future__ import annotations
+
+from symbiosis.core.protocols import Decision, Run, View
+from symbiosis.core.requests import Request
+
+__all__ = ["NoLockstep"]
+
+
+class NoLockstep:
+    """Run the oldest request alone, as soon as the executor is free."""
+
+    name = "no-lockstep"
+
+    def submitted(self, request: Request) -> None:
+        pass
+
+    def decide(self, view: View, now: float) -> Decision:
+        oldest = view.oldest
+        return Run(oldest.key, [(oldest, min(oldest.remaining, view.max_rows))], "at-once")
+
+    def __repr__(self) -> str:
+        return "NoLockstep()"

@@ -1,0 +1,43 @@
+"""The order in which queues catch up with each other, shared by the policies that batch.
+
+Clients drift apart: one waits at layer 5 while another is at layer 2. If the one *furthest behind* runs first, it
+arrives where the other waits and from there they share every batch. Running the oldest request first instead keeps
+their distance, and they never meet.
+
+Forward and backward walk the layers in opposite directions and never meet, so they are ordered apart. Which of the two
+goes first is the policy's choice; both must be served.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Container
+
+from symbiosis.core.requests import Key, Pass, Request
+
+__all__ = ["FurthestBehind"]
+
+
+class FurthestBehind:
+    """The non-empty queue furthest behind, per direction. O(log queues) a request; stale entries fall out lazily."""
+
+    def __init__(self) -> None:
+        self._heaps: tuple[list[tuple[int, Key]], list[tuple[int, Key]]] = ([], [])
+        self._known: set[Key] = set()
+
+    def add(self, request: Request) -> None:
+        key = request.key
+        if key not in self._known:
+            self._known.add(key)
+            backward = key.pass_ is Pass.BACKWARD
+            heapq.heappush(self._heaps[backward], (-key.layers[-1] if backward else key.layers[0], key))
+
+    def candidates(self, queues: Container[Key]) -> list[Key]:
+        """The key furthest behind among the forward queues and the one among the backward queues, where there are."""
+        found = []
+        for heap in self._heaps:
+            while heap and heap[0][1] not in queues:
+                self._known.discard(heapq.heappop(heap)[1])
+            if heap:
+                found.append(heap[0][1])
+        return found
