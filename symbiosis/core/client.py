@@ -1,8 +1,8 @@
 """A client: one tenant's job, as a coroutine.
 
-It owns all that is the tenant's: its share of the model, attention, KV cache, adapter, gradients, optimizer. Only rows for
-base layers leave it. Forward passes and ``generate`` run in fibers on the event loop; backward runs on a thread of the
-client's own, because autograd cannot be suspended (:mod:`symbiosis.core.fibers`).
+It owns all that is the tenant's: its share of the model, attention, KV cache, adapter, gradients, optimizer. Only rows
+for base layers leave it. Forward passes and ``generate`` run in fibers on the event loop; backward runs on a thread of
+the client's own, because autograd cannot be suspended (:mod:`symbiosis.core.fibers`).
 """
 
 from __future__ import annotations
@@ -169,7 +169,9 @@ class Client:
             if not model.training:
                 model.train()
             device = self._device or self._link_channel().device
-            inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            inputs = {
+                name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
+            }
             output = await self._in_fiber(model, **inputs)
             loss: torch.Tensor | None = getattr(output, "loss", None)
             if loss is None:
@@ -205,7 +207,9 @@ class Client:
             trainable: whether it is to be trained further.
         """
         if self._turn.locked():
-            raise UsageError(f"client {self.name!r} is in the middle of an operation; await it before loading an adapter")
+            raise UsageError(
+                f"client {self.name!r} is in the middle of an operation; await it before loading an adapter"
+            )
         self._model = load_adapter(self.model, folder, name, trainable)
 
     # ---------------------------------------------------------------------------------------------------------- parts
@@ -233,7 +237,7 @@ class Client:
         assert self._stream is not None
         channel.begin_pass()
         try:
-            return await run_in_fiber(self._stream, fn, *args, **kwargs)
+            return await run_in_fiber(self._stream, channel.flush, fn, *args, **kwargs)
         finally:
             self._link.forget()
             channel.end_pass()
@@ -257,7 +261,8 @@ class Client:
         except asyncio.CancelledError:
             error = ClientClosedError(f"this operation of client {self.name!r} was cancelled")
             self._link.interrupted = error
-            self._link_channel().interrupt(error)
+            if self._channel is not None:
+                self._channel.interrupt(error)
             while not work.done():
                 try:
                     await asyncio.wait([work])

@@ -1,7 +1,7 @@
 """The base executor: one event loop, one frozen model, any number of clients.
 
-It drives the sans-IO scheduler: transports submit calls, the scheduler (that is, its policy) says which rows run next, the
-runner runs them, and futures carry the results back. It holds a tenant's tensors only between a call and its answer.
+It drives the sans-IO scheduler: transports submit calls, the scheduler (that is, its policy) says which rows run next,
+the runner runs them, and futures carry the results back. It holds a tenant's tensors only between a call and its answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -21,8 +21,8 @@ from torch import nn
 from symbiosis.core.client import Client
 from symbiosis.core.protocols import Listener, Policy
 from symbiosis.core.registry import make_policy, make_transport
-from symbiosis.core.requests import Batch, Call, LayerSpec, Pass, Request
-from symbiosis.core.runner import Payload, Runner
+from symbiosis.core.requests import Batch, Call, Key, LayerSpec, Pass, Request
+from symbiosis.core.runner import Runner
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.splitting import SplitModel
 from symbiosis.core.statistics import Counters, Statistics
@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 Results = tuple[torch.Tensor, ...]
 
 _numbers = itertools.count(1)
+_TURN_S = 0.005
+"""How long batches may follow one another before everything else on the event loop gets its turn."""
 
 
 class Executor:
@@ -47,7 +49,7 @@ class Executor:
     Use it as an asynchronous context manager, on the event loop that the clients run on too.
 
     Args:
-        model: any ``transformers`` model. Its parameters are frozen in place.
+        model: any ``transformers`` model. It is frozen, and put in evaluation mode, in place.
         policy: what to batch, and how long to wait for it: an object, or a name with options such as
             ``"opportunistic:wait_ms=2"``.
         base_layers: what is served: ``"linear"``, ``"mlp"``, or module names or patterns; see
@@ -83,11 +85,13 @@ class Executor:
         self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         self._listeners: list[Listener] = []
         self._sessions: dict[str, ExecutorSession] = {}
-        self._calls: dict[int, tuple[Payload, asyncio.Future[Results]]] = {}
+        self._calls: dict[int, Call] = {}
         self._ids = itertools.count()
         self._client_numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pumping = False
+        self._turned = 0.0
+        """When the loop last came round to us."""
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
 
@@ -219,10 +223,6 @@ class Executor:
         """A client's share of the model; see :meth:`SplitModel.skeleton`."""
         return self._split.skeleton(link)
 
-    def weights(self, layer: int) -> dict[str, torch.Tensor]:
-        """The parameters of one base layer, by name."""
-        return self._split.weights(layer)
-
     def join(self, client: str) -> ExecutorSession:
         """Admit a client; see :class:`~symbiosis.core.protocols.Service`."""
         if self._loop is None:
@@ -235,14 +235,15 @@ class Executor:
 
     def submit(self, client: str, call: Call) -> asyncio.Future[Results]:
         """Queue a checked call of an admitted client."""
-        assert self._loop is not None
-        call.id = next(self._ids)
-        future: asyncio.Future[Results] = self._loop.create_future()
-        self._calls[call.id] = (Payload(call), future)
-        request = Request(call.id, client, call.key, call.tensors[0].shape[0], call.kind, self._loop.time())
-        self._scheduler.submit(request)
-        self.pump_soon()
-        return future
+        loop = self._loop
+        assert loop is not None
+        call.id = id_ = next(self._ids)
+        call.reply = reply = loop.create_future()
+        self._calls[id_] = call
+        self._scheduler.submit(Request(id_, client, call.key, call.tensors[0].shape[0], call.kind, loop.time()))
+        if not self._pumping:
+            self.pump_soon()
+        return reply
 
     def cancel(self, call: Call) -> None:
         """Forget a call; harmless when it was answered."""
@@ -254,9 +255,7 @@ class Executor:
         """A client is gone: what it waits for ends with ``error``."""
         del self._sessions[client]
         for request in self._scheduler.client_left(client):
-            _, future = self._calls.pop(request.id)
-            if not future.done():
-                future.set_exception(error)
+            _fail(self._calls.pop(request.id), error)
         self.pump_soon()
 
     def pump_soon(self) -> None:
@@ -265,14 +264,27 @@ class Executor:
             self._pumping = True
             self._loop.call_soon(self._pump)
 
+    def pump_now(self) -> None:
+        """Ask the scheduler at once if nobody is thinking, unless the loop has not had its turn for a while.
+
+        Going round the loop costs two rounds a request, which a client alone would pay in full (D5). Must be called
+        outside all fibers, whose torch modes are not the executor's.
+        """
+        loop = self._loop
+        if loop is not None and not self._scheduler.thinking and loop.time() - self._turned < _TURN_S:
+            self._decide(loop)
+
     def _pump(self) -> None:
         self._pumping = False
+        loop = self._loop
+        if loop is not None:
+            self._turned = loop.time()
+            self._decide(loop)
+
+    def _decide(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        loop = self._loop
-        if loop is None:
-            return
         action = self._scheduler.next_action(loop.time())
         if self._scheduler.policy_errors:
             self._report_policy()
@@ -284,30 +296,29 @@ class Executor:
             self._timer = loop.call_at(action.time, self.pump_soon)
 
     def _run(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> None:
-        payloads = [self._calls[request.id][0] for request, _, _ in batch.slices]
+        calls = [self._calls[request.id] for request, _, _ in batch.slices]
         started = loop.time()
         try:
-            self._runner.run(batch, payloads)
-        except Exception as error:
+            self._runner.run(batch, calls)
+        except Exception as error:  # noqa: BLE001 (whatever it was, it belongs to the clients of this batch)
             self._fail(batch, error)
             return
         answered = self._scheduler.completed(batch)
         for request in answered:
-            payload, future = self._calls.pop(request.id)
-            if not future.done():
-                assert payload.results is not None
-                future.set_result(payload.results)
+            call = self._calls.pop(request.id)
+            reply, results = call.reply, call.results
+            call.reply = call.results = None
+            if reply is not None and results is not None and not reply.done():
+                reply.set_result(results)
         self._counters.count(batch, answered, started, loop.time())
 
     def _fail(self, batch: Batch, cause: Exception) -> None:
         names = ", ".join(self._split.layers[layer].spec.name for layer in batch.key.layers)
         for request, _, _ in batch.slices:
-            _, future = self._calls.pop(request.id)
             self._scheduler.cancel(request.id)
-            if not future.done():
-                error = LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
-                error.__cause__ = cause
-                future.set_exception(error)
+            error = LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
+            error.__cause__ = cause
+            _fail(self._calls.pop(request.id), error)
 
     def _report_policy(self) -> None:
         while self._scheduler.policy_errors:
@@ -330,43 +341,59 @@ class ExecutorSession:
         self._executor = executor
         self._specs = specs
         self._device = executor.device
+        self._expected: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
+        """What was found for the keys seen so far; valid keys only, so their number is bounded by the layer table."""
         self._ended: BaseException | None = None
 
     def submit(self, call: Call) -> asyncio.Future[Results]:
         if self._ended is not None:
             raise self._ended
-        problem = self._problem(call)
-        if problem is not None:
-            raise RequestError(f"request of {self.client!r} refused: {problem}")
+        expected = self._expected.get(call.key)
+        if expected is None:
+            expected = self._expected[call.key] = self._check_key(call.key)
+        self._check_tensors(call, *expected)
         return self._executor.submit(self.client, call)
 
-    def _problem(self, call: Call) -> str | None:
-        (layers, pass_), specs = call.key, self._specs
+    def _check_key(self, key: Key) -> tuple[tuple[int, ...], torch.dtype]:
+        """The widths and the dtype of the matrices that a key takes."""
+        (layers, pass_), specs = key, self._specs
         if not layers or not all(0 <= layer < len(specs) for layer in layers):
-            return f"layers {layers}; there are {len(specs)}, counted from 0"
+            self._refuse(f"layers {layers}; there are {len(specs)}, counted from 0")
+        chosen = [specs[layer] for layer in layers]
+        first = chosen[0]
         if len(layers) > 1 and (
-            pass_ is Pass.BACKWARD or any(a >= b for a, b in itertools.pairwise(layers))
+            pass_ is Pass.BACKWARD
+            or any(a >= b for a, b in itertools.pairwise(layers))
+            or any((spec.in_features, spec.dtype) != (first.in_features, first.dtype) for spec in chosen)
         ):
-            return f"layers {layers} for {pass_.name}; siblings share a forward pass, in ascending order"
-        rows = call.tensors[0].shape[0] if call.tensors and call.tensors[0].ndim else 0
-        for layer in layers:
-            spec = specs[layer]
-            if pass_ is not Pass.BACKWARD:
-                widths: tuple[int, ...] = (spec.in_features,)
+            self._refuse(
+                f"layers {layers} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
+            )
+        if pass_ is Pass.FORWARD_WITHOUT_BIAS and not all(spec.linear for spec in chosen):
+            self._refuse(f"{first.name} is served whole and has no single bias to leave out")
+        if pass_ is not Pass.BACKWARD:
+            return (first.in_features,), first.dtype
+        return ((first.out_features,) if first.linear else (first.in_features, first.out_features)), first.dtype
+
+    def _check_tensors(self, call: Call, widths: tuple[int, ...], dtype: torch.dtype) -> None:
+        tensors = call.tensors
+        rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
+        if len(tensors) == len(widths) and rows:
+            for tensor, width in zip(tensors, widths, strict=True):
+                if tensor.shape != (rows, width) or tensor.dtype is not dtype or tensor.device != self._device:
+                    break
             else:
-                widths = (spec.out_features,) if spec.linear else (spec.in_features, spec.out_features)
-            if pass_ is Pass.FORWARD_WITHOUT_BIAS and not spec.linear:
-                return f"{spec.name} is served whole and has no single bias to leave out"
-            if len(call.tensors) != len(widths):
-                return f"{spec.name} {pass_.name} takes {len(widths)} matrices, not {len(call.tensors)}"
-            for tensor, width in zip(call.tensors, widths, strict=True):
-                if tensor.ndim != 2 or tensor.shape[1] != width or not 0 < tensor.shape[0] == rows:
-                    return f"{spec.name} {pass_.name} takes matrices [n, {width}] with n ≥ 1, not {list(tensor.shape)}"
-                if tensor.dtype is not spec.dtype:
-                    return f"{spec.name} is served in {spec.dtype}, not {tensor.dtype}"
-                if tensor.device != self._device:
-                    return f"{spec.name} is on {self._device}, the rows are on {tensor.device}"
-        return None
+                return
+        name = self._specs[call.key.layers[0]].name
+        wanted = " and ".join(f"[n, {width}]" for width in widths)
+        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in tensors)
+        self._refuse(f"{name} {call.key.pass_.name} takes {wanted} {dtype} on {self._device} with n ≥ 1, not {got}")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise RequestError(f"request of {self.client!r} refused: {problem}")
+
+    def flush(self) -> None:
+        self._executor.pump_now()
 
     def cancel(self, call: Call) -> None:
         self._executor.cancel(call)
@@ -390,3 +417,8 @@ class ExecutorSession:
 def _config_options(options: dict[str, Any]) -> dict[str, Any]:
     shared = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
     return {name: options[name] for name in shared if name in options}
+
+
+def _fail(call: Call, error: BaseException) -> None:
+    if call.reply is not None and not call.reply.done():
+        call.reply.set_exception(error)

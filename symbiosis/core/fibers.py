@@ -37,57 +37,77 @@ class RandomStream:
     Entering and leaving cost a microsecond together: the state of torch's CPU generator is 5 kB.
     """
 
-    __slots__ = ("_generators", "_mine", "_others")
+    __slots__ = ("_cuda", "_mine", "_others")
 
     def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
+        self._cuda: torch.Generator | None = None
         if device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
-        self._mine = [generator.get_state() for generator in self._generators]
-        self._others = self._mine
+            self._cuda = torch.cuda.default_generators[index]
+        self._mine = self._others = self._read()
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _cpu.get_state(), None if self._cuda is None else self._cuda.get_state()
+
+    def _write(self, state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+        _cpu.set_state(state[0])
+        if self._cuda is not None and state[1] is not None:
+            self._cuda.set_state(state[1])
 
     def enter(self) -> None:
         """From now on torch draws from this stream."""
-        self._others = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._mine, strict=True):
-            generator.set_state(state)
+        self._others = self._read()
+        self._write(self._mine)
 
     def leave(self) -> None:
         """Back to the stream that :meth:`enter` found."""
-        self._mine = [generator.get_state() for generator in self._generators]
-        for generator, state in zip(self._generators, self._others, strict=True):
-            generator.set_state(state)
+        self._mine = self._read()
+        self._write(self._others)
+
+
+_cpu = torch.default_generator
+
+
+def _in_modes() -> bool:
+    """Whether this thread is in any torch mode other than the grad mode."""
+    return bool(
+        torch.is_inference_mode_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    )
 
 
 class _Modes:
-    """torch's modes of a suspended fiber. Where only the grad mode is set, parking costs under a microsecond."""
+    """torch's modes of a suspended fiber, all but the grad mode, which is so common that it is handled apart."""
 
-    __slots__ = ("_autocast", "_dispatch", "_function", "_grad", "_hooks", "_inference", "_nesting")
+    __slots__ = ("_autocast", "_dispatch", "_function", "_hooks", "_inference", "_nesting")
 
     def __init__(self) -> None:
         """Take the modes off this thread and leave torch's defaults."""
         # The guard gives back, when it exits, exactly the state that it found.
         self._inference = torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else None
         if self._inference is not None:
-            self._inference.__enter__()
-        self._grad = torch.is_grad_enabled()
-        if not self._grad:
-            torch._C._set_grad_enabled(True)
+            self._inference.__enter__()  # type: ignore[no-untyped-call]
         self._autocast = [
-            (device, torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)
+            (device, torch.get_autocast_dtype(device))
+            for device in _AUTOCAST_DEVICES
+            if torch.is_autocast_enabled(device)
         ]
         self._nesting = 0
         if self._autocast:
             self._park_autocast()
-        engine = torch._C._autograd
-        self._hooks = []
+        engine: Any = torch._C._autograd
+        self._hooks: list[Any] = []
         while (hooks := engine._top_saved_tensors_default_hooks(False)) is not None:
             self._hooks.append(hooks)
             engine._pop_saved_tensors_default_hooks()
-        self._function = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-        self._dispatch = [dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+        self._function: list[Any] = [
+            torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())
+        ]
+        self._dispatch: list[Any] = [dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
 
     def _park_autocast(self) -> None:
         for device, _ in self._autocast:
@@ -112,16 +132,15 @@ class _Modes:
             torch.set_autocast_dtype(device, dtype)
         for _ in range(self._nesting):
             torch.autocast_increment_nesting()
-        if not self._grad:
-            torch._C._set_grad_enabled(False)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
 
 
+_set_grad_enabled = torch._C._set_grad_enabled
 _AUTOCAST_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-class Fiber(greenlet):
+class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
     """A greenlet that may suspend on the event loop."""
 
     stream: RandomStream
@@ -132,13 +151,17 @@ class Fiber(greenlet):
         Called by a synchronous function that somewhere below runs in :func:`run_in_fiber`.
         """
         self.stream.leave()
-        modes = _Modes()
+        grad = torch.is_grad_enabled()
+        modes = _Modes() if _in_modes() else None
+        _set_grad_enabled(True)
         driver = self.parent
         assert driver is not None
         try:
             return cast(T, driver.switch(awaitable))
         finally:
-            modes.restore()
+            if modes is not None:
+                modes.restore()
+            _set_grad_enabled(grad)
             self.stream.enter()
 
 
@@ -148,8 +171,10 @@ def current_fiber() -> Fiber | None:
     return current if isinstance(current, Fiber) else None
 
 
-async def run_in_fiber(stream: RandomStream, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a synchronous function in a fiber and await its result.
+async def run_in_fiber(
+    stream: RandomStream, flush: Callable[[], None], fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Run a synchronous function in a fiber and await its result. ``flush`` is called whenever it has suspended.
 
     The function starts in, and must leave, the torch modes of the caller. Cancelling the awaiting task raises
     ``CancelledError`` in the function, where it waits.
@@ -161,8 +186,9 @@ async def run_in_fiber(stream: RandomStream, fn: Callable[P, T], *args: P.args, 
     while not fiber.dead:
         # No local may hold the result while the fiber runs: it would keep a tenant's rows alive.
         try:
+            flush()
             result = [await out]
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (the fiber is who must see it)
             out = fiber.throw(error)
         else:
             out = fiber.switch(result.pop())

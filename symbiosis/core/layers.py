@@ -9,6 +9,7 @@ Legend: n rows; i in_features; o out_features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import cast
 
 import torch
 from torch import nn
@@ -50,33 +51,37 @@ class BaseLayer(ABC):
 class LinearLayer(BaseLayer):
     """``nn.Linear``: Y = X·Wᵀ + b, weight [o, i]."""
 
-    module: nn.Linear
+    def __init__(self, spec: LayerSpec, module: nn.Linear) -> None:
+        super().__init__(spec, module)
+        self._weight, self._bias = module.weight, module.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.module.weight, self.module.bias)
+        return F.linear(x, self._weight, self._bias)
 
     def forward_without_bias(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.module.weight)
+        return F.linear(x, self._weight)
 
     def backward(self, *tensors: torch.Tensor) -> torch.Tensor:
         (dy,) = tensors
-        return dy.mm(self.module.weight)
+        return dy.mm(self._weight)
 
 
 class Conv1DLayer(BaseLayer):
     """transformers' ``Conv1D`` (GPT-2): Y = X·W + b, weight [i, o]."""
 
-    module: Conv1D
+    def __init__(self, spec: LayerSpec, module: Conv1D) -> None:
+        super().__init__(spec, module)
+        self._weight, self._bias = module.weight, module.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.module.bias, x, self.module.weight)
+        return torch.addmm(self._bias, x, self._weight)
 
     def forward_without_bias(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mm(self.module.weight)
+        return x.mm(self._weight)
 
     def backward(self, *tensors: torch.Tensor) -> torch.Tensor:
         (dy,) = tensors
-        return dy.mm(self.module.weight.t())
+        return dy.mm(self._weight.t())
 
 
 class ModuleLayer(BaseLayer):
@@ -113,7 +118,7 @@ def base_layer(index: int, name: str, module: nn.Module) -> BaseLayer:
         conv = isinstance(module, Conv1D)
         out_features, in_features = reversed(weight.shape) if conv else weight.shape
         spec = LayerSpec(index, name, in_features, out_features, weight.dtype, module.bias is not None, True)
-        return Conv1DLayer(spec, module) if conv else LinearLayer(spec, module)
+        return Conv1DLayer(spec, module) if conv else LinearLayer(spec, cast(nn.Linear, module))
     in_features, out_features, dtype = _probe(name, module)
     return ModuleLayer(LayerSpec(index, name, in_features, out_features, dtype, False, False), module)
 

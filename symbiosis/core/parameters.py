@@ -2,8 +2,8 @@
 
 A client's model has two sorts of frozen parameters. The small ones outside the base layers (embeddings, norms, biases)
 are real and share memory with every other client of the process. The weights of base layers are *placeholders*: one NaN
-expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that reads it
-shows as NaN instead of a wrong answer (D8).
+expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that reads
+it shows as NaN instead of a wrong answer (D8).
 
 Either becomes the tenant's own copy at the moment somebody makes it trainable or writes into it (``modules_to_save``,
 ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change.
@@ -53,7 +53,7 @@ class SharedParameter(nn.Parameter):
         super().requires_grad_(requires_grad)
         return self
 
-    @property  # type: ignore[override]
+    @property
     def requires_grad(self) -> bool:
         return _requires_grad.__get__(self)  # type: ignore[no-any-return]
 
@@ -80,7 +80,7 @@ class SharedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter: values shared in memory cannot stay shared in a file."""
-        return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 _requires_grad: Any = torch.Tensor.requires_grad

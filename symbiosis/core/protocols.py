@@ -18,7 +18,19 @@ if TYPE_CHECKING:
 
     from symbiosis.core.virtlayer import Link
 
-__all__ = ["Channel", "Decision", "Listener", "Policy", "QueueView", "Run", "Service", "Session", "Transport", "View", "Wait"]
+__all__ = [
+    "Channel",
+    "Decision",
+    "Listener",
+    "Policy",
+    "QueueView",
+    "Run",
+    "Service",
+    "Session",
+    "Transport",
+    "View",
+    "Wait",
+]
 
 
 # ---------------------------------------------------------------------------------------------------------- policies
@@ -58,11 +70,13 @@ class QueueView(Protocol):
     @property
     def rows(self) -> int:
         """Rows still queued, over all requests."""
+
     @property
     def oldest(self) -> Request: ...
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Request]:
         """Requests in the order they arrived."""
+
     def take(self, max_rows: int, first: Request | None = None) -> list[tuple[Request, int]]:
         """As many rows as fit, oldest request first; the last request may be taken in part.
 
@@ -76,15 +90,19 @@ class View(Protocol):
     @property
     def queues(self) -> Mapping[Key, QueueView]:
         """The queues that are not empty."""
+
     @property
     def oldest(self) -> Request:
         """The queued request that arrived first."""
+
     @property
     def thinking(self) -> int:
         """Clients in a pass with no request outstanding: those who might join a batch if it waits."""
+
     @property
     def layers(self) -> int:
         """Number of layers in the layer table."""
+
     @property
     def max_rows(self) -> int:
         """Most rows a batch may have."""
@@ -123,6 +141,9 @@ class Session(Protocol):
             ClientClosedError, ExecutorClosedError: too late.
         """
 
+    def flush(self) -> None:
+        """The client waits. If that was the last one to think, the executor need not go round the loop to find out."""
+
     def cancel(self, call: Call) -> None:
         """Forget a request. Harmless when it is already answered."""
 
@@ -150,10 +171,9 @@ class Service(Protocol):
             UsageError: the name is taken.
             ExecutorClosedError: too late.
         """
+
     def skeleton(self, link: Link) -> nn.Module:
         """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``."""
-    def weights(self, layer: int) -> dict[str, torch.Tensor]:
-        """The parameters of a base layer."""
 
 
 class Channel(Protocol):
@@ -173,6 +193,9 @@ class Channel(Protocol):
     def call(self, call: Call) -> tuple[torch.Tensor, ...]:
         """Send from a thread that may block, and wait."""
 
+    def flush(self) -> None:
+        """The caller is about to wait for what it sent: whatever can be done for it without waiting, do now."""
+
     def cancel(self, call: Call) -> None:
         """Forget a call made by :meth:`send`."""
 
@@ -183,9 +206,6 @@ class Channel(Protocol):
     def end_pass(self) -> None: ...
     def skeleton(self, link: Link) -> nn.Module:
         """The client's share of the model; see :meth:`Service.skeleton`."""
-
-    def weights(self, layer: int) -> dict[str, torch.Tensor]:
-        """The parameters of a base layer, for a tenant that makes it trainable: its own copy."""
 
     def close(self) -> None: ...
 
@@ -204,5 +224,3 @@ class Transport(Protocol):
 
     async def listen(self, address: str, service: Service) -> Listener: ...
     async def connect(self, address: str, client: str) -> Channel: ...
-
-

@@ -68,7 +68,9 @@ def make_policy(spec: str | Policy) -> Policy:
     """
     if not isinstance(spec, str):
         if not isinstance(spec, Policy):
-            raise UsageError(f"policy is {spec!r}; give a name such as 'opportunistic', or an object with name, submitted and decide")
+            raise UsageError(
+                f"policy is {spec!r}; give a name such as 'opportunistic', or an object with name, submitted and decide"
+            )
         return spec
     name, _, text = spec.partition(":")
     cls = _load(POLICIES, name)
@@ -104,5 +106,7 @@ def make_transport(address: str) -> Transport:
     """
     scheme, separator, _ = address.partition("://")
     if not separator:
-        raise UsageError(f"{address!r} is no address; write scheme://…, where scheme is one of {', '.join(names(TRANSPORTS))}")
+        raise UsageError(
+            f"{address!r} is no address; write scheme://…, where scheme is one of {', '.join(names(TRANSPORTS))}"
+        )
     return cast(Transport, _load(TRANSPORTS, scheme)())

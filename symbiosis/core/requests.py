@@ -12,6 +12,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    import asyncio
+
     import torch
 
 __all__ = ["Batch", "Call", "Key", "Kind", "LayerSpec", "Pass", "Request", "Slice"]
@@ -50,7 +52,8 @@ class LayerSpec(NamedTuple):
     ``linear`` is False for a module that is served whole and recomputed in backward.
     """
 
-    index: int
+    layer: int
+    """Index into the layer table."""
     name: str
     in_features: int
     out_features: int
@@ -72,6 +75,10 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     id: int = -1
     """Set by the executor's session when it accepts the call."""
+    results: tuple[torch.Tensor, ...] | None = None
+    """The answer, while it is put together from slices."""
+    reply: asyncio.Future[tuple[torch.Tensor, ...]] | None = None
+    """Where the executor puts the answer."""
 
 
 @dataclass(slots=True, eq=False)

@@ -28,5 +28,4 @@ def split(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
     """
     if len(counts) == 1:
         return [rows]
-    parts: Sequence[torch.Tensor] = torch.split_with_sizes_copy(rows, list(counts))
-    return parts
+    return torch.split_with_sizes_copy(rows, list(counts))  # type: ignore[func-returns-value, return-value]

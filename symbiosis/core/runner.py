@@ -14,17 +14,7 @@ from symbiosis.core.layers import BaseLayer
 from symbiosis.core.requests import Batch, Call, Slice
 from symbiosis.core.rows import merge, split
 
-__all__ = ["Payload", "Runner"]
-
-
-class Payload:
-    """The tensors of one request while the executor has it: rows in, and results so far."""
-
-    __slots__ = ("call", "results")
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.results: tuple[torch.Tensor, ...] | None = None
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -33,23 +23,28 @@ class Runner:
     def __init__(self, layers: Sequence[BaseLayer]) -> None:
         self._layers = layers
 
-    def run(self, batch: Batch, payloads: Sequence[Payload]) -> None:
-        """Run a batch; ``payloads`` belong to its slices, in order, and get one result matrix per layer of the key.
+    def run(self, batch: Batch, calls: Sequence[Call]) -> None:
+        """Run a batch; ``calls`` belong to its slices, in order, and get one result matrix per layer of the key.
 
         Siblings (a key with several layers) read the same rows, so only a forward pass has them.
         """
         layers, pass_ = batch.key
+        slices = batch.slices
         with torch.no_grad():
-            inputs = [
-                merge([_cut(tensors, piece) for tensors, piece in zip(column, batch.slices, strict=True)])
-                for column in zip(*(payload.call.tensors for payload in payloads), strict=True)
-            ]
-            outputs = [self._layers[layer].run(pass_, tuple(inputs)) for layer in layers]
+            if len(slices) == 1 and slices[0].stop - slices[0].start == slices[0].request.rows:
+                (call,) = calls
+                call.results = tuple([self._layers[layer].run(pass_, call.tensors) for layer in layers])
+                return
+            inputs = tuple(
+                merge([_cut(tensor, piece) for tensor, piece in zip(column, slices, strict=True)])
+                for column in zip(*[call.tensors for call in calls], strict=True)
+            )
+            outputs = [self._layers[layer].run(pass_, inputs) for layer in layers]
             del inputs
-            counts = [stop - start for _, start, stop in batch.slices]
+            counts = [stop - start for _, start, stop in slices]
             columns = [split(output, counts) for output in outputs]
-            for payload, piece, *results in zip(payloads, batch.slices, *columns, strict=True):
-                _keep(payload, piece, results)
+            for call, piece, *results in zip(calls, slices, *columns, strict=True):
+                _keep(call, piece, results)
 
 
 def _cut(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
@@ -57,14 +52,12 @@ def _cut(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
     return tensor if stop - start == request.rows else tensor[start:stop]
 
 
-def _keep(payload: Payload, piece: Slice, results: Sequence[torch.Tensor]) -> None:
+def _keep(call: Call, piece: Slice, results: Sequence[torch.Tensor]) -> None:
     request, start, stop = piece
     if stop - start == request.rows:
-        payload.results = tuple(results)
+        call.results = tuple(results)
         return
-    if payload.results is None:
-        payload.results = tuple(result.new_empty(request.rows, result.shape[1]) for result in results)
-    for whole, part in zip(payload.results, results, strict=True):
+    if call.results is None:
+        call.results = tuple(result.new_empty(request.rows, result.shape[1]) for result in results)
+    for whole, part in zip(call.results, results, strict=True):
         whole[start:stop] = part
-
-

@@ -186,11 +186,14 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Its id must be new and its client must have joined."""
         if request.rows < 1 or request.taken or request.done:
-            raise UsageError(f"request {request.id} of {request.client!r} must bring 1 or more rows, none of them taken")
+            raise UsageError(
+                f"request {request.id} of {request.client!r} must bring 1 or more rows, none of them taken"
+            )
         if request.id in self._open:
             raise UsageError(f"request {request.id} of {request.client!r} was submitted already")
         state = self._clients[request.client]
-        self.thinking -= state.thinking
+        if state.in_pass and not state.outstanding:
+            self.thinking -= 1
         state.outstanding += 1
         self._open[request.id] = request
         self._queued[request.id] = request
@@ -200,7 +203,7 @@ class Scheduler:
         queue.add(request)
         try:
             self.policy.submitted(request)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
             self._refuse("raised in submitted()", error)
 
     def cancel(self, request_id: int) -> None:
@@ -233,7 +236,7 @@ class Scheduler:
         try:
             decision = self.policy.decide(self, now)
             problem = self._check(decision, now)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
             self._refuse("raised in decide()", error)
         else:
             if problem is None:
@@ -244,7 +247,7 @@ class Scheduler:
         oldest = self.oldest
         return self._start(Run(oldest.key, [(oldest, min(oldest.remaining, self.max_rows))], "policy-error"))
 
-    def _check(self, decision: Decision, now: float) -> str | None:
+    def _check(self, decision: Decision | object, now: float) -> str | None:
         """Why a decision must be refused, or None."""
         if isinstance(decision, Wait):
             if decision.until is None:
@@ -301,7 +304,8 @@ class Scheduler:
     def _answered(self, client: str) -> None:
         state = self._clients[client]
         state.outstanding -= 1
-        self.thinking += state.thinking
+        if state.in_pass and not state.outstanding:
+            self.thinking += 1
 
     def _refuse(self, problem: str, cause: Exception | None = None) -> None:
         error = PolicyError(f"policy {self.policy.name!r} {problem}" + (f": {cause!r}" if cause else ""))
@@ -322,7 +326,8 @@ class Scheduler:
                 by_client.setdefault(request.client, []).append(request)
             assert by_client == {client: list(mine) for client, mine in queue._by_client.items()}
         for request in self._open.values():
-            assert 0 <= request.done <= request.taken <= request.rows and not request.cancelled
+            assert 0 <= request.done <= request.taken <= request.rows
+            assert not request.cancelled
             assert (request.remaining > 0) == (request.id in self._queued), "a request with rows left is not queued"
         outstanding: dict[str, int] = {}
         for request in self._open.values():

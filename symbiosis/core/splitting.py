@@ -29,7 +29,7 @@ class SplitModel:
     """A frozen model and its base layers.
 
     Args:
-        model: any ``transformers`` model (or other ``nn.Module``). Its parameters are frozen in place.
+        model: any ``transformers`` model (or other ``nn.Module``). It is frozen, and put in evaluation mode, in place.
         base_layers: what the executor serves. ``"linear"``: every ``nn.Linear`` and ``Conv1D``. ``"mlp"``: these, and
             each MLP as a whole for tenants who change nothing inside it. Otherwise module names or patterns
             (``"*.q_proj"``, ``"lm_head"``); a name that is not a linear layer is served whole.
@@ -39,14 +39,13 @@ class SplitModel:
     """
 
     def __init__(self, model: nn.Module, base_layers: str | Sequence[str] = "linear") -> None:
-        self.model = model.requires_grad_(False)
+        self.model = model.requires_grad_(False).eval()
         self.layers: list[BaseLayer] = [
-            base_layer(index, name, model.get_submodule(name))
-            for index, name in enumerate(_choose(model, base_layers))
+            base_layer(index, name, model.get_submodule(name)) for index, name in enumerate(_choose(model, base_layers))
         ]
         if not self.layers:
             raise SplitError(
-                f"{type(model).__name__} has no base layers to serve: none of its {_count(model)} modules is an nn.Linear "
+                f"{type(model).__name__} has no base layers to serve: of its {_count(model)} modules none is an nn.Linear "
                 f"or a transformers Conv1D" + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
 
@@ -58,10 +57,6 @@ class SplitModel:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-    def weights(self, layer: int) -> dict[str, torch.Tensor]:
-        """The parameters of one base layer, by name."""
-        return dict(self.layers[layer].module.named_parameters())
 
     def skeleton(self, link: Link) -> nn.Module:
         """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``.
@@ -110,7 +105,9 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]
         return [name for name in modules if name in chosen]
     patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers)
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-        raise UsageError(f"base_layers is {base_layers!r}; give 'linear', 'mlp', or one or more module names or patterns")
+        raise UsageError(
+            f"base_layers is {base_layers!r}; give 'linear', 'mlp', or one or more module names or patterns"
+        )
     names = [name for name in modules if name]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):

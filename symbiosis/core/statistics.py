@@ -126,7 +126,10 @@ class Counters:
         }
         clients = {
             name: ClientStatistics(
-                client.requests, client.rows, client.wait_s, client.companions / client.requests if client.requests else 0.0
+                client.requests,
+                client.rows,
+                client.wait_s,
+                client.companions / client.requests if client.requests else 0.0,
             )
             for name, client in self.clients.items()
         }

@@ -1,13 +1,13 @@
 """VirtLayer: what stands for a base layer in a client's model.
 
-To ``transformers`` and PEFT a VirtLayer *is* the ``nn.Linear`` or ``Conv1D`` that it replaces (D8). Its forward sends the
-rows to the executor and waits; so does its backward. How it waits depends on where it is called, which is the business of
-the client's :class:`Link`: in a fiber it suspends, on any other thread it blocks.
+To ``transformers`` and PEFT a VirtLayer *is* the ``nn.Linear`` or ``Conv1D`` that it replaces (D8). Its forward sends
+the rows to the executor and waits; so does its backward. How it waits depends on where it is called, which is the
+business of the client's :class:`Link`: in a fiber it suspends, on any other thread it blocks.
 
 Autograd: the result is computed first and wrapped in an autograd node afterwards, because a fiber cannot suspend inside
 ``autograd.Function.forward``. Siblings (q, k, v; gate, up) share the forward request, but each has a node of its own,
-made when the model calls it: the engine then adds up gradients in the order that it has in the plain model, and a client
-alone is bit-equal to it. One node for all siblings would save two backward round trips and lose that.
+made when the model calls it: the engine then adds up gradients in the order that it has in the plain model, and a
+client alone is bit-equal to it. One node for all siblings would save two backward round trips and lose that.
 
 Legend: n rows; i in_features; o out_features.
 """
@@ -17,7 +17,8 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
 from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
 
 __all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "virtualize"]
+
 
 class Link:
     """What the VirtLayers of one client share: the channel, how to wait on it, and which layers are siblings."""
@@ -110,38 +112,39 @@ class Siblings:
     """
 
     def __init__(self, members: list[VirtLayer]) -> None:
-        self.members = sorted(members, key=lambda member: member.spec.index)
+        self.members = sorted(members, key=lambda member: member.spec.layer)
         self.keys = {
-            pass_: Key(tuple(member.spec.index for member in self.members), pass_)
+            pass_: Key(tuple(member.spec.layer for member in self.members), pass_)
             for pass_ in (Pass.FORWARD, Pass.FORWARD_WITHOUT_BIAS)
         }
         self._results: dict[VirtLayer, torch.Tensor] = {}
         self._x: torch.Tensor | None = None
         self._version = 0
+        self._pass = Pass.FORWARD
         self._misses = 0
         """How often in a row somebody's result was not wanted."""
 
     def forward(self, layer: VirtLayer, x: torch.Tensor) -> torch.Tensor | None:
         """The layer's [n, o]; None if the group has just been dissolved."""
-        if self._results and self._x is x and x._version == self._version:
-            result = self._results.pop(layer, None)
-            if result is not None:
-                if not self._results:
-                    self._x = None
-                    self._misses = 0
-                return result
+        pass_ = layer._pass()
         if self._results:
+            if self._x is x and x._version == self._version and pass_ is self._pass:
+                result = self._results.pop(layer, None)
+                if result is not None:
+                    if not self._results:
+                        self._x = None
+                        self._misses = 0
+                    return result
             self.forget()
             self._misses += 1
-        pass_ = layer._pass()
-        if self._misses == _MISSES or any(member._pass() is not pass_ for member in self.members):
-            for member in self.members:
-                member._siblings = None
-                member._may_have_siblings = False
-            return None
+            if self._misses == _MISSES:
+                for member in self.members:
+                    member._siblings = None
+                    member._may_have_siblings = False
+                return None
         results = layer._request(self.keys[pass_], x)
         self._results = dict(zip(self.members, results, strict=True))
-        self._x, self._version = x, x._version
+        self._x, self._version, self._pass = x, x._version, pass_
         return self._results.pop(layer)
 
     def forget(self) -> None:
@@ -166,7 +169,7 @@ class VirtLayer(nn.Module):
         self._link = link
         self._siblings = None
         self._may_have_siblings = True
-        self._keys = {pass_: Key((spec.index,), pass_) for pass_ in Pass}
+        self._keys = {pass_: Key((spec.layer,), pass_) for pass_ in Pass}
 
     def _pass(self) -> Pass:
         return Pass.FORWARD
@@ -174,24 +177,23 @@ class VirtLayer(nn.Module):
     def _call(self, x: torch.Tensor) -> torch.Tensor:
         """[..., i] → [..., o], as the base layer would have done, with a backward that asks the executor again."""
         spec = self.spec
-        if x.shape[-1] != spec.in_features:
-            raise RequestError(f"{spec.name}: input is {list(x.shape)}; its last dimension must be {spec.in_features}")
-        autocast = torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-        if autocast and x.dtype is not spec.dtype:
+        shape = x.shape
+        if shape[-1] != spec.in_features:
+            raise RequestError(f"{spec.name}: input is {list(shape)}; its last dimension must be {spec.in_features}")
+        autocast = torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
+        if x.dtype is not spec.dtype:
+            if not autocast or not x.is_floating_point():
+                raise RequestError(
+                    f"{spec.name}: input is {x.dtype}, but the base model is served in {spec.dtype}; "
+                    f"cast the input, or use torch.autocast"
+                )
             x = x.to(spec.dtype)
-        elif x.dtype is not spec.dtype:
-            raise RequestError(
-                f"{spec.name}: input is {x.dtype}, but the base model is served in {spec.dtype}; "
-                f"cast the input, or use torch.autocast"
-            )
-        shape = (*x.shape[:-1], spec.out_features)
-        if x.numel() == 0:
-            y = x.new_empty(shape)
-        else:
-            # Not a view: torch forbids in-place operations on views made in an autograd.Function, nn.Linear allows them.
-            y = torch.ops.aten._unsafe_view(self._fetch(x), shape)
+        y = self._fetch(x) if x.numel() else x.new_empty(0, spec.out_features)
         if x.requires_grad and torch.is_grad_enabled():
-            y = _Wrap.apply(x, self, [y])
+            # Not a view: nn.Linear allows in-place operations on its output, torch forbids them on views made in a Function.
+            y = _wrap(x, self, [torch.ops.aten._unsafe_view(y, (*shape[:-1], spec.out_features))])
+        else:
+            y = y.view(*shape[:-1], spec.out_features)
         return y.to(torch.get_autocast_dtype(x.device.type)) if autocast else y
 
     def _fetch(self, x: torch.Tensor) -> torch.Tensor:
@@ -256,6 +258,9 @@ class _Wrap(torch.autograd.Function):
         return ctx.layer._backward(dy, saved[0] if saved else None), None, None
 
 
+_wrap = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor]], torch.Tensor], _Wrap.apply)
+
+
 class _VirtLinear(VirtLayer):
     """What VirtLinear and VirtConv1D have in common: a placeholder weight, a shared bias."""
 
@@ -268,43 +273,40 @@ class _VirtLinear(VirtLayer):
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
         self.weight = placeholder(weight.shape, weight.dtype, weight.device, weight.detach().clone)
-        self.bias = share(bias) if isinstance(bias, torch.Tensor) else None
+        self.register_parameter("bias", share(bias) if isinstance(bias, torch.Tensor) else None)
         self._tied = tied
 
     def _pass(self) -> Pass:
-        bias = self.bias
-        return Pass.FORWARD if bias is None or not bias_is_own(bias) else Pass.FORWARD_WITHOUT_BIAS
+        bias = self._parameters["bias"]  # self.bias takes nn.Module's slow road
+        if bias is None or (type(bias) is SharedParameter and bias._fetch is not None):
+            return Pass.FORWARD
+        return Pass.FORWARD_WITHOUT_BIAS
 
     def _own_weight(self) -> torch.Tensor | None:
         """The weight, if the tenant has one of its own."""
-        weight = self.weight
+        weight = self._parameters["weight"]
         if type(weight) is not SharedParameter or weight._fetch is None:
             return weight
         if self._tied is not None and self._tied.own:
             return self._tied
         return None
 
-    def _apply(self, fn: Any, recurse: bool = True) -> _VirtLinear:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _VirtLinear:
         """``.to(...)``: move the one number of the placeholder, not the matrix that it is expanded to."""
         weight = self.weight
         if type(weight) is not SharedParameter or not weight.is_placeholder:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
         self._parameters["weight"] = None
         try:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             weight.data = fn(weight.data[(0,) * weight.ndim]).expand(weight.shape)
             self._parameters["weight"] = weight
         return self
 
 
-def bias_is_own(bias: torch.Tensor) -> bool:
-    """Whether a tenant brings this bias itself, so that the executor must leave its own out."""
-    return type(bias) is not SharedParameter or bias.own
-
-
-class VirtLinear(_VirtLinear, nn.Linear):
+class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
     """Stands for an ``nn.Linear``: [..., i] → [..., o]."""
 
     def __init__(self, module: nn.Linear, spec: LayerSpec, link: Link, tied: SharedParameter | None = None) -> None:
@@ -318,10 +320,10 @@ class VirtLinear(_VirtLinear, nn.Linear):
         if weight is not None:
             return nn.functional.linear(x, weight, self.bias)
         y = self._call(x)
-        return y if self._pass() is Pass.FORWARD else y + self.bias  # type: ignore[operator]
+        return y if self._pass() is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
 
 
-class VirtConv1D(_VirtLinear, Conv1D):
+class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
     """Stands for a transformers ``Conv1D``: [..., i] → [..., o]."""
 
     def __init__(self, module: Conv1D, spec: LayerSpec, link: Link, tied: SharedParameter | None = None) -> None:
@@ -334,7 +336,7 @@ class VirtConv1D(_VirtLinear, Conv1D):
         if self._own_weight() is not None:
             return Conv1D.forward(self, x)  # type: ignore[no-any-return]
         y = self._call(x)
-        return y if self._pass() is Pass.FORWARD else y + self.bias  # type: ignore[operator]
+        return y if self._pass() is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
 
 
 class VirtModule(VirtLayer):
@@ -346,7 +348,10 @@ class VirtModule(VirtLayer):
 
     def _watch_inside(self) -> None:
         self._inside = [
-            (parent, name, child) for parent in self.modules() for name, child in parent._modules.items() if child is not None
+            (parent, name, child)
+            for parent in self.modules()
+            for name, child in parent._modules.items()
+            if child is not None
         ]
         self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
 
@@ -362,7 +367,7 @@ class VirtModule(VirtLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args or kwargs or not self._is_untouched():
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+            return cast(torch.Tensor, super().forward(x, *args, **kwargs))
         return self._call(x)
 
 

@@ -34,7 +34,9 @@ class Opportunistic:
     def __init__(self, wait_ms: float = 2.0, max_wait_ms: float = 50.0) -> None:
         for option, value in (("wait_ms", wait_ms), ("max_wait_ms", max_wait_ms)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise UsageError(f"opportunistic: {option} is {value!r}; it must be a number of milliseconds, 0 or more")
+                raise UsageError(
+                    f"opportunistic: {option} is {value!r}; it must be a number of milliseconds, 0 or more"
+                )
         self.wait_ms = wait_ms
         self.max_wait_ms = max_wait_ms
         self._behind = FurthestBehind()

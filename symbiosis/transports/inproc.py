@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,13 +47,13 @@ class InProcListener:
         self._channels: set[InProcChannel] = set()
 
     def accept(self, client: str) -> InProcChannel:
-        channel = InProcChannel(self._service, self._service.join(client), self.loop)
+        channel = InProcChannel(self._service, self._service.join(client), self.loop, self._channels.discard)
         self._channels.add(channel)
         return channel
 
     async def close(self) -> None:
         _listeners.pop(self.address, None)
-        for channel in self._channels:
+        for channel in list(self._channels):
             channel.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
 
 
@@ -78,20 +78,27 @@ class _Waiting:
 class InProcChannel:
     """A client's end. Calls from the loop go straight to the session; calls from a thread go over the loop."""
 
-    def __init__(self, service: Service, session: Session, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        service: Service,
+        session: Session,
+        loop: asyncio.AbstractEventLoop,
+        forget: Callable[[InProcChannel], None],
+    ) -> None:
         self.client = session.client
         self.device = service.device
         self._service = service
         self._session = session
         self._loop = loop
+        self._forget = forget
         self._waiting: set[_Waiting] = set()
         self._ended: BaseException | None = None
         self.send = session.submit
+        self.flush = session.flush
         self.cancel = session.cancel
         self.begin_pass = session.begin_pass
         self.end_pass = session.end_pass
         self.skeleton = service.skeleton
-        self.weights = service.weights
 
     @property
     def layers(self) -> Sequence[LayerSpec]:
@@ -119,7 +126,7 @@ class InProcChannel:
             return
         try:
             reply = self._session.submit(waiting.call)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (the thread that waits must get it, whatever it is)
             waiting.answer(None, error)
             return
         reply.add_done_callback(lambda reply: _deliver(reply, waiting))
@@ -131,12 +138,14 @@ class InProcChannel:
 
     def close(self) -> None:
         self._session.close()
+        self._forget(self)
 
     def end(self, error: BaseException) -> None:
         """The executor ends this channel."""
         self._ended = error
         self._session.close(error)
         self.interrupt(error)
+        self._forget(self)
 
 
 def _deliver(reply: asyncio.Future[tuple[torch.Tensor, ...]], waiting: _Waiting) -> None:
