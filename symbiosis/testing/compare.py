@@ -1,0 +1,242 @@
+"""Compare a client with plain ``transformers`` + PEFT: the same job, the same seeds, every number that comes out.
+
+For a provider who wants to know whether a model or a PEFT method agrees before offering it::
+
+    comparison = await compare(model, LoraConfig(task_type="CAUSAL_LM"))
+    assert comparison.bit_equal, comparison
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from symbiosis.core.client import Client
+from symbiosis.core.executor import Executor
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+__all__ = ["Comparison", "Job", "Outcome", "compare", "run_job", "run_job_plain"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do with a model: look at logits, generate twice, take gradients, train.
+
+    Args:
+        vocabulary: token ids are drawn below this number.
+        seed: of the token ids, and of the random stream when sampling and training start.
+        sequences, length: shape of each batch of token ids.
+        new_tokens: how many to generate; 0 to leave it out.
+        steps: AdamW steps; 0 to leave training out.
+        learning_rate: of AdamW.
+        prepare: called with the adapted model before anything else, to switch on gradient checkpointing or to unfreeze
+            a norm, say.
+    """
+
+    vocabulary: int = 64
+    seed: int = 1234
+    sequences: int = 2
+    length: int = 9
+    new_tokens: int = 8
+    steps: int = 20
+    learning_rate: float = 1e-3
+    prepare: Callable[[Any], object] | None = None
+
+    def batch(self, number: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Token ids [sequences, length], mask and labels. The second sequence is padded at its end."""
+        generator = torch.Generator().manual_seed(self.seed + number)
+        ids = torch.randint(3, self.vocabulary, (self.sequences, self.length), generator=generator).to(device)
+        mask = torch.ones_like(ids)
+        mask[1:2, -2:] = 0
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def prompt(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Token ids [sequences, length] without padding, and their mask."""
+        ids = self.batch(0, device)["input_ids"]
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    @property
+    def greedy(self) -> dict[str, Any]:
+        return {"max_new_tokens": self.new_tokens, "min_new_tokens": self.new_tokens, "do_sample": False}
+
+    @property
+    def sampled(self) -> dict[str, Any]:
+        return {**self.greedy, "do_sample": True, "temperature": 0.8, "top_k": 20}
+
+
+@dataclass
+class Outcome:
+    """Every number that came out of a job. Tensors are copies, on the CPU."""
+
+    logits: torch.Tensor | None = None
+    greedy: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    """After the first backward pass, by parameter name."""
+    losses: list[float] = field(default_factory=list)
+    adapter: dict[str, torch.Tensor] = field(default_factory=dict)
+    """All trainable parameters after the last step, by name."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything, flattened."""
+        alone = {"logits": self.logits, "greedy": self.greedy, "sampled": self.sampled}
+        return {
+            **{name: tensor for name, tensor in alone.items() if tensor is not None},
+            **{f"gradient {name}": tensor for name, tensor in self.gradients.items()},
+            **({"losses": torch.tensor(self.losses, dtype=torch.float64)} if self.losses else {}),
+            **{f"adapter {name}": tensor for name, tensor in self.adapter.items()},
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest relative difference of each tensor of two outcomes: max|a - b| / max|b|; infinite where one is missing,
+    has another shape, or is not finite where the other is."""
+
+    differences: Mapping[str, float]
+    unequal: tuple[str, ...]
+    """Names of the tensors that differ in any bit."""
+
+    @classmethod
+    def of(cls, outcome: Outcome, expected: Outcome) -> Comparison:
+        a, b = outcome.tensors(), expected.tensors()
+        names = sorted({*a, *b})
+        return cls(
+            {name: _difference(a.get(name), b.get(name)) for name in names},
+            tuple(name for name in names if name not in a or name not in b or not torch.equal(a[name], b[name])),
+        )
+
+    @property
+    def bit_equal(self) -> bool:
+        return not self.unequal
+
+    def worst(self, prefix: str = "") -> float:
+        """The largest difference among the tensors whose name starts with ``prefix``."""
+        return max(difference for name, difference in self.differences.items() if name.startswith(prefix))
+
+    def __str__(self) -> str:
+        if self.bit_equal:
+            return f"{len(self.differences)} tensors, all bit-equal"
+        shown = sorted(self.unequal, key=self.differences.__getitem__, reverse=True)[:8]
+        return f"{len(self.unequal)} of {len(self.differences)} tensors differ; relative: " + ", ".join(
+            f"{name} {self.differences[name]:.2g}" for name in shown
+        )
+
+
+def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    if a is None or b is None or a.shape != b.shape:
+        return float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    a, b = a.double(), b.double()
+    difference = ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
+    return difference if difference < float("inf") else float("inf")  # NaN too
+
+
+def run_job_plain(model: nn.Module, peft_config: PeftConfig | None, job: Job | None = None, *, seed: int = 0) -> Outcome:
+    """The job with plain ``transformers`` + PEFT, on a copy of the model. The caller's random numbers are left alone."""
+    from peft import get_peft_model
+
+    job = job or Job()
+    device = next(model.parameters()).device
+    outcome = Outcome()
+    with torch.random.fork_rng():
+        adapted: Any = copy.deepcopy(model).requires_grad_(False)
+        torch.manual_seed(seed)
+        if peft_config is not None:
+            adapted = get_peft_model(adapted, copy.deepcopy(peft_config))
+        adapted.eval()
+        if job.prepare is not None:
+            job.prepare(adapted)
+        with torch.no_grad():
+            outcome.logits = _copy(adapted(**job.prompt(device)).logits)
+        if job.new_tokens:
+            outcome.greedy = _copy(adapted.generate(**job.prompt(device), **job.greedy))
+            torch.manual_seed(job.seed)
+            outcome.sampled = _copy(adapted.generate(**job.prompt(device), **job.sampled))
+        if job.steps and trainable(adapted):
+            torch.manual_seed(job.seed)
+            adapted.train()
+            adapted(**job.batch(0, device)).loss.backward()
+            outcome.gradients = _gradients(adapted)
+            optimizer = torch.optim.AdamW(trainable(adapted).values(), lr=job.learning_rate)
+            for number in range(job.steps):
+                loss = adapted(**job.batch(number, device)).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                outcome.losses.append(loss.item())
+            outcome.adapter = {name: _copy(parameter) for name, parameter in trainable(adapted).items()}
+    return outcome
+
+
+async def run_job(client: Client, job: Job | None = None) -> Outcome:
+    """The job with a client that has just been opened (its seed is the ``seed`` of the plain run)."""
+    job = job or Job()
+    model = client.model
+    if job.prepare is not None:
+        job.prepare(model)
+    device = next(model.parameters()).device
+    outcome = Outcome()
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            output: torch.Tensor = model(**job.prompt(device)).logits
+        return output
+
+    outcome.logits = _copy(await client.run(logits))
+    if job.new_tokens:
+        outcome.greedy = _copy(await client.generate(**job.prompt(device), **job.greedy))
+        client.manual_seed(job.seed)
+        outcome.sampled = _copy(await client.generate(**job.prompt(device), **job.sampled))
+    if job.steps and trainable(model):
+        client.manual_seed(job.seed)
+        model.train()
+        await client.backward((await client.forward(**job.batch(0, device))).loss)
+        outcome.gradients = _gradients(model)
+        optimizer = torch.optim.AdamW(trainable(model).values(), lr=job.learning_rate)
+        for number in range(job.steps):
+            outcome.losses.append(await client.train_step(job.batch(number, device), optimizer))
+        outcome.adapter = {name: _copy(parameter) for name, parameter in trainable(model).items()}
+    return outcome
+
+
+async def compare(
+    model: nn.Module, peft_config: PeftConfig | None = None, job: Job | None = None, *, seed: int = 0, **options: Any
+) -> Comparison:
+    """One client alone on an executor against plain ``transformers`` + PEFT.
+
+    Args:
+        model: as for :class:`~symbiosis.Executor`; a copy is served.
+        peft_config: as for :meth:`~symbiosis.Executor.client`.
+        seed: before the adapter is initialised.
+        **options: for the executor.
+    """
+    expected = run_job_plain(model, peft_config, job, seed=seed)
+    async with (
+        Executor(copy.deepcopy(model), **options) as executor,
+        executor.client(copy.deepcopy(peft_config), seed=seed) as client,
+    ):
+        return Comparison.of(await run_job(client, job), expected)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all gradients, which the first optimizer step then starts from without."""
+    gradients = {name: _copy(p.grad) for name, p in trainable(model).items() if p.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)

@@ -1,0 +1,78 @@
+"""What several test files need: PEFT configurations, batches, background tenants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import torch
+from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
+
+import symbiosis
+from symbiosis.testing import Job
+
+CAUSAL = "CAUSAL_LM"
+
+
+def lora(architecture: str = "llama", **options: Any) -> LoraConfig:
+    """LoRA on every linear layer of the blocks, with B ≠ 0 so that it matters from the start, and with dropout."""
+    defaults = {"r": 4, "init_lora_weights": False, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    return LoraConfig(task_type=CAUSAL, fan_in_fan_out=architecture == "gpt2", **{**defaults, **options})
+
+
+def ia3(architecture: str = "llama", **options: Any) -> IA3Config:
+    return IA3Config(task_type=CAUSAL, init_ia3_weights=False, fan_in_fan_out=architecture == "gpt2", **options)
+
+
+def prefix(architecture: str = "llama", **options: Any) -> PrefixTuningConfig:
+    return PrefixTuningConfig(task_type=CAUSAL, **{"num_virtual_tokens": 3, **options})
+
+
+METHODS = {"lora": lora, "ia3": ia3, "prefix": prefix}
+
+IDS = torch.arange(3, 21).reshape(2, 9)
+"""Token ids [2, 9]."""
+
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def adamw(model: torch.nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of what is trainable."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+async def tenant(executor: symbiosis.Executor, config: PeftConfig | None, what: str, stop: asyncio.Event) -> int:
+    """Train or generate until told to stop; how many rounds that was."""
+    job = Job(seed=sum(map(ord, what)), length=5, new_tokens=4)
+    rounds = 0
+    async with executor.client(copy.deepcopy(config)) as client:
+        optimizer = adamw(client.model) if what == "train" else None
+        while not stop.is_set():
+            rounds += 1
+            if optimizer is None:
+                await client.generate(**job.prompt(torch.device("cpu")), **job.sampled)
+            else:
+                await client.train_step(job.batch(rounds, torch.device("cpu")), optimizer)
+    return rounds
+
+
+@contextlib.asynccontextmanager
+async def crowd(
+    executor: symbiosis.Executor, jobs: Sequence[tuple[PeftConfig | None, str]]
+) -> AsyncIterator[Sequence[asyncio.Task[int]]]:
+    """Background tenants, who work as long as the block runs and must come to a good end."""
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(tenant(executor, config, what, stop)) for config, what in jobs]
+        try:
+            yield tasks
+        finally:
+            stop.set()
+    assert all(task.result() > 0 for task in tasks)
