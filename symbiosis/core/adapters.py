@@ -66,6 +66,7 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
     _check(PeftConfig.from_pretrained(str(folder)))
     if not isinstance(model, PeftModel):
         return PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable).eval()
+    training = model.training
     model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
     model.set_adapter(name)
-    return model
+    return model.train(training)  # PEFT leaves the new adapter's modules in training mode

@@ -115,9 +115,12 @@ class Client:
         if self._channel is not None:
             self._channel.interrupt(self._closed_error())
             self._channel.close()
-        async with self._turn:  # what was in progress has ended
+        try:
+            async with self._turn:  # what was in progress has ended
+                pass
+        finally:
             if self._thread is not None:
-                self._thread.shutdown(wait=True)
+                self._thread.shutdown(wait=not self._turn.locked())
 
     def _closed_error(self) -> ClientClosedError:
         return ClientClosedError(f"client {self.name!r} is closed; its model cannot be used any more")
@@ -246,10 +249,25 @@ class Client:
         channel = self._link_channel()
         channel.begin_pass()
         try:
-            await self._on_thread(_without_engine_threads, fn, kwargs)
+            if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
+                await self._on_thread(self._recompute, fn, kwargs)
+            else:
+                await self._on_thread(_without_engine_threads, fn, kwargs)
         finally:
             self._link.forget()
             channel.end_pass()
+
+    def _recompute(self, fn: Callable[..., None], kwargs: dict[str, Any]) -> None:
+        # Checkpointed blocks run forward again, dropout and all: they need the generators to themselves while they do.
+        stream = self._stream
+        assert stream is not None
+        stream.enter()
+        self._link.stream_on_thread = stream
+        try:
+            _without_engine_threads(fn, kwargs)
+        finally:
+            self._link.stream_on_thread = None
+            stream.leave()
 
     async def _on_thread(self, fn: Callable[..., T], *args: Any) -> T:
         """Run on this client's thread. When cancelled, ends only after the thread is free again."""

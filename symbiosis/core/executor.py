@@ -1,7 +1,8 @@
 """The base executor: one event loop, one frozen model, any number of clients.
 
 It drives the sans-IO scheduler: transports submit calls, the scheduler (that is, its policy) says which rows run next,
-the runner runs them, and futures carry the results back. It holds a tenant's tensors only between a call and its answer.
+the runner runs them, and futures carry the results back. It holds a tenant's tensors only between a call and its
+answer.
 """
 
 from __future__ import annotations

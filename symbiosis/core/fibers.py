@@ -18,6 +18,7 @@ The autograd engine keeps C++ state per thread that cannot be put aside, so a fi
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -34,7 +35,8 @@ T = TypeVar("T")
 class RandomStream:
     """One tenant's random numbers, as if its job had a process of its own. Starts as a copy of torch's generators.
 
-    Entering and leaving cost a microsecond together: the state of torch's CPU generator is 5 kB.
+    Entering and leaving cost a microsecond together: the state of torch's CPU generator is 5 kB. Only one stream is
+    entered at a time in the whole process; a thread that enters waits until the one before has left.
     """
 
     __slots__ = ("_cuda", "_mine", "_others")
@@ -57,6 +59,7 @@ class RandomStream:
 
     def enter(self) -> None:
         """From now on torch draws from this stream."""
+        _entered.acquire()
         self._others = self._read()
         self._write(self._mine)
 
@@ -64,9 +67,11 @@ class RandomStream:
         """Back to the stream that :meth:`enter` found."""
         self._mine = self._read()
         self._write(self._others)
+        _entered.release()
 
 
 _cpu = torch.default_generator
+_entered = threading.RLock()  # an abandoned fiber that is collected while another runs enters inside it
 
 
 def _in_modes() -> bool:

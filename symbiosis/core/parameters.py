@@ -94,7 +94,7 @@ def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> Share
 
 def share(parameter: torch.Tensor) -> SharedParameter:
     """A frozen parameter on the same memory as ``parameter``."""
-    values = parameter.detach()
+    values = parameter.data  # not detach(): a version counter shared with other tenants would see their in-place writes
     return _make(values, values.clone)
 
 

@@ -191,7 +191,9 @@ class Scheduler:
             )
         if request.id in self._open:
             raise UsageError(f"request {request.id} of {request.client!r} was submitted already")
-        state = self._clients[request.client]
+        state = self._clients.get(request.client)
+        if state is None:
+            raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
         if state.in_pass and not state.outstanding:
             self.thinking -= 1
         state.outstanding += 1
@@ -235,6 +237,8 @@ class Scheduler:
             return IDLE
         try:
             decision = self.policy.decide(self, now)
+            if isinstance(decision, Run):
+                decision.takes = list(decision.takes)
             problem = self._check(decision, now)
         except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
             self._refuse("raised in decide()", error)
@@ -250,7 +254,7 @@ class Scheduler:
     def _check(self, decision: Decision | object, now: float) -> str | None:
         """Why a decision must be refused, or None."""
         if isinstance(decision, Wait):
-            if decision.until is None:
+            if decision.until is None or decision.until == math.inf:
                 return None if self.thinking else "waits without a limit while nobody is thinking"
             return None if decision.until > now else f"waits until {decision.until}, which is not after now ({now})"
         if not isinstance(decision, Run):
@@ -263,7 +267,7 @@ class Scheduler:
         for request, count in decision.takes:
             if request not in queue:
                 return f"takes request {request.id}, which is not queued for {decision.key}"
-            if not 1 <= count <= request.remaining:
+            if type(count) is not int or not 1 <= count <= request.remaining:
                 return f"takes {count} rows of request {request.id}, which has {request.remaining} left"
             used = firsts.get(request.client, 0)
             mine = queue._by_client[request.client]

@@ -45,8 +45,9 @@ class SplitModel:
         ]
         if not self.layers:
             raise SplitError(
-                f"{type(model).__name__} has no base layers to serve: of its {_count(model)} modules none is an nn.Linear "
-                f"or a transformers Conv1D" + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
+                f"{type(model).__name__} has no base layers to serve: none of its {_count(model)} modules "
+                "is an nn.Linear or a transformers Conv1D"
+                + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
 
     @property

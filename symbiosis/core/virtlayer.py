@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.fibers import current_fiber
+from symbiosis.core.fibers import RandomStream, current_fiber
 from symbiosis.core.parameters import SharedParameter, placeholder, share
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
@@ -42,6 +42,8 @@ class Link:
         """Thread of the event loop, where only a fiber can wait; None for a client without a loop."""
         self.interrupted: BaseException | None = None
         """Raised by the next call from a thread, so that a cancelled backward ends."""
+        self.stream_on_thread: RandomStream | None = None
+        """Set while the client's thread draws random numbers, to be left while it waits."""
         self._last_input: weakref.ref[torch.Tensor] | None = None
         self._run_of_siblings: list[VirtLayer] = []
         self._groups: list[Siblings] = []
@@ -86,7 +88,13 @@ class Link:
             )
         if self.interrupted is not None:
             raise self.interrupted
-        return channel.call(call)
+        if self.stream_on_thread is None:
+            return channel.call(call)
+        self.stream_on_thread.leave()
+        try:
+            return channel.call(call)
+        finally:
+            self.stream_on_thread.enter()
 
     def watch(self, layer: VirtLayer, x: torch.Tensor) -> None:
         """See which layers are fed the very same tensor one after another: they are siblings from then on (D9)."""
@@ -190,7 +198,7 @@ class VirtLayer(nn.Module):
             x = x.to(spec.dtype)
         y = self._fetch(x) if x.numel() else x.new_empty(0, spec.out_features)
         if x.requires_grad and torch.is_grad_enabled():
-            # Not a view: nn.Linear allows in-place operations on its output, torch forbids them on views made in a Function.
+            # Not a view: nn.Linear allows in-place operations on its output, torch forbids them on a view made here.
             y = _wrap(x, self, [torch.ops.aten._unsafe_view(y, (*shape[:-1], spec.out_features))])
         else:
             y = y.view(*shape[:-1], spec.out_features)
@@ -266,15 +274,13 @@ class _VirtLinear(VirtLayer):
 
     weight: SharedParameter
     bias: SharedParameter | None
-    _tied: SharedParameter | None
-    """The client-side parameter that the weight is tied to (an lm_head to its embedding)."""
 
     def _fill(self, module: nn.Module, tied: SharedParameter | None) -> None:
+        """Make the parameters; ``tied`` is the client-side one that the weight is tied to (an lm_head's embedding)."""
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
-        self.weight = placeholder(weight.shape, weight.dtype, weight.device, weight.detach().clone)
+        self.weight = tied or placeholder(weight.shape, weight.dtype, weight.device, weight.detach().clone)
         self.register_parameter("bias", share(bias) if isinstance(bias, torch.Tensor) else None)
-        self._tied = tied
 
     def _pass(self) -> Pass:
         bias = self._parameters["bias"]  # self.bias takes nn.Module's slow road
@@ -287,8 +293,6 @@ class _VirtLinear(VirtLayer):
         weight = self._parameters["weight"]
         if type(weight) is not SharedParameter or weight._fetch is None:
             return weight
-        if self._tied is not None and self._tied.own:
-            return self._tied
         return None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _VirtLinear:

@@ -137,10 +137,12 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
         return 0.0
     a, b = a.double(), b.double()
     difference = ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
-    return difference if difference < float("inf") else float("inf")  # NaN too
+    return min(float("inf"), difference)  # NaN too
 
 
-def run_job_plain(model: nn.Module, peft_config: PeftConfig | None, job: Job | None = None, *, seed: int = 0) -> Outcome:
+def run_job_plain(
+    model: nn.Module, peft_config: PeftConfig | None, job: Job | None = None, *, seed: int = 0
+) -> Outcome:
     """The job with plain ``transformers`` + PEFT, on a copy of the model. The caller's random numbers are left alone."""
     from peft import get_peft_model
 

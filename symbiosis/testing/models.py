@@ -1,4 +1,4 @@
-"""Small random models of the architectures that symbiosis is tested on; built in milliseconds, nothing is downloaded."""
+"""Small random models of the architectures that symbiosis is tested on, built in milliseconds without a download."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ ARCHITECTURES = tuple(_CONFIGS)
 """What :func:`tiny_model` can build."""
 
 
-def tiny_model(architecture: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+def tiny_model(
+    architecture: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Any:
     """A causal language model with random weights, in evaluation mode: 2 blocks, width 32, 64 tokens.
 
     Biases are random too (``transformers`` starts them at zero), so that a bias applied twice, or not at all, shows.

@@ -1,0 +1,141 @@
+"""``symbiosis bench``: measured against plain transformers + PEFT, turn about in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from symbiosis.bench.report import Report
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, turn about in one run.")
+console = Console()
+
+
+class PresetName(StrEnum):
+    """Sizes of the Llama-shaped model with random weights."""
+
+    TINY = "tiny"
+    M100 = "100m"
+    B1 = "1b"
+
+
+PresetOption = Annotated[PresetName, typer.Option(help="Model: tiny and 100m are fp32, 1b is bf16; random weights.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+DeviceOption = Annotated[str, typer.Option(help="Where base model and clients run, such as cpu or cuda.")]
+PolicyOption = Annotated[str, typer.Option(help="Batching policy, with options: opportunistic:wait_ms=2.")]
+LayersOption = Annotated[
+    str, typer.Option(help="What is served: linear, or mlp (whole MLPs too where a tenant adapts nothing inside).")
+]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are shown.")]
+COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
+
+
+@app.command()
+def overhead(
+    preset: PresetOption = PresetName.B1,
+    rounds: RoundsOption = 5,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "linear",
+    device: DeviceOption = "cpu",
+    json: JsonOption = None,
+) -> None:
+    """One client against plain HF+PEFT: decode step and training step, the paper's four LoRAs."""
+    _show(_measure("overhead", preset, rounds, policy, base_layers, device), json)
+
+
+@app.command()
+def serve(
+    preset: PresetOption = PresetName.B1,
+    rounds: RoundsOption = 5,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "mlp",
+    device: DeviceOption = "cpu",
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """1 to 16 decoding clients with adapters of their own: tokens/s against plain jobs and a mixed-adapter batch."""
+    _show(_measure("serve", preset, rounds, policy, base_layers, device, clients), json)
+
+
+@app.command()
+def finetune(
+    preset: PresetOption = PresetName.B1,
+    rounds: RoundsOption = 3,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "linear",
+    device: DeviceOption = "cpu",
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """1 to 8 adapters trained at once: tokens/s and peak memory against as many plain jobs."""
+    _show(_measure("finetune", preset, rounds, policy, base_layers, device, clients), json)
+
+
+@app.command("all")
+def run_all(
+    output: Annotated[Path, typer.Option(help="Markdown file; plots and JSON go beside it.")] = Path(
+        "docs/benchmarks.md"
+    ),
+    preset: Annotated[list[PresetName] | None, typer.Option(help="Model sizes; all by default.")] = None,
+    device: DeviceOption = "cpu",
+) -> None:
+    """Everything, on every preset: writes a page with tables and plots. Takes about half an hour on 2 cores."""
+    from symbiosis.bench.page import write_page
+
+    reports = []
+    for name in preset or list(PresetName):
+        for benchmark, rounds, layers in (("overhead", 5, "linear"), ("serve", 3, "mlp"), ("finetune", 3, "linear")):
+            report = _measure(benchmark, name, rounds, "opportunistic", layers, device)
+            report.print(console)
+            report.save(output.parent / "benchmarks" / f"{benchmark}-{name.value}.json")
+            reports.append(report)
+            write_page(reports, output)  # after each, so that an interrupted run leaves what it has
+    console.print(f"wrote {output}")
+
+
+def _measure(
+    benchmark: str,
+    preset: PresetName,
+    rounds: int,
+    policy: str,
+    base_layers: str,
+    device: str,
+    clients: list[int] | None = None,
+) -> Report:
+    import importlib
+
+    import torch
+
+    from symbiosis.bench.models import PRESETS
+    from symbiosis.cli.loop import run
+
+    measure: Callable[..., Awaitable[Report]] = getattr(
+        importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark
+    )
+    options: dict[str, Any] = {"device": torch.device(device), "policy": policy, "base_layers": base_layers}
+    if benchmark in COUNTS:
+        options["counts"] = tuple(clients or COUNTS[benchmark])
+    with console.status(f"bench {benchmark} {preset.value}") as status:
+
+        def progress(text: str) -> None:
+            status.update(f"bench {benchmark} {preset.value}: {text}")
+
+        async def main() -> Report:
+            return await measure(PRESETS[preset.value], rounds=rounds, progress=progress, **options)
+
+        return run(main())
+
+
+def _show(report: Report, file: Path | None) -> None:
+    report.print(console)
+    if file is not None:
+        report.save(file)
+        console.print(f"wrote {file}")

@@ -1,0 +1,53 @@
+"""The work that is measured, written once: the very same functions run on a plain PEFT model and in a client."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from symbiosis.bench.models import Preset
+
+__all__ = ["Decoding", "now", "random_batch"]
+
+
+def now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def random_batch(preset: Preset, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A training batch of random tokens: input_ids and labels [batch, sequence]."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, preset.vocabulary, (preset.batch, preset.sequence), generator=generator).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+class Decoding:
+    """Greedy decoding of ``rows`` random prompts, one token a step, with a KV cache. Synchronous model code."""
+
+    def __init__(self, model: Any, preset: Preset, device: torch.device, seed: int = 0, rows: int = 1, **options: Any):
+        generator = torch.Generator().manual_seed(seed)
+        self._prompt = torch.randint(1, preset.vocabulary, (rows, preset.prompt), generator=generator).to(device)
+        self._model = model
+        self._options = options
+        self._cache: Any = None
+        self._token = self._prompt
+
+    def prefill(self) -> None:
+        """Start anew: run the prompt."""
+        self._cache, self._token = None, self._prompt
+        self.steps(1)
+
+    @torch.no_grad()
+    def steps(self, count: int) -> None:
+        """Decode ``count`` tokens a row."""
+        for _ in range(count):
+            output = self._model(
+                input_ids=self._token, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **self._options
+            )
+            self._cache = output.past_key_values
+            self._token = output.logits[:, -1:].argmax(-1)

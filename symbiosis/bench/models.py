@@ -1,0 +1,101 @@
+"""Models to measure with: Llama-shaped, random weights, so that nothing need be downloaded."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+__all__ = ["PAPER_LORA", "PRESETS", "Preset", "build", "lora", "plain_peft"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One size of model and the work that suits it."""
+
+    name: str
+    dtype: torch.dtype
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    prompt: int
+    """Tokens of prompt before decoding starts."""
+    decode_steps: int
+    """Decode steps in one measurement."""
+    batch: int
+    sequence: int
+    """Shape of a training batch."""
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=2048,
+            pad_token_id=0,
+        )
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset("tiny", torch.float32, 256, 688, 4, 8, 4, 2048, prompt=16, decode_steps=40, batch=2, sequence=64),
+        Preset("100m", torch.float32, 768, 2048, 12, 12, 12, 32000, prompt=32, decode_steps=24, batch=2, sequence=128),
+        Preset("1b", torch.bfloat16, 2048, 8192, 16, 32, 8, 32000, prompt=32, decode_steps=12, batch=1, sequence=128),
+    )
+}
+
+PAPER_LORA = {
+    "LoRA 1: r8 q": (8, ["q_proj"]),
+    "LoRA 2: r64 q": (64, ["q_proj"]),
+    "LoRA 3: r8 qkvo": (8, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+    "LoRA 4: r64 qkvo": (64, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+}
+"""The adapters of Symbiosis, Table 2."""
+
+
+def lora(rank: int = 8, modules: list[str] | None = None) -> LoraConfig:
+    """A LoRA with random B as well, so that it changes the result; LoRA 3 of the paper by default."""
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=modules or PAPER_LORA["LoRA 3: r8 qkvo"][1],
+        init_lora_weights=False,
+    )
+
+
+def build(preset: Preset, device: torch.device, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
+    """A model of a preset with random weights, scaled so that activations neither vanish nor explode."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or preset.dtype)
+    try:
+        with torch.device("meta"):
+            model = LlamaForCausalLM(preset.config())
+    finally:
+        torch.set_default_dtype(default)
+    model = model.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.uniform_(-0.03, 0.03, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    # Its buffers are computed when the module is made, which on the meta device leaves nothing.
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    return model.requires_grad_(False).eval()
+
+
+def plain_peft(base: torch.nn.Module, config: LoraConfig) -> PeftModel:
+    """Plain PEFT on a model of its own that shares the frozen weights' memory, so that many fit on one machine."""
+    memo = {id(parameter): parameter for parameter in base.parameters()}
+    return get_peft_model(copy.deepcopy(base, memo), config).eval()

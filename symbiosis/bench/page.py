@@ -1,0 +1,57 @@
+"""The page of all benchmarks: tables, plots, and the machine they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from symbiosis.bench.report import Report
+
+__all__ = ["write_page"]
+
+_INTRO = """# Benchmarks
+
+Written by `make bench`. Everything is measured against plain transformers + PEFT on the same machine, turn about in one
+run; ratios are medians of pairs measured next to each other. Absolute times mean little on a shared machine.
+
+"""
+
+
+def write_page(reports: Sequence[Report], file: Path) -> None:
+    """Write Markdown to ``file`` and plots to the folder ``benchmarks`` beside it."""
+    folder = file.parent / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in reports[0].machine.items())
+    parts = [_INTRO, f"Machine: {machine}.\n\n"]
+    for report in reports:
+        parts.append(report.markdown())
+        plot = _plot(report, folder)
+        if plot is not None:
+            parts.append(f"\n![{report.name} {report.preset}](benchmarks/{plot.name})\n")
+        parts.append("\n")
+    file.write_text("".join(parts).rstrip() + "\n")
+
+
+def _plot(report: Report, folder: Path) -> Path | None:
+    """Rates against the number of tenants, for the benchmarks that have one."""
+    by = next((column for column in ("clients", "adapters") if column in report.rows[0]), None)
+    if by is None or len(report.rows) < 2:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+    counts = [row[by] for row in report.rows]
+    for column in report.rows[0]:
+        if column.endswith("tok/s"):
+            axes.plot(counts, [row[column] for row in report.rows], marker="o", label=column.removesuffix(" tok/s"))
+    axes.set(xlabel=f"{by} at once", ylabel="tokens a second", xticks=counts, ylim=(0, None))
+    axes.set_title(f"{report.name}, {report.preset} ({report.machine.get('gpu') or report.machine['cpu']})")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path = folder / f"{report.name}-{report.preset}.png"
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path

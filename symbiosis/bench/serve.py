@@ -1,0 +1,105 @@
+"""Tokens a second when many clients with adapters of their own decode at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+import symbiosis
+from symbiosis.bench.jobs import Decoding, now
+from symbiosis.bench.models import Preset, build, lora, plain_peft
+from symbiosis.bench.report import Report, ratio
+
+__all__ = ["serve"]
+
+GOALS = {"speedup_8": "≥ 5 on 1b, then towards 7", "mean_batch_8": "8"}
+
+
+async def serve(
+    preset: Preset,
+    *,
+    device: torch.device,
+    policy: str,
+    base_layers: str,
+    rounds: int,
+    counts: tuple[int, ...],
+    progress: Callable[[str], None],
+) -> Report:
+    """Clients with different adapters decode at once, against the same jobs as plain PEFT one after another.
+
+    Also against PEFT's own mixed-adapter batch (``adapter_names``), which has all adapters in one model, in lockstep.
+    """
+    base = build(preset, device)
+    report = Report("serve", preset.name, GOALS)
+    steps = preset.decode_steps
+    most = max(counts)
+    progress("building models")
+    plain = [Decoding(plain_peft(base, lora()), preset, device, seed) for seed in range(most)]
+    mixed_model = _mixed(base, most)
+    async with symbiosis.Executor(base, policy=policy, base_layers=base_layers) as executor:
+        clients = [await executor.client(lora()).open() for _ in range(most)]
+        ours = [Decoding(client.model, preset, device, seed) for seed, client in enumerate(clients)]
+        for count in counts:
+            names = [f"tenant-{seed}" for seed in range(count)]
+            mixed = Decoding(mixed_model, preset, device, rows=count, adapter_names=names)
+            times: dict[str, list[float]] = {"plain": [], "mixed": [], "ours": []}
+            mean_batch: list[float] = []
+            for turn in range(-1, rounds):
+                progress(f"{count} clients: " + (f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up"))
+                for job in plain[:count]:
+                    job.prefill()
+                start = now(device)
+                for job in plain[:count]:
+                    job.steps(steps)
+                plain_time = now(device) - start
+                mixed.prefill()
+                start = now(device)
+                mixed.steps(steps)
+                mixed_time = now(device) - start
+                pairs = list(zip(clients, ours, strict=True))[:count]
+                await asyncio.gather(*(client.run(job.prefill) for client, job in pairs))
+                executor.reset_statistics()
+                start = now(device)
+                await asyncio.gather(*(client.run(job.steps, steps) for client, job in pairs))
+                our_time = now(device) - start
+                if turn >= 0:
+                    times["plain"].append(plain_time)
+                    times["mixed"].append(mixed_time)
+                    times["ours"].append(our_time)
+                    mean_batch.append(executor.statistics().mean_batch)
+            tokens = count * steps
+            speedup = ratio(times["plain"], times["ours"])
+            report.rows.append(
+                {
+                    "clients": count,
+                    "symbiosis tok/s": tokens / median(times["ours"]),
+                    "plain jobs in turn tok/s": tokens / median(times["plain"]),
+                    "mixed batch tok/s": tokens / median(times["mixed"]),
+                    "speedup": speedup,
+                    "vs mixed batch": ratio(times["mixed"], times["ours"]),
+                    "mean batch": median(mean_batch),
+                    "ms a token and client": median(times["ours"]) / steps * 1e3,
+                }
+            )
+            report.headline[f"speedup_{count}"] = speedup
+            report.headline[f"mean_batch_{count}"] = median(mean_batch)
+            report.headline[f"vs_mixed_batch_{count}"] = ratio(times["mixed"], times["ours"])
+        for client in clients:
+            await client.close()
+    report.notes.append(
+        f"Every client has its own LoRA (r8, qkvo) and decodes {steps} tokens after a {preset.prompt}-token prompt "
+        f"(prefill not timed); medians of {rounds} rounds; policy {policy}, base layers {base_layers!r}."
+    )
+    return report
+
+
+def _mixed(base: torch.nn.Module, count: int) -> Any:
+    """One plain PEFT model with all adapters loaded, for batches that mix them."""
+    model: Any = plain_peft(base, lora())
+    for seed in range(count):
+        model.add_adapter(f"tenant-{seed}", lora())
+    return model.eval()
