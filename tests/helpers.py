@@ -12,7 +12,7 @@ import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 
 import symbiosis
-from symbiosis.testing import Job
+from symbiosis.testing import Comparison, Job, Outcome
 
 CAUSAL = "CAUSAL_LM"
 
@@ -37,6 +37,25 @@ IDS = torch.arange(3, 21).reshape(2, 9)
 """Token ids [2, 9]."""
 
 BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+LOGITS = 1e-5
+GRADIENTS = 1e-5
+TRAINED = 1e-3
+"""fp32 tolerances for a tenant among others, relative to the largest element of each tensor. An adapter after 20 AdamW
+steps gets more: Adam divides by the gradient's own size, which magnifies differences in small elements."""
+
+
+def assert_close(outcome: Outcome, expected: Outcome) -> None:
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.worst("logits") <= LOGITS, comparison
+    if expected.greedy is not None:
+        assert comparison.worst("greedy") == 0, comparison
+        assert comparison.worst("sampled") == 0, comparison
+    if expected.gradients:
+        assert comparison.worst("gradient") <= GRADIENTS, comparison
+        assert comparison.worst("losses") <= TRAINED, comparison
+        assert comparison.worst("adapter") <= TRAINED, comparison
 
 
 def adamw(model: torch.nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:

@@ -143,7 +143,7 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 def run_job_plain(
     model: nn.Module, peft_config: PeftConfig | None, job: Job | None = None, *, seed: int = 0
 ) -> Outcome:
-    """The job with plain ``transformers`` + PEFT, on a copy of the model. The caller's random numbers are left alone."""
+    """The job with plain ``transformers`` + PEFT, on a copy of the model. The caller keeps its random numbers."""
     from peft import get_peft_model
 
     job = job or Job()

@@ -1,0 +1,603 @@
+"""Clients come, go, fail and are cancelled at any moment; the others never notice, and nothing stays behind.
+
+Where a client can be: between operations; in a fiber, queued; in a fiber, its rows in a running batch; in backward, on
+its thread; in a plain thread; waiting for its own turn. Each test ends with the executor still serving the right
+numbers, and the fixture in ``conftest.py`` looks for tasks and threads left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.requests import Pass
+from symbiosis.errors import ClientClosedError, ExecutorClosedError, LayerError, UsageError
+from symbiosis.testing import Job, run_job, run_job_plain
+from tests.conftest import client_threads
+from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora, parameters, prefix
+
+
+class Gate:
+    """Stops an executor's layer at the moment of its n-th batch, to act while something is queued or running.
+
+    ``during`` is called inside that batch, on the loop, as a base layer that takes long would let it happen elsewhere.
+    """
+
+    def __init__(
+        self, executor: symbiosis.Executor, layer: int, pass_: Pass, during: Callable[[], object], nth: int = 1
+    ):
+        base = executor._split.layers[layer]
+        run = base.run
+        self.count = 0
+
+        def gated(which: Pass, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            if which is pass_:
+                self.count += 1
+                if self.count == nth:
+                    during()
+            return run(which, tensors)
+
+        base.run = gated  # type: ignore[method-assign]
+
+
+async def assert_serves(executor: symbiosis.Executor, expected: torch.Tensor) -> None:
+    async with executor.client() as client:
+        assert torch.allclose((await client.forward(input_ids=IDS)).logits, expected, rtol=0, atol=1e-6)
+        assert executor._scheduler.outstanding == 0
+    assert not executor._calls
+    executor._scheduler.validate()
+
+
+@pytest.fixture
+def expected(base: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = copy.deepcopy(base)(input_ids=IDS).logits
+    return logits
+
+
+OPERATIONS: dict[str, Callable[[symbiosis.Client], Awaitable[Any]]] = {}
+
+
+def operation(fn: Callable[[symbiosis.Client], Awaitable[Any]]) -> Callable[[symbiosis.Client], Awaitable[Any]]:
+    OPERATIONS[fn.__name__] = fn
+    return fn
+
+
+@operation
+async def forward(client: symbiosis.Client) -> None:
+    while True:
+        await client.forward(input_ids=IDS)
+
+
+@operation
+async def generate(client: symbiosis.Client) -> None:
+    while True:
+        await client.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=20, min_new_tokens=20)
+
+
+@operation
+async def backward(client: symbiosis.Client) -> None:
+    while True:
+        output = await client.forward(**BATCH)
+        await client.backward(output.loss)
+
+
+@operation
+async def train(client: symbiosis.Client) -> None:
+    optimizer = adamw(client.model)
+    while True:
+        await client.train_step(BATCH, optimizer)
+
+
+@pytest.mark.parametrize("moment", range(12))
+@pytest.mark.parametrize("what", OPERATIONS)
+async def test_cancelled_at_any_moment(base: Any, expected: torch.Tensor, what: str, moment: int) -> None:
+    """Cancel after so many turns of the loop. A neighbour who shares its batches, and the client itself, go on."""
+    async with symbiosis.Executor(base) as executor, executor.client() as neighbour:
+        async with executor.client(lora(), seed=1) as client:
+            before = (await client.forward(input_ids=IDS)).logits
+            task = asyncio.create_task(OPERATIONS[what](client))
+            beside = asyncio.create_task(neighbour.forward(input_ids=IDS))
+            for _ in range(7 * moment):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert torch.allclose((await beside).logits, expected, rtol=0, atol=1e-6)
+            client.model.eval()
+            if what != "train":
+                assert torch.equal((await client.forward(input_ids=IDS)).logits, before)
+            await client.train_step(BATCH, adamw(client.model))
+        await assert_serves(executor, expected)
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout", "taskgroup"])
+@pytest.mark.parametrize("what", OPERATIONS)
+async def test_cancellation_as_asyncio_does_it(base: Any, expected: torch.Tensor, what: str, how: str) -> None:
+    """task.cancel(), asyncio.timeout() and a failing TaskGroup all end an operation, whatever it does."""
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        if how == "cancel":
+            task = asyncio.create_task(OPERATIONS[what](client))
+            await asyncio.sleep(0.02)
+            task.cancel("stop")
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "timeout":
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.02):
+                    await OPERATIONS[what](client)
+        else:
+
+            async def group_that_fails() -> None:
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(OPERATIONS[what](client))
+                    await asyncio.sleep(0.02)
+                    raise ZeroDivisionError
+
+            with pytest.raises(ExceptionGroup) as caught:
+                await group_that_fails()
+            assert [type(error) for error in caught.value.exceptions] == [ZeroDivisionError]
+        await assert_serves(executor, expected)
+
+
+async def test_others_are_untouched_by_cancellations(base: Any) -> None:
+    """Four tenants are cancelled again and again at random moments; two train on and end with the plain adapters."""
+    job = Job(steps=8, new_tokens=4)
+    jobs = [(lora(), 1), (ia3(), 2)]
+    plain = [run_job_plain(base, config, job, seed=seed) for config, seed in jobs]
+    stop = asyncio.Event()
+    generator = torch.Generator().manual_seed(0)
+
+    async def unlucky(number: int) -> None:
+        what = list(OPERATIONS.values())[number % len(OPERATIONS)]
+        config = [lora(), ia3(), prefix(), lora()][number % 4]
+        while not stop.is_set():
+            async with executor.client(copy.deepcopy(config)) as client:
+                for _ in range(3):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(what(client), 0.03 * torch.rand((), generator=generator).item())
+
+    async def watched(config: Any, seed: int) -> Any:
+        async with executor.client(config, seed=seed) as client:
+            return await run_job(client, job)
+
+    async with symbiosis.Executor(base) as executor:
+        tasks = [asyncio.create_task(unlucky(number)) for number in range(4)]
+        outcomes = await asyncio.gather(*[watched(*job) for job in jobs])
+        stop.set()
+        await asyncio.gather(*tasks)
+        assert executor._scheduler.outstanding == 0
+        executor._scheduler.validate()
+    for outcome, expected in zip(outcomes, plain, strict=True):
+        assert_close(outcome, expected)
+
+
+@pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.BACKWARD])
+@pytest.mark.parametrize("act", ["cancel", "close"])
+async def test_rows_in_a_running_batch(base: Any, expected: torch.Tensor, act: str, pass_: Pass) -> None:
+    """A client is cancelled, or closed, just when a batch with some of its rows runs and others are still queued."""
+    async with symbiosis.Executor(base, max_rows=4) as executor:
+        victim = executor.client(lora(), name="victim")
+        await victim.open()
+        loop = asyncio.get_running_loop()
+        closing: list[asyncio.Task[None]] = []
+
+        def during() -> None:
+            if act == "cancel":
+                loop.call_soon(task.cancel)
+            else:
+                closing.append(asyncio.ensure_future(victim.close()))
+
+        Gate(executor, 8, pass_, during)
+        task = asyncio.create_task(train(victim))
+        with pytest.raises(asyncio.CancelledError if act == "cancel" else ClientClosedError):
+            await task
+        await asyncio.gather(*closing)
+        await victim.close()
+        await assert_serves(executor, expected)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+async def test_tenant_code_that_fails(base: Any, expected: torch.Tensor, stage: str) -> None:
+    """An exception from the tenant's own code comes out of the operation; the client and all others go on."""
+
+    class ImpatienceError(Exception):
+        pass
+
+    def explode(*args: Any) -> None:
+        raise ImpatienceError(stage)
+
+    async with symbiosis.Executor(base) as executor, crowd(executor, [(ia3(), "train"), (None, "generate")]):
+        async with executor.client(lora()) as client:
+            module = client.model.get_submodule("base_model.model.model.layers.1")
+            if stage == "forward":
+                handle = module.register_forward_hook(explode)
+                with pytest.raises(ImpatienceError):
+                    await client.forward(input_ids=IDS)
+            else:
+                handle = module.register_full_backward_hook(explode)
+                output = await client.forward(**BATCH)
+                with pytest.raises(ImpatienceError):
+                    await client.backward(output.loss)
+                del output
+            handle.remove()
+            await client.train_step(BATCH, adamw(client.model))
+    async with symbiosis.Executor(base) as executor:
+        await assert_serves(executor, expected)
+
+
+@pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.BACKWARD])
+async def test_base_layer_that_fails(base: Any, expected: torch.Tensor, pass_: Pass) -> None:
+    """It fails its own batch with LayerError, cause and name; the next batch is served as if nothing had happened."""
+
+    def explode() -> None:
+        raise MemoryError("no room for this batch")
+
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client, executor.client() as other:
+        await other.forward(input_ids=IDS)
+        Gate(executor, 8, pass_, explode)
+        with pytest.raises(LayerError, match=r"model\.layers\.1\.self_attn.* rows.*no room for this batch") as caught:
+            await client.train_step(BATCH, adamw(client.model))
+        assert isinstance(caught.value.__cause__, MemoryError)
+        assert torch.equal((await other.forward(input_ids=IDS)).logits, expected)
+        await client.train_step(BATCH, adamw(client.model))
+        await assert_serves(executor, expected)
+
+
+async def test_base_layer_that_fails_in_slices(base: Any, expected: torch.Tensor) -> None:
+    """The second of several slices fails: one error, the remaining slices are dropped."""
+
+    def explode() -> None:
+        raise RuntimeError("bad memory")
+
+    async with symbiosis.Executor(base, max_rows=4) as executor:
+        gate = Gate(executor, 7, Pass.FORWARD, explode, nth=2)
+        async with executor.client() as client:
+            with pytest.raises(LayerError, match="bad memory"):
+                await client.forward(input_ids=IDS)
+            assert gate.count == 2
+        await assert_serves(executor, expected)
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+async def test_executor_shut_down_under_work(base: Any, what: str) -> None:
+    """Everyone who waits, in a fiber or on a thread, gets ExecutorClosedError, and later calls get it at once."""
+    async with symbiosis.Executor(base, name="soon-gone") as executor:
+        clients = [await executor.client(lora()).open() for _ in range(3)]
+        tasks = [asyncio.create_task(OPERATIONS[what](client)) for client in clients]
+        await asyncio.sleep(0.03)
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+    for result in results:
+        assert isinstance(result, ExecutorClosedError), result
+        assert "inproc://soon-gone was shut down" in str(result)
+    for client in clients:
+        with pytest.raises(ExecutorClosedError):
+            await client.forward(input_ids=IDS)
+        await client.close()
+
+
+async def test_executor_shut_down_while_backward_waits(base: Any) -> None:
+    """The backward thread is blocked for certain: its batch waits for a client who never comes."""
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        client = await executor.client(lora()).open()
+        sleeper = await executor.client().open()
+        output = await client.forward(**BATCH)
+        assert sleeper._channel is not None
+        sleeper._channel.begin_pass()  # thinks for ever
+        task = asyncio.create_task(client.backward(output.loss))
+        await until(lambda: executor._scheduler.outstanding == 1)
+        assert client_threads()
+    with pytest.raises(ExecutorClosedError, match="shut down"):
+        await asyncio.wait_for(task, 10)
+    await client.close()
+    await sleeper.close()
+
+
+@pytest.mark.parametrize("by", ["executor", "client"])
+async def test_plain_thread_that_waits(base: Any, by: str) -> None:
+    """asyncio.to_thread(model) ends with a clear error when the executor, or the client, is closed under it."""
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        client = await executor.client(lora()).open()
+        sleeper = await executor.client().open()
+        assert sleeper._channel is not None
+        sleeper._channel.begin_pass()
+        task = asyncio.create_task(asyncio.to_thread(client.model, input_ids=IDS))
+        await until(lambda: executor._scheduler.outstanding == 1)
+        if by == "client":
+            await client.close()
+            with pytest.raises(ClientClosedError, match=client.name):
+                await asyncio.wait_for(task, 10)
+    if by == "executor":
+        with pytest.raises(ExecutorClosedError, match="shut down"):
+            await asyncio.wait_for(task, 10)
+        await client.close()
+    await sleeper.close()
+
+
+@pytest.mark.parametrize("what", OPERATIONS)
+async def test_client_closed_under_work(base: Any, expected: torch.Tensor, what: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        client = await executor.client(lora(), name="brief").open()
+        task = asyncio.create_task(OPERATIONS[what](client))
+        await asyncio.sleep(0.02)
+        queued = asyncio.create_task(client.forward(input_ids=IDS))  # waits for its turn
+        await asyncio.sleep(0)
+        await asyncio.wait_for(client.close(), 10)
+        for waiting in (task, queued):
+            with pytest.raises(ClientClosedError, match="closed"):
+                await asyncio.wait_for(waiting, 10)
+        await assert_serves(executor, expected)
+
+
+async def test_cancelled_while_another_closes_it(base: Any, expected: torch.Tensor) -> None:
+    """close() and cancel() at the same time: the cancellation is not swallowed, the thread ends."""
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        client = await executor.client(lora()).open()
+        sleeper = await executor.client().open()
+        output = await client.forward(**BATCH)
+        assert sleeper._channel is not None
+        sleeper._channel.begin_pass()
+        task = asyncio.create_task(client.backward(output.loss))
+        await until(lambda: executor._scheduler.outstanding == 1)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises((asyncio.CancelledError, ClientClosedError)):
+            await asyncio.wait_for(asyncio.shield(task), 10)
+        assert task.cancelled()
+        await asyncio.wait_for(closing, 10)
+        await sleeper.close()
+        await assert_serves(executor, expected)
+
+
+async def test_close_itself_cancelled(base: Any) -> None:
+    """Cancelling close() does not leak the client's thread: closing again finishes the job."""
+    async with symbiosis.Executor(base) as executor:
+        client = await executor.client(lora()).open()
+        await client.train_step(BATCH, adamw(client.model))
+        assert client_threads()
+        blocker = asyncio.Event()
+        hold = asyncio.create_task(hold_turn(client, blocker))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0.01)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        blocker.set()
+        await hold
+        await client.close()
+        assert not client_threads()
+
+
+async def hold_turn(client: symbiosis.Client, release: asyncio.Event) -> None:
+    async with client._turn:
+        await release.wait()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+            await asyncio.sleep(0.001)
+
+
+async def test_cancelled_between_operations(base: Any, expected: torch.Tensor) -> None:
+    """A task that holds a graph and dies between forward and backward."""
+    async with symbiosis.Executor(base) as executor:
+
+        async def job() -> None:
+            async with executor.client(lora()) as client:
+                output = await client.forward(**BATCH)
+                reached.set()
+                await asyncio.sleep(60)
+                await client.backward(output.loss)
+
+        reached = asyncio.Event()
+        task = asyncio.create_task(job())
+        await reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not executor._sessions
+        await assert_serves(executor, expected)
+
+
+async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
+    """A step that is cancelled in backward has not touched the adapter."""
+    async with symbiosis.Executor(base, policy="lockstep") as executor, executor.client(lora()) as client:
+        sleeper = await executor.client().open()
+        assert sleeper._channel is not None
+        optimizer = adamw(client.model)
+        before = parameters(client.model)
+        task = asyncio.create_task(client.train_step(BATCH, optimizer))
+        await until(lambda: bool(client_threads()))
+        sleeper._channel.begin_pass()
+        await until(lambda: task.done() or executor._scheduler.outstanding == 1)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        for name, value in parameters(client.model).items():
+            assert torch.equal(value, before[name]), name
+        await sleeper.close()
+
+
+async def test_cancelled_client_is_nobody_to_wait_for(base: Any) -> None:
+    """Under lockstep a cancelled, failed or closed client must not hold the others up."""
+    async with symbiosis.Executor(base, policy="lockstep") as executor, executor.client(lora()) as client:
+
+        def fails() -> None:
+            client.model(input_ids=IDS)
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await client.run(fails)
+        task = asyncio.create_task(generate(client))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert executor._scheduler.thinking == 0
+        async with executor.client() as other:
+            await asyncio.wait_for(other.forward(input_ids=IDS), 10)
+
+
+async def test_a_tenant_that_ignores_cancellation(base: Any, expected: torch.Tensor) -> None:
+    """Code that swallows the CancelledError and asks again is served again; nobody hangs."""
+
+    def stubborn(model: Any) -> torch.Tensor:
+        try:
+            while True:
+                model(input_ids=IDS)
+        except asyncio.CancelledError:
+            logits: torch.Tensor = model(input_ids=IDS).logits
+            return logits
+
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        task = asyncio.create_task(client.run(stubborn, client.model))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        assert torch.equal(await task, expected)
+        await assert_serves(executor, expected)
+
+
+async def test_operations_of_one_client_take_turns(base: Any) -> None:
+    """Started at once, they run one after another in the order of their start."""
+    order: list[int] = []
+
+    def work(number: int) -> None:
+        client.model(input_ids=IDS)
+        order.append(number)
+
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        await asyncio.gather(*[client.run(work, number) for number in range(5)])
+    assert order == list(range(5))
+
+
+async def test_clients_of_different_speed(base: Any) -> None:
+    """A slow tenant does not hold up a fast one (opportunistic batching)."""
+    async with symbiosis.Executor(base, policy="opportunistic:wait_ms=1,max_wait_ms=5") as executor:
+        async with executor.client() as slow, executor.client() as fast:
+
+            async def think() -> None:  # in a pass and thinking, most of the time
+                assert slow._channel is not None
+                slow._channel.begin_pass()
+                await asyncio.sleep(0.5)
+                slow._channel.end_pass()
+
+            thinker = asyncio.create_task(think())
+            await asyncio.sleep(0)
+            started = time.perf_counter()
+            await fast.forward(input_ids=IDS)
+            assert time.perf_counter() - started < 0.4
+            await thinker
+
+
+async def test_many_clients_come_and_go(base: Any) -> None:
+    """After a hundred clients the executor holds nothing of any of them, save their statistics."""
+    async with symbiosis.Executor(base) as executor:
+        async with executor.client(lora(), name="first") as client:
+            await client.train_step(BATCH, adamw(client.model))
+        gc.collect()
+        before = len(gc.get_objects())
+        for number in range(100):
+            async with executor.client(lora(), name=f"tenant-{number}") as client:
+                if number % 10 == 0:
+                    await client.train_step(BATCH, adamw(client.model))
+        del client
+        gc.collect()
+        assert (len(gc.get_objects()) - before) / 100 < 10
+        assert not executor._sessions
+        assert not executor._calls
+        assert not executor._scheduler._clients
+        async with executor.client(name="first"):
+            pass
+
+
+async def test_duplicate_name_is_refused_and_leaves_the_first_alone(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client(name="alice") as alice:
+        with pytest.raises(UsageError, match=r"'alice'.*choose another name"):
+            await executor.client(name="alice").open()
+        await alice.forward(input_ids=IDS)
+
+
+async def test_a_client_cannot_be_opened_twice(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        client = executor.client(name="again")
+        async with client:
+            with pytest.raises(UsageError, match="'again' was opened before"):
+                await client.open()
+            await client.forward(input_ids=IDS)
+        with pytest.raises(UsageError, match="'again' was opened before"):
+            await client.open()
+        await client.close()  # closing twice is fine
+
+
+async def test_failed_opening_leaves_nothing(base: Any) -> None:
+    """An adapter that PEFT refuses: the error comes out, and the name is free again."""
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(ValueError, match="nowhere"):
+            await executor.client(lora(target_modules=["nowhere"]), name="bob").open()
+        assert not executor._sessions
+        async with executor.client(name="bob") as bob:
+            await bob.forward(input_ids=IDS)
+
+
+async def test_executor_lifecycle_errors(base: Any) -> None:
+    executor = symbiosis.Executor(base, name="mine")
+    with pytest.raises(ExecutorClosedError, match="async with executor"):
+        await executor.client().open()
+    with pytest.raises(UsageError, match="start the executor first"):
+        await executor.listen("inproc://elsewhere")
+    async with executor:
+        with pytest.raises(UsageError, match="started before"):
+            await executor.start()
+        with pytest.raises(UsageError, match="inproc://mine is in use"):
+            await symbiosis.Executor(copy.deepcopy(base), name="mine").start()
+    await executor.close()
+    with pytest.raises(ExecutorClosedError, match=r"mine.*not open"):
+        await executor.client().open()
+    async with symbiosis.Executor(base, name="mine") as again, again.client() as client:  # the name is free again
+        await client.forward(input_ids=IDS)
+
+
+def test_error_in_the_body_comes_out_alone(base: Any) -> None:
+    """async with executor, async with client: an error of the user's is not buried under the clean-up."""
+
+    async def main() -> None:
+        async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+            await client.forward(**BATCH)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(main())
+    assert not client_threads()
+
+
+def test_the_program_may_end_in_the_middle(base: Any) -> None:
+    """asyncio.run cancels what is left: operations end, no warning, no thread."""
+
+    async def main() -> None:
+        executor = await symbiosis.Executor(base).__aenter__()
+        client = await executor.client(lora()).open()
+        tasks.append(asyncio.create_task(train_and_close(client)))
+        await asyncio.sleep(0.02)
+
+    async def train_and_close(client: symbiosis.Client) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(client.close)
+            await train(client)
+
+    tasks: list[asyncio.Task[None]] = []
+    asyncio.run(main())
+    assert tasks[0].cancelled()
+    assert not client_threads()
