@@ -64,9 +64,12 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
     from peft import PeftConfig, PeftModel
 
     _check(PeftConfig.from_pretrained(str(folder)))
-    if not isinstance(model, PeftModel):
-        return PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable).eval()
     training = model.training
-    model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
-    model.set_adapter(name)
-    return model.train(training)  # PEFT leaves the new adapter's modules in training mode
+    if isinstance(model, PeftModel):
+        model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
+        model.set_adapter(name)
+    else:
+        model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
+    if not trainable:  # PEFT leaves some methods' parameters, and every adapter that is set, trainable
+        model.requires_grad_(False)
+    return model.train(training)  # and a new adapter's modules in training mode

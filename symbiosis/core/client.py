@@ -108,19 +108,16 @@ class Client:
 
     async def close(self) -> None:
         """Leave the executor. Operations in progress end with :class:`~symbiosis.errors.ClientClosedError`."""
-        if self._closed:
-            return
-        self._closed = True
-        self._link.channel = None
-        if self._channel is not None:
-            self._channel.interrupt(self._closed_error())
-            self._channel.close()
-        try:
-            async with self._turn:  # what was in progress has ended
-                pass
-        finally:
+        if not self._closed:
+            self._closed = True
+            self._link.channel = None
+            if self._channel is not None:
+                self._channel.interrupt(self._closed_error())
+                self._channel.close()
+        async with self._turn:  # what was in progress has ended
             if self._thread is not None:
-                self._thread.shutdown(wait=not self._turn.locked())
+                self._thread.shutdown(wait=True)
+                self._thread = None
 
     def _closed_error(self) -> ClientClosedError:
         return ClientClosedError(f"client {self.name!r} is closed; its model cannot be used any more")

@@ -315,6 +315,9 @@ class Executor:
 
     def _fail(self, batch: Batch, cause: Exception) -> None:
         names = ", ".join(self._split.layers[layer].spec.name for layer in batch.key.layers)
+        log.error("%s failed on a batch of %d rows", names, batch.rows, exc_info=cause)
+        # Not the traceback: through its frames every tenant of the batch could reach the rows of all others.
+        cause = cause.with_traceback(None)
         for request, _, _ in batch.slices:
             self._scheduler.cancel(request.id)
             error = LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")

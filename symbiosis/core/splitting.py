@@ -39,6 +39,12 @@ class SplitModel:
     """
 
     def __init__(self, model: nn.Module, base_layers: str | Sequence[str] = "linear") -> None:
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) != 1 or torch.device("meta") in devices:
+            found = ", ".join(sorted(map(str, devices))) or "none at all"
+            raise SplitError(
+                f"the base model must be on one device, with its weights loaded; its parameters are on {found}"
+            )
         self.model = model.requires_grad_(False).eval()
         self.layers: list[BaseLayer] = [
             base_layer(index, name, model.get_submodule(name)) for index, name in enumerate(_choose(model, base_layers))

@@ -279,7 +279,9 @@ class _VirtLinear(VirtLayer):
         """Make the parameters; ``tied`` is the client-side one that the weight is tied to (an lm_head's embedding)."""
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
-        self.weight = tied or placeholder(weight.shape, weight.dtype, weight.device, weight.detach().clone)
+        if tied is None:
+            tied = placeholder(weight.shape, weight.dtype, weight.device, weight.detach().clone)
+        self.weight = tied
         self.register_parameter("bias", share(bias) if isinstance(bias, torch.Tensor) else None)
 
     def _pass(self) -> Pass:
