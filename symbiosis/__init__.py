@@ -1,7 +1,27 @@
-"""symbiosis: one frozen base model, many tenants who fine-tune and serve their own adapters on it at once."""
+"""symbiosis: one frozen base model, many tenants who fine-tune and serve their own PEFT adapters on it at once."""
+
+from typing import TYPE_CHECKING, Any
 
 from symbiosis._version import __version__
-from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
+
+if TYPE_CHECKING:
+    from symbiosis.core.client import Client
+    from symbiosis.core.executor import Executor
 
 __all__ = ["Client", "Executor", "__version__"]
+
+_HOMES = {"Client": "symbiosis.core.client", "Executor": "symbiosis.core.executor"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers when they are first needed, so that ``symbiosis --help`` is quick."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

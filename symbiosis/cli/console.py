@@ -1,0 +1,39 @@
+"""Where commands write, and how they end in an error."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import typer.core
+from rich.console import Console
+from rich.markup import escape
+
+from symbiosis.errors import SymbiosisError
+
+__all__ = ["CommandGroup", "console"]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on what is standard output (or error) right now."""
+    made = Console(stderr=stderr, highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = 110  # in a file or a log, tables need not fit the 80 columns that rich assumes
+    return made
+
+
+class CommandGroup(typer.core.TyperGroup):
+    """Commands whose expected errors end in one red line on standard error, without a traceback.
+
+    Exit status: 0; 1 after an error of symbiosis; 2 for wrong arguments; 130 after Ctrl-C.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SymbiosisError as error:
+            console(stderr=True).print(f"[bold red]error:[/] [red]{escape(str(error))}[/]", soft_wrap=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as interrupt:
+            console(stderr=True).print("interrupted")
+            raise typer.Exit(130) from interrupt

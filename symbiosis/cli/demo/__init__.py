@@ -1,0 +1,1 @@
+"""``symbiosis demo``: four tenants on one base model, checked against plain transformers + PEFT."""

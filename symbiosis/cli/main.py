@@ -1,0 +1,54 @@
+"""The ``symbiosis`` command. Nothing here imports torch before a command needs it, so ``--help`` is quick."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+# Before torch is imported: several threads of this process compute at the same time (the event loop and the clients'
+# backward threads), and an OpenMP team that spins while it waits for work would take the core that another needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from symbiosis._version import __version__
+from symbiosis.bench.commands import app as bench
+from symbiosis.cli.console import CommandGroup
+from symbiosis.cli.demo.command import demo
+from symbiosis.cli.policies import policies
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(policies)
+app.add_typer(bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"symbiosis {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def symbiosis(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """One frozen base model, many tenants who fine-tune and serve their own PEFT adapters on it at once."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="symbiosis")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""``symbiosis policies``: what ``--policy`` and ``Executor(policy=…)`` accept."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from symbiosis.cli.console import console
+from symbiosis.core.registry import POLICIES, make_policy, names
+
+__all__ = ["policies"]
+
+
+@dataclass
+class _Row:
+    name: str
+    origin: str
+    """``built in``, or the entry point's value."""
+    cls: str
+    options: str
+    description: str
+
+
+def policies() -> None:
+    """List the batching policies, built in and installed, with their options."""
+    table = Table(box=box.SIMPLE_HEAD, title="batching policies", title_justify="left")
+    for heading in ("name", "class", "options and their defaults", "what it does"):
+        table.add_column(heading, overflow="fold")
+    for row in _rows():
+        cls = row.cls if row.origin == "built in" else f"{row.cls} (installed: {row.origin})"
+        table.add_row(*map(escape, (row.name, cls, row.options, row.description)))
+    out = console()
+    out.print(table)
+    out.print("Choose one with its options: --policy opportunistic:wait_ms=1,max_wait_ms=20")
+
+
+def _rows() -> list[_Row]:
+    installed = {entry.name: entry for entry in entry_points(group=POLICIES)}
+    return [_row(name, installed.get(name)) for name in names(POLICIES)]
+
+
+def _row(name: str, entry: EntryPoint | None) -> _Row:
+    origin = entry.value if entry is not None else "built in"
+    try:
+        cls = entry.load() if entry is not None else type(make_policy(name))
+    except Exception as error:  # noqa: BLE001 - whatever another package does when it is imported
+        return _Row(name, origin, "cannot be loaded", "", str(error))
+    options = ", ".join(
+        option.name if option.default is option.empty else f"{option.name}={option.default}"
+        for option in inspect.signature(cls).parameters.values()
+    )
+    first = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+    return _Row(name, origin, getattr(cls, "__name__", repr(cls)), options or "none", first)
