@@ -204,7 +204,7 @@ async def test_bf16_model_among_others(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_autocast(method: str) -> None:
-    """bf16 autocast over a model served in fp32. Base layers run in fp32 here, in bf16 there: equal as far as bf16 goes."""
+    """bf16 autocast over a model served in fp32. Base layers run in fp32 here and in bf16 there: the same to some per cent."""
 
     def autocast(model: Any) -> None:
         forward = model.forward

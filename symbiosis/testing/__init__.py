@@ -1,13 +1,23 @@
-"""Public test kits."""
+"""Public test kits. They need Hypothesis and pytest (``pip install hypothesis pytest``).
+
+* :class:`PolicyConformance`: is a batching policy correct and fair? :class:`World` and :class:`FakeClock` are its parts.
+* :func:`compare`: does a model, or a PEFT method, give the same numbers as plain ``transformers`` + PEFT?
+* :func:`tiny_model`: small random models of four architectures.
+"""
 
 from symbiosis.testing.compare import Comparison, Job, Outcome, compare, run_job, run_job_plain
 from symbiosis.testing.models import ARCHITECTURES, tiny_model
+from symbiosis.testing.policy import PolicyConformance
+from symbiosis.testing.world import FakeClock, World
 
 __all__ = [
     "ARCHITECTURES",
     "Comparison",
+    "FakeClock",
     "Job",
     "Outcome",
+    "PolicyConformance",
+    "World",
     "compare",
     "run_job",
     "run_job_plain",

@@ -1,0 +1,277 @@
+"""The conformance kit for batching policies. The author of a policy tests it in three lines::
+
+    from symbiosis.testing import PolicyConformance
+
+    class TestMine(PolicyConformance):
+        def make_policy(self):
+            return Mine()
+
+pytest then runs Hypothesis scripts against the real scheduler: clients join, walk, submit, cancel and leave in any
+order, several batches run at once, the clock goes on in steps. A script that fails is shrunk and printed as code.
+
+What is tested, on a tiny system (2 layers, batches of 8 rows), where bugs show soonest, and on a wide one:
+
+* **nothing lost, nothing twice**: every row of every request is served exactly once, in order, unless it is cancelled;
+* **rules of a batch**: one key, 1 to ``max_rows`` rows, first in first out for each client and key;
+* **waits end**: a wait without limit only while somebody is thinking;
+* **it drains**: when nobody submits any more, everything is served, after waits of at most :attr:`patience_s` a batch;
+* **nobody starves**: see :meth:`PolicyConformance.test_nobody_starves`;
+* **no refusals**: the scheduler had no reason to refuse a decision.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from symbiosis.core.protocols import Policy
+from symbiosis.core.requests import Batch, Kind, Request
+from symbiosis.core.scheduler import WaitUntil
+from symbiosis.testing.world import World
+
+__all__ = ["PolicyConformance"]
+
+
+class _Size(NamedTuple):
+    layers: int
+    max_rows: int
+    clients: int
+    most_rows: int
+    """Of one request: more than a batch may have, so that requests are cut."""
+
+
+_TINY = _Size(layers=2, max_rows=8, clients=3, most_rows=20)
+_WIDE = _Size(layers=12, max_rows=64, clients=8, most_rows=200)
+
+
+class PolicyConformance(ABC):
+    """Inherit from it, say how to make the policy, and let pytest collect the class.
+
+    A policy that is patient on purpose raises the bounds; one that promises more lowers them.
+    """
+
+    max_examples = 100
+    """Scripts per test."""
+    steps = 50
+    """Most steps in a script."""
+    patience_s = 1.0
+    """Longest wait, in seconds, that the policy may impose on a request, or on the executor while nobody thinks."""
+
+    def patience_batches(self, layers: int) -> int:
+        """How many batches may go before a request that came earlier: two walks of the model (as in lockstep), plus the
+        batch that was being decided when the request came and the one in which the policy notices."""
+        return 2 * layers + 2
+
+    @abstractmethod
+    def make_policy(self) -> Policy:
+        """A fresh policy, as for a new executor."""
+
+    # ----------------------------------------------------------------------------------------------------------- tests
+
+    def test_is_a_policy(self) -> None:
+        policy = self.make_policy()
+        assert isinstance(policy, Policy), f"{policy!r} needs a name, submitted() and decide()"
+        assert isinstance(policy.name, str), f"the name of {policy!r} is {policy.name!r}"
+        assert policy.name, f"{policy!r} has an empty name"
+        assert self.make_policy() is not policy, "make_policy must make a new policy each time"
+
+    def test_any_script_tiny(self) -> None:
+        """Random scripts, 2 layers, batches of 8 rows."""
+        self._run_machine(_TINY)
+
+    def test_any_script_wide(self) -> None:
+        """Random scripts, 12 layers, batches of 64 rows, 8 clients."""
+        self._run_machine(_WIDE)
+
+    def test_nobody_starves_tiny(self) -> None:
+        self._starve(_TINY)
+
+    def test_nobody_starves_wide(self) -> None:
+        self._starve(_WIDE)
+
+    def test_one_client_alone(self) -> None:
+        """One client walks the model forward and back, thinking between layers; nothing makes it wait for long."""
+        world = World(self.make_policy(), layers=4, max_rows=8)
+        world.join("alone")
+        for rows in (1, 8, 20):
+            world.begin_pass("alone")
+            for key in world.keys:
+                request = world.submit("alone", key, rows)
+                deadline = world.clock.now + self.patience_s
+                while request.id in world.waiting:
+                    action = world.decide()
+                    if isinstance(action, Batch):
+                        world.complete(action)
+                    else:
+                        assert isinstance(action, WaitUntil)
+                        assert action.time <= deadline, (
+                            f"{world.policy!r} lets the only client wait until {action.time}"
+                        )
+                        world.clock.advance(action.time - world.clock.now)
+            world.end_pass("alone")
+
+    # ----------------------------------------------------------------------------------------------------------- parts
+
+    def _run_machine(self, size: _Size) -> None:
+        machine = _machine(self.make_policy, size, self.patience_s)
+        run_state_machine_as_test(
+            machine, settings=settings(max_examples=self.max_examples, stateful_step_count=self.steps, deadline=None)
+        )
+
+    def _starve(self, size: _Size) -> None:
+        """One request waits while all other clients submit again the moment they are answered, whatever they like.
+
+        It may wait for :attr:`patience_s` seconds and for :meth:`patience_batches` batches, whichever is later. From
+        then on, what was queued at that moment may go first, but nothing that came later: so it must be answered within
+        as many batches as it takes to serve all that, each request by itself.
+        """
+        keys = st.integers(0, 2 * size.layers)
+        work = st.tuples(keys, st.integers(1, size.most_rows))
+
+        @settings(max_examples=self.max_examples, deadline=None)
+        @given(
+            victim=work,
+            others=st.lists(work, min_size=1, max_size=6),
+            rivals=st.integers(1, size.clients),
+            batches_in_patience=st.sampled_from([20, 100]),
+        )
+        def game(victim: _Work, others: Sequence[_Work], rivals: int, batches_in_patience: int) -> None:
+            world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
+            _play(world, self, victim, others, rivals, self.patience_s / batches_in_patience)
+
+        game()
+
+
+_Work = tuple[int, int]
+"""Index of a key, number of rows."""
+
+
+def _play(
+    world: World, kit: PolicyConformance, victim: _Work, others: Sequence[_Work], rivals: int, batch_s: float
+) -> None:
+    script = itertools.cycle(others)
+
+    def submit(client: str, work: _Work) -> Request:
+        return world.submit(client, world.keys[work[0]], work[1])
+
+    names = [f"rival-{number}" for number in range(rivals)]
+    for name in [*names, "victim"]:
+        world.join(name)
+        world.begin_pass(name)
+    for name in names[: rivals // 2]:
+        submit(name, next(script))
+    request = submit("victim", victim)
+    for name in names[rivals // 2 :]:
+        submit(name, next(script))
+    arrived, first = world.clock.now, world.batches
+    allowed = math.inf
+    while request.id in world.waiting:
+        overdue = world.clock.now - arrived >= kit.patience_s and (
+            world.batches - first >= kit.patience_batches(world.scheduler.layers)
+        )
+        if allowed == math.inf and overdue:
+            allowed = world.batches + sum(
+                math.ceil(queued.remaining / world.scheduler.max_rows) for queued in world.queued
+            )
+        assert world.batches < allowed, (
+            f"{world.policy!r} starves a request: {world.batches - first} batches and {world.clock.now - arrived:.2f} s "
+            f"went by, and it is passed over for requests that came after that"
+        )
+        action = world.decide()
+        if isinstance(action, Batch):
+            world.clock.advance(batch_s)
+            for answered in world.complete(action):
+                if answered is not request:
+                    submit(answered.client, next(script))
+        else:
+            assert isinstance(action, WaitUntil)
+            assert action.time < math.inf, f"{world.policy!r} waits for ever, though everybody is blocked"
+            world.clock.advance(action.time - world.clock.now)
+            assert world.clock.now - arrived < 10 * kit.patience_s, f"{world.policy!r} only waits"
+
+
+def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) -> type[RuleBasedStateMachine]:
+    names = [f"client-{number}" for number in range(size.clients)]
+    clients = st.sampled_from(names)
+    numbers = st.integers(0, 63)
+
+    class AnyScript(RuleBasedStateMachine):
+        """Anything that may happen to a scheduler, in any order."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.world = World(make_policy(), layers=size.layers, max_rows=size.max_rows)
+            self.until: float | None = None
+
+        @rule(client=clients, in_pass=st.booleans())
+        def join_or_leave(self, client: str, in_pass: bool) -> None:
+            if client in self.world.clients:
+                self.world.leave(client)
+            else:
+                self.world.join(client)
+                if in_pass:
+                    self.world.begin_pass(client)
+
+        @rule(client=clients)
+        def begin_or_end_pass(self, client: str) -> None:
+            if client in self.world.clients:
+                (self.world.end_pass if self.world.clients[client] else self.world.begin_pass)(client)
+
+        @precondition(lambda self: self.world.clients)
+        @rule(
+            number=numbers,
+            key=st.integers(0, 2 * size.layers),
+            rows=st.one_of(st.integers(1, 4), st.integers(1, size.most_rows)),
+            kind=st.sampled_from(Kind),
+            times=st.integers(1, 3),
+        )
+        def submit(self, number: int, key: int, rows: int, kind: Kind, times: int) -> None:
+            clients = list(self.world.clients)
+            for _ in range(times):
+                self.world.submit(clients[number % len(clients)], self.world.keys[key], rows, kind)
+
+        @precondition(lambda self: self.world.waiting)
+        @rule(number=numbers)
+        def cancel(self, number: int) -> None:
+            waiting = list(self.world.waiting.values())
+            self.world.cancel(waiting[number % len(waiting)])
+
+        @rule(times=st.integers(1, 4))
+        def decide(self, times: int) -> None:
+            for _ in range(times):
+                action = self.world.decide()
+                if not isinstance(action, Batch):
+                    self.until = action.time if isinstance(action, WaitUntil) and action.time < math.inf else None
+                    break
+
+        @precondition(lambda self: self.world.running)
+        @rule(number=numbers)
+        def complete(self, number: int) -> None:
+            self.world.complete(self.world.running[number % len(self.world.running)])
+
+        @rule(seconds=st.sampled_from([0.0, 1e-6, 1e-3, 0.1, 10.0]))
+        def time_goes_by(self, seconds: float) -> None:
+            self.world.clock.advance(seconds)
+
+        @precondition(lambda self: self.until is not None and self.until > self.world.clock.now)
+        @rule()
+        def wait_as_told(self) -> None:
+            assert self.until is not None
+            self.world.clock.advance(self.until - self.world.clock.now)
+            self.decide(1)
+
+        @invariant()
+        def books_agree(self) -> None:
+            self.world.check()
+
+        def teardown(self) -> None:
+            self.world.drain(patience_s)
+
+    return AnyScript

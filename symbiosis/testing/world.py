@@ -1,0 +1,215 @@
+"""A pretend executor: the real scheduler, pretend clients, a clock that stands still until told to go.
+
+:class:`World` keeps books of its own, in the simplest way that could be right, and holds the scheduler and its policy
+against them after every step. The conformance kit drives it with random scripts; a test of one's own can drive it by
+hand::
+
+    world = World(MyPolicy(), layers=2, max_rows=8)
+    world.join("alice")
+    world.begin_pass("alice")
+    world.submit("alice", world.keys[0], rows=3)
+    batch = world.decide()
+"""
+
+from __future__ import annotations
+
+import math
+
+from symbiosis.core.protocols import Policy
+from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.scheduler import Idle, Scheduler, WaitUntil
+
+__all__ = ["FakeClock", "World"]
+
+
+class FakeClock:
+    """Seconds that pass when told to."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def advance(self, seconds: float) -> None:
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"the clock cannot go on by {seconds} seconds")
+        self.now += seconds
+
+    def __repr__(self) -> str:
+        return f"FakeClock({self.now})"
+
+
+class World:
+    """A scheduler with pretend clients.
+
+    Every method that changes something ends with :meth:`check`. Several batches may run at once.
+
+    Args:
+        policy: the policy under test, fresh.
+        layers: size of the layer table. Layers 0 and 1 are siblings as well as layers of their own.
+        max_rows: most rows in a batch.
+    """
+
+    def __init__(self, policy: Policy, *, layers: int, max_rows: int) -> None:
+        self.policy = policy
+        self.clock = FakeClock()
+        self.scheduler = Scheduler(policy, layers=layers, max_rows=max_rows)
+        self.keys = [
+            *(Key((layer,), pass_) for layer in range(layers) for pass_ in (Pass.FORWARD, Pass.BACKWARD)),
+            Key((0, 1), Pass.FORWARD),
+        ]
+        self.running: list[Batch] = []
+        self.batches = 0
+        """How many batches were started."""
+        self.clients: dict[str, bool] = {}
+        """Who has joined, and whether they are in a pass."""
+        self.waiting: dict[int, Request] = {}
+        """Requests neither answered nor cancelled, in the order in which they arrived."""
+        self._taken: dict[int, int] = {}
+        self._done: dict[int, int] = {}
+        self._ids = 0
+
+    # ---------------------------------------------------------------------------------------------------- what happens
+
+    def join(self, client: str) -> None:
+        self.scheduler.client_joined(client)
+        self.clients[client] = False
+        self.check()
+
+    def leave(self, client: str) -> None:
+        left = self.scheduler.client_left(client)
+        mine = [request for request in self.waiting.values() if request.client == client]
+        assert left == mine, f"{client} left: {mine} were open, but {left} were given back"
+        for request in mine:
+            del self.waiting[request.id]
+        del self.clients[client]
+        self.check()
+
+    def begin_pass(self, client: str) -> None:
+        self.scheduler.pass_began(client)
+        self.clients[client] = True
+        self.check()
+
+    def end_pass(self, client: str) -> None:
+        self.scheduler.pass_ended(client)
+        self.clients[client] = False
+        self.check()
+
+    def submit(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE) -> Request:
+        request = Request(self._ids, client, key, rows, kind, self.clock.now)
+        self._ids += 1
+        self.waiting[request.id] = request
+        self._taken[request.id] = self._done[request.id] = 0
+        self.scheduler.submit(request)
+        self.check()
+        return request
+
+    def cancel(self, request: Request) -> None:
+        self.waiting.pop(request.id, None)
+        self.scheduler.cancel(request.id)
+        self.check()
+
+    def decide(self) -> Batch | WaitUntil | Idle:
+        """Ask for the next action, and check it. A batch counts as running until :meth:`complete`."""
+        before = {request.id: self._taken[request.id] for request in self.queued}
+        action = self.scheduler.next_action(self.clock.now)
+        if isinstance(action, Batch):
+            self._check_batch(action)
+            self.running.append(action)
+            self.batches += 1
+        elif isinstance(action, WaitUntil):
+            assert before, f"{self.policy!r} waits although nothing is queued"
+            assert action.time > self.clock.now, f"{self.policy!r} waits until {action.time}, now is {self.clock.now}"
+            assert action.time < math.inf or self.thinking, f"{self.policy!r} waits for ever while nobody is thinking"
+        else:
+            assert not before, f"idle, although {len(before)} requests are queued"
+        self.check()
+        return action
+
+    def complete(self, batch: Batch) -> list[Request]:
+        """A running batch has ended. Returns the requests that this answered."""
+        self.running.remove(batch)
+        expected = []
+        for request, start, stop in batch.slices:
+            self._done[request.id] += stop - start
+            if request.id in self.waiting and self._done[request.id] == request.rows:
+                del self.waiting[request.id]
+                expected.append(request)
+        answered = self.scheduler.completed(batch)
+        assert answered == expected, f"{expected} should have been answered, not {answered}"
+        self.check()
+        return answered
+
+    def drain(self, patience_s: float) -> None:
+        """Nobody submits any more: everything queued must be served without waiting longer than ``patience_s`` for any
+        batch."""
+        for batch in list(self.running):
+            self.complete(batch)
+        for client in self.clients:
+            self.end_pass(client)
+        while self.queued:
+            waited = 0.0
+            for _ in range(_MOST_WAITS):
+                action = self.decide()
+                if isinstance(action, Batch):
+                    self.complete(action)
+                    break
+                assert isinstance(action, WaitUntil)
+                waited += action.time - self.clock.now
+                assert waited <= patience_s, (
+                    f"{self.policy!r} waits {waited:.3f} s while nobody is thinking; {patience_s} s are allowed"
+                )
+                self.clock.advance(action.time - self.clock.now)
+            else:
+                raise AssertionError(f"{self.policy!r} waited {_MOST_WAITS} times in a row while nobody is thinking")
+        assert not self.waiting, f"{list(self.waiting.values())} were lost"
+        assert isinstance(self.decide(), Idle)
+
+    # -------------------------------------------------------------------------------------------------------- the books
+
+    @property
+    def queued(self) -> list[Request]:
+        """Requests with rows that no batch has taken, in the order in which they arrived."""
+        return [request for request in self.waiting.values() if self._taken[request.id] < request.rows]
+
+    @property
+    def thinking(self) -> list[str]:
+        """Clients in a pass with nothing outstanding."""
+        busy = {request.client for request in self.waiting.values()}
+        return [client for client, in_pass in self.clients.items() if in_pass and client not in busy]
+
+    def check(self) -> None:
+        """The scheduler's books agree with ours, and it has found no fault with the policy."""
+        self.scheduler.validate()
+        if self.scheduler.policy_errors:
+            error = self.scheduler.policy_errors[0]
+            raise AssertionError(f"the scheduler refused a decision: {error}") from error
+        assert self.scheduler.outstanding == len(self.waiting), "outstanding requests were lost or invented"
+        assert self.scheduler.thinking == len(self.thinking), "the count of thinking clients is off"
+        queued = self.queued
+        theirs = sorted(request.id for queue in self.scheduler.queues.values() for request in queue)
+        assert theirs == [request.id for request in queued], "the queues do not hold what is queued"
+        if queued:
+            assert self.scheduler.oldest is queued[0], "the oldest request is not the one that arrived first"
+
+    def _check_batch(self, batch: Batch) -> None:
+        rows = 0
+        for request, start, stop in batch.slices:
+            assert request.key == batch.key, f"a batch of {batch.key} has rows of {request.key}"
+            assert self.waiting.get(request.id) is request, f"request {request.id} is served, but nobody waits for it"
+            assert start == self._taken[request.id], (
+                f"request {request.id}: row {self._taken[request.id]} is next, not {start}"
+            )
+            assert start < stop <= request.rows, f"request {request.id} has no rows {start} to {stop}"
+            ahead = [
+                other.id
+                for other in self.queued
+                if other.id < request.id and (other.client, other.key) == (request.client, request.key)
+            ]
+            assert not ahead, f"request {request.id} overtakes {ahead} of the same client for the same key"
+            self._taken[request.id] = stop
+            rows += stop - start
+        assert rows == batch.rows, f"a batch of {rows} rows says that it has {batch.rows}"
+        assert 1 <= rows <= self.scheduler.max_rows, f"a batch of {rows} rows; the cap is {self.scheduler.max_rows}"
+        assert isinstance(batch.reason, str), f"the reason of a batch is {batch.reason!r}"
+
+
+_MOST_WAITS = 1000

@@ -1,0 +1,224 @@
+"""The built-in policies: each passes the conformance kit, and each does what it is there for."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from symbiosis.core.protocols import Policy
+from symbiosis.core.requests import Batch, Key, Kind, Pass
+from symbiosis.core.scheduler import WaitUntil
+from symbiosis.errors import UsageError
+from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
+from symbiosis.policies.order import FurthestBehind
+from symbiosis.testing import PolicyConformance, World
+
+F0, F1 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD)
+B0, B1 = Key((0,), Pass.BACKWARD), Key((1,), Pass.BACKWARD)
+
+
+class TestNoLockstepConforms(PolicyConformance):
+    def make_policy(self) -> Policy:
+        return NoLockstep()
+
+    def patience_batches(self, layers: int) -> int:
+        return 0
+
+
+class TestLockstepConforms(PolicyConformance):
+    def make_policy(self) -> Policy:
+        return Lockstep()
+
+
+class TestOpportunisticConforms(PolicyConformance):
+    def make_policy(self) -> Policy:
+        return Opportunistic()
+
+    patience_s = 0.2
+
+
+class TestImpatientConforms(PolicyConformance):
+    def make_policy(self) -> Policy:
+        return Opportunistic(wait_ms=0)
+
+    patience_s = 0.05
+
+
+class TestPatientConforms(PolicyConformance):
+    patience_s = 2.5
+
+    def make_policy(self) -> Policy:
+        return Opportunistic(wait_ms=100, max_wait_ms=2000)
+
+
+def world(policy: Policy, *clients: str, max_rows: int = 8, layers: int = 4) -> World:
+    world = World(policy, layers=layers, max_rows=max_rows)
+    for client in clients:
+        world.join(client)
+        world.begin_pass(client)
+    return world
+
+
+def run(world: World) -> Batch:
+    batch = world.decide()
+    assert isinstance(batch, Batch), f"{world.policy} waits: {batch}"
+    world.complete(batch)
+    return batch
+
+
+def members(batch: Batch) -> list[tuple[str, int]]:
+    return [(request.client, stop - start) for request, start, stop in batch.slices]
+
+
+class TestNoLockstep:
+    def test_alone_and_in_order(self) -> None:
+        w = world(NoLockstep(), "a", "b", "c")
+        for client, key in (("a", F1), ("b", F0), ("c", F1)):
+            w.submit(client, key, 2)
+        assert [members(run(w)) for _ in range(3)] == [[("a", 2)], [("b", 2)], [("c", 2)]]
+
+    def test_large_request_in_slices(self) -> None:
+        w = world(NoLockstep(), "a")
+        w.submit("a", F0, 20)
+        assert [members(run(w)) for _ in range(3)] == [[("a", 8)], [("a", 8)], [("a", 4)]]
+
+
+class TestLockstep:
+    def test_waits_for_all_and_runs_them_together(self) -> None:
+        w = world(Lockstep(), "a", "b", "c")
+        w.submit("a", F0, 1)
+        assert w.decide() == WaitUntil(math.inf)
+        w.clock.advance(100)
+        w.submit("b", F0, 1)
+        assert w.decide() == WaitUntil(math.inf)
+        w.submit("c", F0, 1)
+        assert members(run(w)) == [("a", 1), ("b", 1), ("c", 1)]
+
+    def test_does_not_wait_for_those_who_cannot_come(self) -> None:
+        w = world(Lockstep(), "a", "b")
+        w.join("idle")
+        w.submit("a", F0, 1)
+        w.end_pass("b")
+        assert members(run(w)) == [("a", 1)]
+        w.begin_pass("b")
+        w.submit("a", F0, 1)
+        w.leave("b")
+        assert members(run(w)) == [("a", 1)]
+
+    def test_those_behind_catch_up(self) -> None:
+        w = world(Lockstep(), "ahead", "behind")
+        w.submit("ahead", Key((2,), Pass.FORWARD), 1)
+        w.submit("behind", F0, 1)
+        for layer in range(2):
+            assert members(run(w)) == [("behind", 1)], layer
+            w.submit("behind", Key((layer + 1,), Pass.FORWARD), 1)
+        assert members(run(w)) == [("ahead", 1), ("behind", 1)]
+
+    def test_an_overtaken_request_goes_first(self) -> None:
+        w = world(Lockstep(), "a", "b", layers=2)
+        w.submit("a", F1, 1)
+        for _ in range(5):
+            w.submit("b", F0, 1)
+            if members(run(w)) != [("b", 1)]:
+                break
+        else:
+            pytest.fail("never served")
+        assert w.batches == 2 * 2 + 1
+
+
+class TestOpportunistic:
+    def test_waits_in_proportion_to_its_rows(self) -> None:
+        w = world(Opportunistic(wait_ms=2, max_wait_ms=10), "a", "thinker")
+        request = w.submit("a", F0, 3)
+        assert w.decide() == WaitUntil(pytest.approx(0.006))
+        w.cancel(request)
+        w.submit("a", F0, 7)
+        assert w.decide() == WaitUntil(pytest.approx(0.010))  # capped
+
+    def test_when_due_it_runs_with_whatever_came(self) -> None:
+        w = world(Opportunistic(wait_ms=2), "a", "b", "thinker")
+        w.submit("a", F0, 1)
+        w.clock.advance(0.001)
+        w.submit("b", F0, 3)
+        assert isinstance(w.decide(), WaitUntil)
+        w.clock.advance(0.001)
+        batch = run(w)
+        assert (members(batch), batch.reason) == ([("a", 1), ("b", 3)], "deadline")
+
+    def test_runs_at_once_when_nobody_thinks(self) -> None:
+        w = world(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b")
+        w.submit("a", F0, 1)
+        assert isinstance(w.decide(), WaitUntil)
+        w.submit("b", F1, 1)
+        batch = run(w)
+        assert (members(batch), batch.reason) == ([("a", 1)], "nobody-thinking")
+
+    def test_runs_a_full_batch_at_once(self) -> None:
+        w = world(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
+        w.submit("a", F0, 5)
+        assert isinstance(w.decide(), WaitUntil)
+        w.submit("b", F0, 5)
+        batch = run(w)
+        assert (members(batch), batch.reason) == ([("a", 5), ("b", 3)], "full")
+        assert isinstance(w.decide(), WaitUntil)  # two rows of b are left
+
+    def test_the_urgent_come_before_the_many(self) -> None:
+        """A due request is not passed over for a fuller queue: longest queue first would starve it."""
+        w = world(Opportunistic(wait_ms=2), "small", "a", "b", "thinker")
+        w.submit("small", F1, 1)
+        w.submit("a", F0, 5)
+        w.submit("b", F0, 5)
+        w.clock.advance(0.002)
+        assert members(run(w)) == [("small", 1)]
+
+    def test_the_urgent_rides_in_the_batch_that_it_causes(self) -> None:
+        """Older, larger requests of the same key do not push the due one out of its batch."""
+        w = world(Opportunistic(wait_ms=2), "large", "small", "thinker", max_rows=8)
+        w.scheduler.policy.decide  # noqa: B018
+        w.submit("large", F0, 7)
+        w.submit("small", F0, 2)
+        # not full: 9 rows fill a batch of 8
+        assert members(run(w)) == [("large", 7), ("small", 1)]
+        w.clock.advance(0.004)
+        assert members(run(w)) == [("small", 1)]
+
+    @pytest.mark.parametrize("option", ["wait_ms", "max_wait_ms"])
+    @pytest.mark.parametrize("value", [-1, math.inf, math.nan, "2", None, True])
+    def test_bad_options(self, option: str, value: object) -> None:
+        with pytest.raises(UsageError, match=rf"opportunistic: {option} is {value!r}; it must be a number"):
+            Opportunistic(**{option: value})  # type: ignore[arg-type]
+
+    def test_cancelled_requests_leave_no_deadline(self) -> None:
+        w = world(Opportunistic(wait_ms=2), "a", "b", "thinker")
+        first = w.submit("a", F0, 1)
+        w.clock.advance(0.001)
+        w.submit("b", F0, 1)
+        w.cancel(first)
+        assert w.decide() == WaitUntil(pytest.approx(0.003))
+
+
+class TestFurthestBehind:
+    def test_directions_apart(self) -> None:
+        w = world(NoLockstep(), "a", layers=4)
+        order = FurthestBehind()
+        for key in (Key((2,), Pass.FORWARD), F1, B0, B1):
+            order.add(w.submit("a", key, 1))
+        assert order.candidates({Key((2,), Pass.FORWARD), F1, B0, B1}) == [F1, B1]
+        assert order.candidates({Key((2,), Pass.FORWARD), B0}) == [Key((2,), Pass.FORWARD), B0]
+        assert order.candidates(set()) == []
+
+    def test_a_key_may_come_back(self) -> None:
+        w = world(NoLockstep(), "a")
+        order = FurthestBehind()
+        order.add(w.submit("a", F0, 1))
+        assert order.candidates(set()) == []
+        order.add(w.submit("a", F0, 1, Kind.PREFILL))
+        assert order.candidates({F0}) == [F0]
+
+
+@pytest.mark.parametrize("policy", [NoLockstep(), Lockstep(), Opportunistic(wait_ms=3, max_wait_ms=4)], ids=repr)
+def test_names_and_representations(policy: Policy) -> None:
+    assert policy.name == {"NoLockstep": "no-lockstep"}.get(type(policy).__name__, type(policy).__name__.lower())
+    namespace = {"NoLockstep": NoLockstep, "Lockstep": Lockstep, "Opportunistic": Opportunistic}
+    assert repr(eval(repr(policy), namespace)) == repr(policy)

@@ -1,0 +1,362 @@
+"""The conformance kit can fail: policies that are wrong in one way each are caught, and say how.
+
+Where the scheduler refuses what they decide, the policy is named and requests are served all the same, in the order in
+which they came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+
+from symbiosis.core.protocols import Policy, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.scheduler import Idle, Scheduler
+from symbiosis.errors import PolicyError
+from symbiosis.policies import NoLockstep
+from symbiosis.testing import PolicyConformance, World
+
+BAD: dict[str, tuple[type[Any], str]] = {}
+"""By name: the policy, and a piece of what the kit must say."""
+
+
+def bad(complaint: str) -> Callable[[type[Any]], type[Any]]:
+    def register(cls: type[Any]) -> type[Any]:
+        BAD[cls.__name__] = (cls, complaint)
+        return cls
+
+    return register
+
+
+class Oldest:
+    """A right one to start from: the oldest request, with all that fits beside it."""
+
+    name = "bad-one"
+
+    def submitted(self, request: Request) -> None:
+        pass
+
+    def decide(self, view: View, now: float) -> Any:
+        key = view.oldest.key
+        return Run(key, view.queues[key].take(view.max_rows), "oldest")
+
+
+@bad("starves a request")
+class LongestQueueFirst(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        key = max(view.queues, key=lambda key: view.queues[key].rows)
+        return Run(key, view.queues[key].take(view.max_rows), "longest")
+
+
+@bad("starves a request")
+class FirstLayerFirst(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        key = min(view.queues)
+        return Run(key, view.queues[key].take(view.max_rows), "first")
+
+
+@bad("starves a request")
+class SmallestFirst(Oldest):
+    """Shortest job first, across clients."""
+
+    def decide(self, view: View, now: float) -> Any:
+        first: dict[tuple[str, Key], Request] = {}
+        for queue in view.queues.values():
+            for request in queue:
+                first.setdefault((request.client, request.key), request)
+        request = min(first.values(), key=lambda request: (request.remaining, -request.id))
+        return Run(request.key, [(request, min(request.remaining, view.max_rows))], "smallest")
+
+
+@bad("waits without a limit while nobody is thinking")
+class WaitsForEver(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(None)
+
+
+@bad("")
+class WaitsUntilInfinity(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(math.inf)
+
+
+@bad("while nobody is thinking")
+class WaitsAgainAndAgain(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(now + 0.01)
+
+
+@bad("while nobody is thinking")
+class WaitsALongTime(Oldest):
+    def __init__(self) -> None:
+        self.waited = False
+
+    def decide(self, view: View, now: float) -> Any:
+        self.waited = not self.waited
+        return Wait(now + 60) if self.waited else super().decide(view, now)
+
+
+@bad("not after now")
+class WaitsInThePast(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(now)
+
+
+@bad("not after now")
+class WaitsUntilNever(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(math.nan)
+
+
+@bad("out of order, or twice")
+class NewestFirst(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        queue = view.queues[view.oldest.key]
+        request = list(queue)[-1]
+        return Run(queue.key, [(request, min(request.remaining, view.max_rows))], "newest")
+
+
+@bad("out of order, or twice")
+class TakesTwice(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        oldest = view.oldest
+        return Run(oldest.key, [(oldest, 1), (oldest, 1)], "twice")
+
+
+@bad("are allowed")
+class ExceedsTheCap(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        key = view.oldest.key
+        return Run(key, view.queues[key].take(10**9), "greedy")
+
+
+@bad("are allowed")
+class TakesNothing(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Run(view.oldest.key, [], "nothing")
+
+
+@bad("takes 0 rows")
+class TakesNoRows(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Run(view.oldest.key, [(view.oldest, 0)], "no rows")
+
+
+@bad("left")
+class TakesMoreThanThereIs(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Run(view.oldest.key, [(view.oldest, view.oldest.remaining + 1)], "more")
+
+
+@bad("not queued for")
+class MixesKeys(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Run(view.oldest.key, [(queue.oldest, 1) for queue in view.queues.values()], "mixed")
+
+
+@bad("nothing is queued")
+class RunsWhatIsNotThere(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), [(view.oldest, 1)], "nowhere")
+
+
+@bad("not queued for")
+class RunsWhatIsDone(Oldest):
+    """Keeps a list of its own and forgets nothing: what was cancelled or served, it runs again."""
+
+    def __init__(self) -> None:
+        self.all: list[Request] = []
+
+    def submitted(self, request: Request) -> None:
+        self.all.append(request)
+
+    def decide(self, view: View, now: float) -> Any:
+        request = next((request for request in self.all if request.key == view.oldest.key), view.oldest)
+        return Run(request.key, [(request, 1)], "again")
+
+
+@bad("KeyError")
+class Raises(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return {}["queue"]
+
+
+@bad("raised in submitted()")
+class RaisesWhenSubmitted(Oldest):
+    def submitted(self, request: Request) -> None:
+        raise ZeroDivisionError
+
+
+@bad("neither Run nor Wait")
+class ReturnsNone(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return None
+
+
+@bad("neither Run nor Wait")
+class ReturnsItsRequest(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return view.oldest
+
+
+@bad("raised")
+class WaitsForAString(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait("a while")  # type: ignore[arg-type]
+
+
+@bad("")
+class TakesHalfARow(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Run(view.oldest.key, [(view.oldest, 0.5 + view.oldest.remaining / 2)], "half")  # type: ignore[list-item]
+
+
+@bad("name")
+class HasNoName(Oldest):
+    name = ""
+
+
+TESTS = [name for name in dir(PolicyConformance) if name.startswith("test_")]
+
+
+@pytest.fixture(autouse=True)
+def no_shrinking() -> Iterator[None]:
+    """A counterexample is enough here; finding the shortest takes time."""
+    settings.register_profile("no-shrinking", settings(), phases=[Phase.generate])
+    settings.load_profile("no-shrinking")
+    yield
+    settings.load_profile("ci")
+
+
+def complaints(policy: type[Any], about: str | None = None) -> str:
+    """What the kit says of a policy, test by test, up to the first complaint of this sort."""
+
+    class Kit(PolicyConformance):
+        max_examples = 30
+
+        def make_policy(self) -> Policy:
+            made: Policy = policy()
+            return made
+
+    found = []
+    for test in TESTS:
+        try:
+            getattr(Kit(), test)()
+        except (AssertionError, ExceptionGroup) as error:
+            found.append(f"{test}: {flatten(error)}")
+            if about is not None and about in found[-1]:
+                break
+    return "\n".join(found)
+
+
+def flatten(error: BaseException) -> str:
+    parts = [flatten(part) for part in error.exceptions] if isinstance(error, BaseExceptionGroup) else []
+    return " | ".join([str(error), *parts])
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_policies_are_caught(name: str) -> None:
+    policy, complaint = BAD[name]
+    said = complaints(policy, complaint)
+    assert said, f"the kit finds no fault with {name}"
+    assert complaint in said, said
+
+
+def test_a_good_policy_passes() -> None:
+    assert complaints(Oldest) == ""
+    assert complaints(NoLockstep) == ""
+
+
+REFUSED = [
+    WaitsForEver,
+    WaitsUntilInfinity,
+    WaitsInThePast,
+    WaitsUntilNever,
+    TakesTwice,
+    ExceedsTheCap,
+    TakesNothing,
+    TakesNoRows,
+    TakesMoreThanThereIs,
+    MixesKeys,
+    RunsWhatIsNotThere,
+    Raises,
+    RaisesWhenSubmitted,
+    ReturnsNone,
+    ReturnsItsRequest,
+    WaitsForAString,
+    TakesHalfARow,
+]
+
+
+@pytest.mark.parametrize("policy", REFUSED)
+def test_refused_decisions_name_the_policy_and_serve_in_order(policy: type[Any]) -> None:
+    scheduler = Scheduler(policy(), layers=2, max_rows=8)
+    scheduler.client_joined("a")
+    scheduler.client_joined("b")
+    keys = [Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD), Key((1,), Pass.BACKWARD)]
+    requests = [
+        Request(number, "ab"[number % 2], keys[number % 3], 3 + 4 * (number % 3), Kind.DECODE, 0.0)
+        for number in range(9)
+    ]
+    for request in requests:
+        scheduler.submit(request)
+    served: list[int] = []
+    for _ in range(40):
+        oldest = next((request for request in requests if request.remaining), None)
+        action = scheduler.next_action(1.0)
+        if isinstance(action, Idle):
+            break
+        assert isinstance(action, Batch)
+        if action.reason == "policy-error":
+            assert [piece.request for piece in action.slices] == [oldest]
+        served += [request.id for request in scheduler.completed(action)]
+        scheduler.validate()
+    assert sorted(served) == list(range(9))
+    assert scheduler.policy_errors
+    for error in scheduler.policy_errors:
+        assert isinstance(error, PolicyError)
+        assert "'bad-one'" in str(error)
+    if policy is Raises:
+        assert isinstance(scheduler.policy_errors[0].__cause__, KeyError)
+
+
+class TestTheWorldItself:
+    """Its books catch a scheduler that is wrong."""
+
+    def make(self) -> World:
+        world = World(NoLockstep(), layers=2, max_rows=8)
+        world.join("a")
+        world.begin_pass("a")
+        return world
+
+    def test_a_lost_request(self) -> None:
+        world = self.make()
+        request = world.submit("a", world.keys[0], 3)
+        world.scheduler.cancel(request.id)
+        with pytest.raises(AssertionError, match="lost"):
+            world.check()
+
+    def test_a_request_served_twice(self) -> None:
+        world = self.make()
+        world.submit("a", world.keys[0], 3)
+        batch = world.decide()
+        assert isinstance(batch, Batch)
+        with pytest.raises(AssertionError, match="row 3 is next, not 0"):
+            world._check_batch(batch)
+
+    def test_a_batch_of_two_keys(self) -> None:
+        world = self.make()
+        world.submit("a", world.keys[0], 3)
+        batch = world.decide()
+        assert isinstance(batch, Batch)
+        batch.key = world.keys[1]
+        with pytest.raises(AssertionError, match="has rows of"):
+            world._check_batch(batch)
+
+    def test_a_clock_that_goes_back(self) -> None:
+        with pytest.raises(ValueError, match="-1"):
+            self.make().clock.advance(-1)
