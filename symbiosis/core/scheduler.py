@@ -68,7 +68,7 @@ class Queue:
         self.key = key
         self.rows = 0
         self._requests: OrderedDict[int, Request] = OrderedDict()
-        self._by_client: dict[str, deque[Request]] = {}
+        self._by_client: dict[str, list[Request]] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -105,7 +105,11 @@ class Queue:
 
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
-        self._by_client.setdefault(request.client, deque()).append(request)
+        mine = self._by_client.get(request.client)
+        if mine is None:
+            self._by_client[request.client] = [request]
+        else:
+            mine.append(request)
         self.rows += request.remaining
 
     def remove(self, request: Request) -> None:
