@@ -208,4 +208,4 @@ def _openings(text: str) -> list[str]:
     """The beginnings of two paragraphs: 40 characters or so, up to the end of a word."""
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text)]
     long = [part for part in paragraphs if len(part) > 60] or [text]
-    return [part[:40].rsplit(None, 1)[0] for part in (long[0], long[len(long) // 2])]
+    return [(part[:40].rsplit(None, 1) or [part])[0] for part in (long[0], long[len(long) // 2])]

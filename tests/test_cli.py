@@ -1,0 +1,128 @@
+"""The command line: help, lists, versions, and how it ends in an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import symbiosis
+from symbiosis.cli import policies as policies_command
+from symbiosis.cli.console import CommandGroup
+from symbiosis.cli.main import app
+from symbiosis.core import registry
+from symbiosis.errors import UsageError
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+    monkeypatch.setenv("COLUMNS", "200")
+    return CliRunner()
+
+
+def test_version(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"symbiosis {symbiosis.__version__}\n"
+
+
+def test_help_names_the_commands(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("demo", "policies", "bench"):
+        assert command in result.output
+
+
+def test_help_needs_no_torch() -> None:
+    """Importing torch takes seconds, so the command and its help must do without."""
+    code = (
+        "import sys; from symbiosis.cli.main import app; app(['demo', '--help'], standalone_mode=False); "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--data" in result.stdout
+
+
+def test_the_package_offers_what_it_exports() -> None:
+    assert set(symbiosis.__all__) <= set(dir(symbiosis))
+    assert symbiosis.Executor.__name__ == "Executor"
+    assert symbiosis.Client.__name__ == "Client"
+    with pytest.raises(AttributeError, match="no attribute 'Exekutor'"):
+        _ = symbiosis.Exekutor
+
+
+def test_policies_lists_options_and_defaults(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["policies"])
+    assert result.exit_code == 0
+    for word in ("no-lockstep", "lockstep", "opportunistic", "Opportunistic", "wait_ms=2.0, max_wait_ms=50.0"):
+        assert word in result.output
+
+
+class Installed:
+    """A policy from another package. It has a second sentence."""
+
+    def __init__(self, patience: int, zeal: float = 0.5) -> None: ...
+
+
+def test_policies_lists_those_of_other_packages(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        EntryPoint("mine", f"{__name__}:Installed", registry.POLICIES),
+        EntryPoint("broken", "no_such_module:Policy", registry.POLICIES),
+    ]
+    for module in (registry, policies_command):
+        monkeypatch.setattr(module, "entry_points", lambda group: entries if group == registry.POLICIES else [])
+    result = runner.invoke(app, ["policies"])
+    assert result.exit_code == 0
+    assert f"installed: {__name__}:Installed" in result.output
+    assert "patience, zeal=0.5" in result.output
+    assert "cannot be loaded" in result.output
+    assert "no_such_module" in result.output
+
+
+def _app_that(raises: BaseException) -> Any:
+    broken = typer.Typer(cls=CommandGroup)
+
+    @broken.callback()
+    def root() -> None: ...
+
+    @broken.command()
+    def work() -> None:
+        raise raises
+
+    return broken
+
+
+def test_an_error_of_symbiosis_is_one_line(runner: CliRunner) -> None:
+    result = runner.invoke(_app_that(UsageError("no [such] thing; do that")), ["work"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: no [such] thing; do that\n"
+    assert result.stdout == ""
+
+
+def test_ctrl_c_ends_quietly(runner: CliRunner) -> None:
+    result = runner.invoke(_app_that(KeyboardInterrupt()), ["work"])
+    assert result.exit_code == 130
+    assert "Traceback" not in result.output
+
+
+def test_a_defect_shows_its_traceback(runner: CliRunner) -> None:
+    result = runner.invoke(_app_that(ZeroDivisionError("a defect")), ["work"])
+    assert isinstance(result.exception, ZeroDivisionError)
+
+
+def test_unknown_policy_shows_before_any_work(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["demo", "--policy", "oportunistic"])
+    assert result.exit_code == 1
+    assert "unknown policy 'oportunistic'" in result.stderr
+    assert "opportunistic" in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["demo", "--steps", "0"], ["demo", "--dtype", "int3"], ["dmo"]])
+def test_wrong_arguments(runner: CliRunner, arguments: list[str]) -> None:
+    assert runner.invoke(app, arguments).exit_code == 2
