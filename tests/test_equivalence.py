@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 import symbiosis
 from symbiosis.testing import ARCHITECTURES, Comparison, Job, Outcome, compare, run_job, run_job_plain, tiny_model
-from tests.helpers import CAUSAL, GRADIENTS, IDS, METHODS, TRAINED, assert_close, crowd, ia3, lora, prefix
+from tests.helpers import BATCH, CAUSAL, GRADIENTS, IDS, METHODS, TRAINED, adamw, assert_close, crowd, ia3, lora, prefix
 
 
 @pytest.mark.parametrize("base_layers", ["linear", "mlp"])
@@ -204,7 +204,7 @@ async def test_bf16_model_among_others(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_autocast(method: str) -> None:
-    """bf16 autocast over a model served in fp32. Base layers run in fp32 here and in bf16 there: the same to some per cent."""
+    """bf16 autocast over a model served in fp32: base layers run in fp32 here and in bf16 there, so roughly equal."""
 
     def autocast(model: Any) -> None:
         forward = model.forward
@@ -372,14 +372,13 @@ async def test_adapters_travel_both_ways(base: Any, tmp_path: Any) -> None:
                 assert torch.equal((await client.forward(input_ids=IDS)).logits, trained), method
                 assert not any(p.requires_grad for p in client.model.parameters())
             async with executor.client(make(), seed=10) as client:
-                client.load_adapter(folder / "again", name="second", trainable=True)
+                trainable = method != "prefix"  # PEFT loads prompts for inference only
+                client.load_adapter(folder / "again", name="second", trainable=trainable)
                 assert torch.equal((await client.forward(input_ids=IDS)).logits, trained), method
-                await client.train_step(
-                    {"input_ids": IDS, "labels": IDS},
-                    torch.optim.SGD([p for p in client.model.parameters() if p.requires_grad], lr=1.0),
-                )
-                client.model.eval()
-                assert not torch.equal((await client.forward(input_ids=IDS)).logits, trained)
+                if trainable:
+                    await client.train_step(BATCH, adamw(client.model, lr=0.1))
+                    client.model.eval()
+                    assert not torch.equal((await client.forward(input_ids=IDS)).logits, trained)
 
 
 async def test_several_adapters_in_one_client(base: Any) -> None:

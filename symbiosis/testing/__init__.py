@@ -1,6 +1,6 @@
 """Public test kits. They need Hypothesis and pytest (``pip install hypothesis pytest``).
 
-* :class:`PolicyConformance`: is a batching policy correct and fair? :class:`World` and :class:`FakeClock` are its parts.
+* :class:`PolicyConformance`: is a batching policy correct and fair? :class:`World`, :class:`FakeClock` are its parts.
 * :func:`compare`: does a model, or a PEFT method, give the same numbers as plain ``transformers`` + PEFT?
 * :func:`tiny_model`: small random models of four architectures.
 """

@@ -181,8 +181,8 @@ def _play(
                 math.ceil(queued.remaining / world.scheduler.max_rows) for queued in world.queued
             )
         assert world.batches < allowed, (
-            f"{world.policy!r} starves a request: {world.batches - first} batches and {world.clock.now - arrived:.2f} s "
-            f"went by, and it is passed over for requests that came after that"
+            f"{world.policy!r} starves a request: {world.batches - first} batches and {world.clock.now - arrived:.2f} s"
+            f" have gone by, and it is still passed over for newer ones"
         )
         action = world.decide()
         if isinstance(action, Batch):

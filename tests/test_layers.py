@@ -1,0 +1,129 @@
+"""Base layers: forward and backward against autograd, and what cannot be one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.core.layers import base_layer, is_linear
+from symbiosis.core.requests import LayerSpec, Pass
+from symbiosis.errors import SplitError
+
+
+def conv(out_features: int, in_features: int) -> Conv1D:
+    layer = Conv1D(out_features, in_features)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+MODULES = {
+    "linear": lambda: nn.Linear(5, 7),
+    "linear-no-bias": lambda: nn.Linear(5, 7, bias=False),
+    "conv1d": lambda: conv(7, 5),
+    "mlp": lambda: nn.Sequential(nn.Linear(5, 9), nn.ReLU(), nn.Linear(9, 7)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", MODULES)
+def test_forward_and_backward(kind: str, dtype: torch.dtype) -> None:
+    """Bit-equal to the module on a matrix of rows, and to its gradient."""
+    module = MODULES[kind]().to(dtype).requires_grad_(False)
+    layer = base_layer(3, "name", module)
+    assert layer.spec == LayerSpec(3, "name", 5, 7, dtype, kind in ("linear", "conv1d"), kind != "mlp")
+    x, dy = torch.randn(4, 5, dtype=dtype), torch.randn(4, 7, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(layer.run(Pass.FORWARD, (x,)), module(x))
+    needs_grad = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(module(needs_grad), needs_grad, dy)
+    with torch.no_grad():
+        got = layer.run(Pass.BACKWARD, (dy,) if layer.spec.linear else (x, dy))
+    assert torch.equal(got, dx)
+    assert not got.requires_grad
+    if layer.spec.linear:
+        bias = module.bias if module.bias is not None else torch.zeros(7, dtype=dtype)
+        with torch.no_grad():
+            without = layer.run(Pass.FORWARD_WITHOUT_BIAS, (x,)) + bias
+        torch.testing.assert_close(without, layer.run(Pass.FORWARD, (x,)), atol=4 * torch.finfo(dtype).eps, rtol=0.02)
+    else:
+        with pytest.raises(SplitError, match="name is served whole"):
+            layer.run(Pass.FORWARD_WITHOUT_BIAS, (x,))
+    assert "5 → 7" in repr(layer)
+
+
+class Odd(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "answer"),
+    [
+        (nn.Linear(2, 2), True),
+        (conv(2, 2), True),
+        (Odd(2, 2), False),
+        (nn.Embedding(2, 2), False),
+        (nn.Sequential(nn.Linear(2, 2)), False),
+        (nn.Bilinear(2, 2, 2), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_is_linear(module: nn.Module, answer: bool) -> None:
+    assert is_linear(module) is answer
+
+
+class Centred(nn.Module):
+    """Rows depend on one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.proj(x)
+        return y - y.mean(0)
+
+
+class Folding(Centred):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x).sum(0, keepdim=True)
+
+
+class Pair(Centred):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.proj(x), x
+
+
+class NeedsMore(Centred):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * mask
+
+
+@pytest.mark.parametrize(
+    ("module", "complaint"),
+    [
+        (Centred(), "its rows depend on one another"),
+        (Folding(), "does not give a row for a row"),
+        (Pair(), "does not"),
+        (NeedsMore(), "does not run on a matrix of rows"),
+        (nn.LayerNorm(5), "no linear layer inside"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_cannot_be_served_whole(module: nn.Module, complaint: str) -> None:
+    with pytest.raises(SplitError, match=complaint) as caught:
+        base_layer(0, "block.mlp", module)
+    assert "block.mlp" in str(caught.value)
+    assert type(module).__name__ in str(caught.value)
+
+
+def test_probing_draws_no_random_numbers_and_keeps_the_mode() -> None:
+    module = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.5), nn.Linear(5, 5)).train()
+    before = torch.get_rng_state()
+    base_layer(0, "mlp", module)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert module.training

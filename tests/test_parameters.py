@@ -1,0 +1,137 @@
+"""Shared parameters and placeholders: shared until a tenant trains them or writes into them, then its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from symbiosis.core.parameters import SharedParameter, placeholder, share
+
+ORIGINAL = torch.arange(6.0).reshape(2, 3)
+
+
+def make(kind: str) -> tuple[torch.Tensor, SharedParameter]:
+    original = ORIGINAL.clone()
+    if kind == "shared":
+        return original, share(original)
+    return original, placeholder(original.shape, original.dtype, original.device, original.clone)
+
+
+def by_method(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(True)
+
+
+def by_attribute(parameter: nn.Parameter) -> None:
+    parameter.requires_grad = True
+
+
+def by_copy(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.copy_(ORIGINAL)
+
+
+def by_load_state_dict(parameter: nn.Parameter) -> None:
+    module = nn.Module()
+    module.register_parameter("p", parameter)
+    module.load_state_dict({"p": ORIGINAL})
+
+
+@pytest.mark.parametrize("how", [by_method, by_attribute, by_copy, by_load_state_dict], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("kind", ["shared", "placeholder"])
+def test_becomes_its_own(kind: str, how: Callable[[nn.Parameter], None]) -> None:
+    original, parameter = make(kind)
+    _, neighbour = make(kind)
+    assert not parameter.own
+    assert parameter.is_placeholder is (kind == "placeholder")
+    how(parameter)
+    assert parameter.own
+    assert not parameter.is_placeholder
+    assert torch.equal(parameter, ORIGINAL)
+    with torch.no_grad():
+        parameter.add_(1)
+    assert torch.equal(original, ORIGINAL)
+    assert not neighbour.own
+
+
+def test_shared_memory_and_version_counters() -> None:
+    """What one tenant does to its own copy must not look like an in-place change to another's autograd."""
+    original = ORIGINAL.clone()
+    one, two = share(original), share(original)
+    assert one.data_ptr() == two.data_ptr() == original.data_ptr()
+    x = torch.ones(2, 3, requires_grad=True)
+    y = (x * two).sum()
+    one.requires_grad_(True)
+    with torch.no_grad():
+        one.add_(1)
+    y.backward()
+    assert torch.equal(x.grad, ORIGINAL)
+
+
+def test_a_placeholder_has_no_storage_and_shows_as_nan() -> None:
+    _, parameter = make("placeholder")
+    assert parameter.untyped_storage().nbytes() == 4
+    assert torch.isnan(parameter).all()
+    assert torch.isnan(torch.ones(3) @ parameter.t()).all()
+    assert isinstance(parameter, nn.Parameter)
+    assert not parameter.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["shared", "placeholder"])
+def test_freezing_does_not_make_a_copy(kind: str) -> None:
+    _, parameter = make(kind)
+    parameter.requires_grad_(False)
+    parameter.requires_grad = False
+    assert not parameter.own
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("kind", ["shared", "placeholder"])
+def test_deepcopy(kind: str, own: bool) -> None:
+    """A copy of a shared parameter is shared, one of a tenant's own is another of its own."""
+    original, parameter = make(kind)
+    if own:
+        parameter.requires_grad_(True)
+    copied = copy.deepcopy(parameter)
+    assert isinstance(copied, SharedParameter)
+    assert copied.own is own
+    assert copied.requires_grad is own
+    memo: dict[int, object] = {}
+    assert copy.deepcopy(parameter, memo) is copy.deepcopy(parameter, memo)
+    copied.requires_grad_(True)
+    assert torch.equal(copied, ORIGINAL)
+    with torch.no_grad():
+        copied.mul_(2)
+    if own or kind == "shared":
+        assert torch.equal(parameter, ORIGINAL)
+    assert torch.equal(original, ORIGINAL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_moves_as_parameters_do(dtype: torch.dtype) -> None:
+    """module.to(dtype), then unfrozen: the own copy has the new dtype."""
+    for kind in ("shared", "placeholder"):
+        module = nn.Module()
+        original, parameter = make(kind)
+        module.register_parameter("p", parameter)
+        module.to(dtype)
+        assert module.p.dtype is dtype
+        assert original.dtype is torch.float32
+        if kind == "shared":
+            assert torch.equal(module.p, ORIGINAL.to(dtype))
+            module.p.requires_grad_(True)
+            assert torch.equal(module.p, ORIGINAL.to(dtype))
+
+
+def test_saved_as_a_plain_parameter() -> None:
+    _, parameter = make("shared")
+    file = io.BytesIO()
+    torch.save({"p": parameter}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["p"]
+    assert type(loaded) in (nn.Parameter, torch.Tensor)
+    assert torch.equal(loaded, ORIGINAL)

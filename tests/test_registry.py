@@ -1,0 +1,131 @@
+"""Policies and transports by name: built in, installed, or an error that lists what is known."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from symbiosis.core import registry
+from symbiosis.core.protocols import Transport
+from symbiosis.core.registry import POLICIES, TRANSPORTS, make_policy, make_transport, names
+from symbiosis.errors import UnknownNameError, UsageError
+from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
+from symbiosis.transports.inproc import InProcTransport
+
+
+@pytest.mark.parametrize(("name", "cls"), [("no-lockstep", NoLockstep), ("lockstep", Lockstep)])
+def test_built_in_policies(name: str, cls: type[Any]) -> None:
+    assert type(make_policy(name)) is cls
+    assert make_policy(name) is not make_policy(name)
+    assert make_policy(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("opportunistic", (2.0, 50.0)),
+        ("opportunistic:", (2.0, 50.0)),
+        ("opportunistic:wait_ms=7", (7, 50.0)),
+        ("opportunistic:wait-ms=0.5,max_wait_ms=1e2", (0.5, 100.0)),
+        ("opportunistic: wait_ms = 3 ", (3, 50.0)),
+    ],
+)
+def test_options(spec: str, expected: tuple[float, float]) -> None:
+    policy = make_policy(spec)
+    assert isinstance(policy, Opportunistic)
+    assert (policy.wait_ms, policy.max_wait_ms) == expected
+
+
+def test_an_object_is_itself() -> None:
+    policy = NoLockstep()
+    assert make_policy(policy) is policy
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "complaint"),
+    [
+        ("magic", UnknownNameError, "unknown policy 'magic'; known are no-lockstep, lockstep, opportunistic"),
+        ("", UnknownNameError, "unknown policy ''"),
+        ("Lockstep", UnknownNameError, "unknown policy 'Lockstep'"),
+        ("lockstep:wait_ms=2", UsageError, "'lockstep' has no option 'wait_ms=2'; it takes no options"),
+        ("opportunistic:patience=2", UsageError, "no option 'patience=2'; it takes wait_ms, max_wait_ms"),
+        ("opportunistic:wait_ms", UsageError, "no option 'wait_ms'"),
+        ("opportunistic:wait_ms=soon", UsageError, "wait_ms is 'soon'; it must be a number of milliseconds"),
+        ("opportunistic:wait_ms=-1", UsageError, "wait_ms is -1"),
+        (3, UsageError, "policy is 3; give a name"),
+        (None, UsageError, "policy is None"),
+        (NoLockstep, UsageError, "policy is <class"),
+    ],
+    ids=str,
+)
+def test_bad_policies(spec: Any, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        make_policy(spec)
+
+
+def test_transports() -> None:
+    transport = make_transport("inproc://somewhere")
+    assert isinstance(transport, InProcTransport)
+    protocol: type[Transport] = Transport
+    assert {"listen", "connect"} <= set(dir(protocol))
+
+
+@pytest.mark.parametrize(
+    ("address", "error", "complaint"),
+    [
+        ("carrier-pigeon://roof", UnknownNameError, "unknown transport 'carrier-pigeon'; known are inproc"),
+        ("somewhere", UsageError, "'somewhere' is no address; write scheme://"),
+        ("", UsageError, "'' is no address"),
+    ],
+)
+def test_bad_addresses(address: str, error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        make_transport(address)
+
+
+class TestInstalled:
+    """Entry points of other packages."""
+
+    @pytest.fixture(autouse=True)
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        entries = {
+            POLICIES: [
+                EntryPoint("mine", "tests.test_registry:Mine", POLICIES),
+                EntryPoint("broken", "tests.nowhere:Nothing", POLICIES),
+                EntryPoint("lockstep", "tests.test_registry:Mine", POLICIES),
+            ],
+            TRANSPORTS: [EntryPoint("mine", "symbiosis.transports.inproc:InProcTransport", TRANSPORTS)],
+        }
+        monkeypatch.setattr(registry, "entry_points", lambda group: entries[group])
+
+    def test_found(self) -> None:
+        policy = make_policy("mine:speed=3")
+        assert isinstance(policy, Mine)
+        assert policy.speed == 3
+        assert isinstance(make_transport("mine://here"), InProcTransport)
+
+    def test_built_in_wins(self) -> None:
+        assert isinstance(make_policy("lockstep"), Lockstep)
+
+    def test_listed(self) -> None:
+        assert names(POLICIES) == ["no-lockstep", "lockstep", "opportunistic", "broken", "mine"]
+        with pytest.raises(UnknownNameError, match="opportunistic, broken, mine"):
+            make_policy("magic")
+
+    def test_broken(self) -> None:
+        with pytest.raises(UnknownNameError, match=r"'broken' is installed, but tests\.nowhere:Nothing") as caught:
+            make_policy("broken")
+        assert isinstance(caught.value.__cause__, ImportError)
+
+    def test_missing_option(self) -> None:
+        with pytest.raises(UsageError, match="speed"):
+            make_policy("mine")
+
+
+class Mine(NoLockstep):
+    name = "mine"
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
