@@ -46,7 +46,7 @@ async def finetune(
     gc.collect()
     _add_memory(report, preset, device, policy, base_layers, counts, progress)
     report.notes.append(
-        f"LoRA r8 qkvo, AdamW, batch {preset.batch} × {preset.sequence} tokens, {STEPS} steps a round, medians of "
+        f"LoRA r8 qkvo, AdamW, batch {preset.batch} × {preset.sequence} tokens, {STEPS} step a round, medians of "
         f"{rounds} rounds; policy {policy}, base layers {base_layers!r}. Memory: peak of a process of its own above "
         "what the imports alone take; plain jobs are separate processes, so n of them take n times one."
     )
@@ -105,7 +105,7 @@ async def _add_throughput(
             await client.close()
 
 
-STEPS = 2
+STEPS = 1
 
 
 class _Plain:

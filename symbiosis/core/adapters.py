@@ -1,12 +1,18 @@
-"""PEFT on a model whose base weights are elsewhere."""
+"""PEFT on a model whose base weights are elsewhere.
+
+Nearly every PEFT method adds to what a base layer gives, and works as it is. A few read the base weights, which a
+client does not have: some initialisations factor them, some methods transform them in every forward. These are
+refused here, before they can turn into NaN: initialisations by name, methods by trying each kind of adapted layer once.
+"""
 
 from __future__ import annotations
 
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from symbiosis.core.virtlayer import Link, VirtLayer
 from symbiosis.errors import PlaceholderError, UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +24,7 @@ _FACTORS_WEIGHTS = ("pissa", "corda", "olora", "mica", "loftq", "eva", "lora_ga"
 """LoRA initialisations that start from a factorisation of the base weights, or subtract from them."""
 
 
-def add_adapter(model: torch.nn.Module, config: PeftConfig) -> Any:
+def add_adapter(model: torch.nn.Module, config: PeftConfig, link: Link) -> Any:
     """``get_peft_model``, refusing what would read base weights.
 
     Raises:
@@ -26,28 +32,18 @@ def add_adapter(model: torch.nn.Module, config: PeftConfig) -> Any:
     """
     from peft import get_peft_model
 
-    _check(config)
-    adapted = get_peft_model(model, config)
+    _check_config(model, config)
+    try:
+        adapted = get_peft_model(model, config)
+    except Exception as error:
+        if isinstance(error, torch.linalg.LinAlgError) or "Virt" in str(error):  # type: ignore[attr-defined]
+            raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
+        raise
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad and torch.isnan(parameter).any():
-            raise PlaceholderError(
-                f"{config.peft_type}: {name} was initialised from base weights, which a client does not have; "
-                "choose an initialisation that does not read them"
-            )
+            raise PlaceholderError(_reads_weights(config, f"to initialise {name}"))
+    _guard(adapted, config, link)
     return adapted
-
-
-def _check(config: Any) -> None:
-    init = getattr(config, "init_lora_weights", None)
-    if isinstance(init, str) and init.lower().startswith(_FACTORS_WEIGHTS):
-        raise PlaceholderError(
-            f"init_lora_weights={init!r} factors the base weights, which a client does not have; "
-            "use True, 'gaussian' or 'orthogonal', or initialise where the weights are and load the adapter"
-        )
-    if getattr(config, "use_dora", False):
-        raise PlaceholderError(
-            "use_dora=True reads the norms of the base weights, which a client does not have; use LoRA or rsLoRA"
-        )
 
 
 def save_adapter(model: Any, folder: str | PathLike[str]) -> None:
@@ -59,11 +55,16 @@ def save_adapter(model: Any, folder: str | PathLike[str]) -> None:
     model.save_pretrained(str(folder))
 
 
-def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: bool) -> Any:
-    """The model with the adapter of a PEFT folder loaded and active."""
+def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: bool, link: Link) -> Any:
+    """The model with the adapter of a PEFT folder loaded and active.
+
+    Raises:
+        PlaceholderError: the method needs the weights of base layers.
+    """
     from peft import PeftConfig, PeftModel
 
-    _check(PeftConfig.from_pretrained(str(folder)))
+    config = PeftConfig.from_pretrained(str(folder))
+    _check_config(model, config)
     training = model.training
     if isinstance(model, PeftModel):
         model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
@@ -72,4 +73,68 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
         model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
     if not trainable:  # PEFT leaves some methods' parameters, and every adapter that is set, trainable
         model.requires_grad_(False)
-    return model.train(training)  # and a new adapter's modules in training mode
+    model.train(training)  # and a new adapter's modules in training mode
+    _guard(model, config, link)
+    return model
+
+
+def _check_config(model: torch.nn.Module, config: Any) -> None:
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init.lower().startswith(_FACTORS_WEIGHTS):
+        raise PlaceholderError(
+            f"init_lora_weights={init!r} factors the base weights, which a client does not have; "
+            "use True, 'gaussian' or 'orthogonal', or initialise where the weights are and load the adapter"
+        )
+    if getattr(config, "use_dora", False):
+        raise PlaceholderError(
+            "use_dora=True reads the norms of the base weights, which a client does not have; use LoRA or rsLoRA"
+        )
+    for target in getattr(config, "target_parameters", None) or ():
+        for name, module in model.named_modules():
+            if isinstance(module, VirtLayer) and f"{name}.weight".endswith(target):
+                raise PlaceholderError(
+                    f"target_parameters has {target!r}, but the weights of base layer {name} are not with the client; "
+                    "name the layer in target_modules"
+                )
+
+
+def _guard(adapted: Any, config: Any, link: Link) -> None:
+    """Try one adapted layer of each kind on a row of ones, with zeros for the base layer's answer; refuse merging."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    tried = set()
+    with link.pretending(), torch.no_grad():
+        for name, layer in adapted.named_modules():
+            if not isinstance(layer, BaseTunerLayer) or type(layer) in tried:
+                continue
+            base = layer.get_base_layer()
+            if not isinstance(base, VirtLayer):
+                continue
+            tried.add(type(layer))
+            training = layer.training
+            layer.eval()
+            weight = next(base.parameters())
+            try:
+                row = torch.ones(1, 1, base.spec.in_features, dtype=base.spec.dtype, device=weight.device)
+                if not torch.isfinite(layer(row)).all():
+                    raise PlaceholderError(_reads_weights(config, f"in the forward pass of {name}"))
+            finally:
+                layer.train(training)
+    for method in ("merge_adapter", "merge_and_unload"):
+        if hasattr(adapted.base_model, method):
+            setattr(adapted.base_model, method, _refuse_to_merge)
+
+
+def _reads_weights(config: Any, when: str) -> str:
+    method = getattr(config.peft_type, "value", config.peft_type)
+    return (
+        f"{method} reads the weights of base layers {when}, and a client does not have them; choose a method that adds "
+        "to what a layer gives, such as LORA, IA3, LOHA, VERA, OFT or PREFIX_TUNING"
+    )
+
+
+def _refuse_to_merge(*args: object, **kwargs: object) -> NoReturn:
+    raise PlaceholderError(
+        "an adapter cannot be merged into base weights that belong to the executor; save it with "
+        "client.save_adapter(folder) and merge it where the base model is"
+    )

@@ -97,7 +97,7 @@ class Client:
             if self._peft_config is not None:
                 self._stream.enter()
                 try:
-                    model = add_adapter(model, self._peft_config)
+                    model = add_adapter(model, self._peft_config, self._link)
                 finally:
                     self._stream.leave()
             self._model = model.eval()
@@ -210,7 +210,7 @@ class Client:
             raise UsageError(
                 f"client {self.name!r} is in the middle of an operation; await it before loading an adapter"
             )
-        self._model = load_adapter(self.model, folder, name, trainable)
+        self._model = load_adapter(self.model, folder, name, trainable, self._link)
 
     # ---------------------------------------------------------------------------------------------------------- parts
 

@@ -67,6 +67,8 @@ def make_policy(spec: str | Policy) -> Policy:
         UsageError: an option it does not have, or a value it does not accept.
     """
     if not isinstance(spec, str):
+        if isinstance(spec, type):
+            raise UsageError(f"policy is {spec!r}; give an object: {spec.__name__}()")
         if not isinstance(spec, Policy):
             raise UsageError(
                 f"policy is {spec!r}; give a name such as 'opportunistic', or an object with name, submitted and decide"
