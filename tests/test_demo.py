@@ -82,9 +82,7 @@ def test_the_whole_demo(arguments: list[Any], tmp_path: Path) -> None:
         assert tenant["losses"] == pytest.approx(tenant["plain_losses"], rel=1e-5)
         assert tenant["losses"][0] != tenant["losses"][-1]
     for tenant in told["tenants"][2:]:
-        assert [sample["text"] for sample in tenant["samples"]] == [
-            sample["plain_text"] for sample in tenant["samples"]
-        ]
+        assert all(sample["texts"] == [sample["plain_text"]] for sample in tenant["samples"])
 
 
 def test_memory_is_that_of_one_base(arguments: list[Any], tiny: Path, tmp_path: Path) -> None:

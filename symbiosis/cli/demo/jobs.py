@@ -85,27 +85,26 @@ class Generation(Tenant):
     """Continues its prompts, greedily, again and again until the fine-tuning tenants are done."""
 
     prompts: list[str]
-    outputs: dict[int, list[int]] = field(default_factory=dict)
-    """New tokens by the number of the prompt; the first time that it was continued."""
+    outputs: dict[int, list[list[int]]] = field(default_factory=dict)
+    """New tokens by the number of the prompt: every different continuation, so one unless two tokens tie."""
     rounds: int = 0
     """Prompts continued, repetitions included."""
-    repeats_differ: list[int] = field(default_factory=list)
-    """Prompts whose continuation was not the same each time."""
     current: list[int] = field(default_factory=list)
     """New tokens of the text that is being written."""
     cache_bytes: int = 0
     """Of the largest KV cache."""
     plain_outputs: dict[int, list[int]] = field(default_factory=dict)
     plain_gaps: dict[int, float] = field(default_factory=dict)
-    """Where an output differs from plain: how far apart the plain scores of the two tokens are."""
+    """Where an output differs from plain: how far apart the plain scores of the first two different tokens are."""
     plain_tokens: int = 0
     plain_seconds: float = 0.0
 
     def finished(self, number: int, tokens: list[int]) -> None:
         """A prompt was continued."""
         self.rounds += 1
-        if self.outputs.setdefault(number, tokens) != tokens and number not in self.repeats_differ:
-            self.repeats_differ.append(number)
+        texts = self.outputs.setdefault(number, [])
+        if tokens not in texts:
+            texts.append(tokens)
 
 
 @dataclass

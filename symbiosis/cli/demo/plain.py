@@ -77,9 +77,9 @@ def generate(plan: Plan, job: Generation, text_done: Callable[[], None]) -> None
         job.plain_seconds += time.monotonic() - started
         tokens = job.plain_outputs[number] = result.sequences[0, ids.shape[1] :].tolist()
         job.plain_tokens += len(tokens)
-        gap = _gap(result.scores, tokens, job.outputs[number])
-        if gap is not None:
-            job.plain_gaps[number] = gap
+        gaps = [_gap(result.scores, tokens, others) for others in job.outputs[number]]
+        if any(gap is not None for gap in gaps):
+            job.plain_gaps[number] = max(gap for gap in gaps if gap is not None)
         cache = max(cache, cache_bytes(result.past_key_values))
         text_done()
     job.plain_memory = Footprint(
@@ -88,7 +88,10 @@ def generate(plan: Plan, job: Generation, text_done: Callable[[], None]) -> None
 
 
 def _gap(scores: tuple[torch.Tensor, ...], tokens: list[int], others: list[int]) -> float | None:
-    """How far apart the scores of two texts' first different tokens are; None where the texts are the same."""
+    """How far apart the scores of two texts' first different tokens are (not negative: the first text is greedy).
+
+    None where the texts are the same.
+    """
     for step, (token, other) in enumerate(zip(tokens, others, strict=False)):
         if token != other:
             return float(scores[step][0, token] - scores[step][0, other])

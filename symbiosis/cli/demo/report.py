@@ -84,7 +84,7 @@ class Report:
                 if not abs(gap) <= self._tie:
                     found.append(
                         f"{generation.name} ({generation.method}): the text after {generation.prompts[number]!r} is "
-                        f"{self.plan.decode(generation.outputs[number])!r} with symbiosis and "
+                        f"{self._texts(generation, number)} with symbiosis and "
                         f"{self.plan.decode(generation.plain_outputs[number])!r} with plain transformers + PEFT"
                     )
         return found
@@ -94,6 +94,9 @@ class Report:
         problems = self.problems()
         if problems:
             raise DisagreementError("not what plain transformers + PEFT gives:\n  " + "\n  ".join(problems))
+
+    def _texts(self, job: Generation, number: int) -> str:
+        return " or ".join(repr(self.plan.decode(tokens)) for tokens in job.outputs[number])
 
     def _texts_verdict(self, job: Generation) -> str:
         ties = sum(abs(gap) <= self._tie for gap in job.plain_gaps.values())
@@ -213,7 +216,7 @@ class Report:
             for prompt, before, after in zip(job.prompts, job.before, job.after, strict=True):
                 table.add_row(f"{job.name}\n{job.method}", _sample(prompt, before), _sample(prompt, after))
         for generation in self.plan.generations:
-            prompt, text = generation.prompts[0], self.plan.decode(generation.outputs[0])
+            prompt, text = generation.prompts[0], self.plan.decode(generation.outputs[0][0])
             table.add_row(f"{generation.name}\n{generation.method}", _sample(prompt, text), "[dim]generates only[/]")
         console.print(table)
 
@@ -309,10 +312,10 @@ class Report:
             "samples": [
                 {
                     "prompt": job.prompts[number],
-                    "text": self.plan.decode(tokens),
+                    "texts": [self.plan.decode(tokens) for tokens in texts],
                     "plain_text": self.plan.decode(job.plain_outputs[number]),
                 }
-                for number, tokens in sorted(job.outputs.items())
+                for number, texts in sorted(job.outputs.items())
             ],
         }
 
