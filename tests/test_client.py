@@ -1,0 +1,228 @@
+"""The client: its operations one by one, its modes, its random numbers, threads, adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import symbiosis
+from symbiosis.errors import UsageError
+from tests.helpers import BATCH, IDS, adamw, crowd, ia3, lora, parameters
+
+
+@pytest.fixture
+async def executor(base: Any) -> AsyncIterator[symbiosis.Executor]:
+    async with symbiosis.Executor(base) as executor:
+        yield executor
+
+
+async def test_forward_gives_the_models_own_output(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora()) as client:
+        assert isinstance(client.model, peft.PeftModel)
+        output = await client.forward(input_ids=IDS, labels=IDS)
+        assert isinstance(output, CausalLMOutputWithPast)
+        assert output.logits.shape == (2, 9, 64)
+        assert output.loss.requires_grad
+        assert isinstance(await client.forward(input_ids=IDS, return_dict=False), tuple)
+
+
+async def test_without_an_adapter_it_is_the_bare_model(executor: symbiosis.Executor, base: Any) -> None:
+    async with executor.client() as client:
+        assert not isinstance(client.model, peft.PeftModel)
+        assert isinstance(client.model, type(base))
+        assert not any(parameter.requires_grad for parameter in client.model.parameters())
+
+
+async def test_modes(executor: symbiosis.Executor) -> None:
+    """Evaluation at first; train_step trains and stays; generate evaluates for itself; forward changes nothing."""
+    async with executor.client(lora()) as client:
+        assert not client.model.training
+        await client.forward(input_ids=IDS)
+        assert not client.model.training
+        await client.train_step(BATCH, adamw(client.model))
+        assert client.model.training
+        seen: list[bool] = []
+        hook = client.model.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+        options = {"input_ids": IDS, "max_new_tokens": 3, "min_new_tokens": 3}
+        first = await client.generate(**options)
+        hook.remove()
+        assert client.model.training
+        assert not any(seen)
+        assert torch.equal(first, await client.generate(**options))  # no dropout
+        await client.forward(input_ids=IDS)
+        assert client.model.training
+
+
+async def test_generate_restores_the_mode_when_it_fails(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora()) as client:
+        client.model.train()
+        with pytest.raises(ValueError, match="temperature"):
+            await client.generate(input_ids=IDS, max_new_tokens=2, do_sample=True, temperature=-1.0)
+        assert client.model.training
+
+
+async def test_train_step(executor: symbiosis.Executor, base: Any) -> None:
+    """The loss as a float, parameters moved, gradients cleared; the same as by hand."""
+    async with executor.client(lora(lora_dropout=0.0), seed=2) as client:
+        optimizer = torch.optim.SGD([p for p in client.model.parameters() if p.requires_grad], lr=0.5)
+        before = parameters(client.model)
+        loss = await client.train_step(BATCH, optimizer)
+        assert type(loss) is float
+        assert all(p.grad is None for p in client.model.parameters())
+        after = parameters(client.model)
+        assert all(not torch.equal(after[name], before[name]) for name in before)
+    torch.manual_seed(2)
+    plain = peft.get_peft_model(copy.deepcopy(base), lora(lora_dropout=0.0)).train()
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.5)
+    expected = plain(**BATCH).loss
+    expected.backward()
+    optimizer.step()
+    assert loss == expected.item()
+    for name, value in parameters(plain).items():
+        assert torch.equal(value, after[name]), name
+
+
+async def test_backward_takes_its_options(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora()) as client:
+        output = await client.forward(**BATCH)
+        await client.backward(output.loss, retain_graph=True)
+        first = {name: p.grad.clone() for name, p in client.model.named_parameters() if p.grad is not None}
+        await client.backward(output.loss)
+        for name, p in client.model.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, 2 * first[name])
+
+
+async def test_gradient_accumulation_and_custom_loss(executor: symbiosis.Executor) -> None:
+    """A loss of the tenant's own over two forward passes."""
+    async with executor.client(lora()) as client:
+
+        def loss() -> torch.Tensor:
+            a, b = (client.model(input_ids=ids).logits for ids in (IDS[:1], IDS[1:]))
+            return a.logsumexp(-1).mean() + b.pow(2).mean()  # type: ignore[no-any-return]
+
+        await client.backward(await client.run(loss))
+        assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
+
+
+async def test_run_passes_arguments_results_and_errors(executor: symbiosis.Executor) -> None:
+    async with executor.client() as client:
+        assert await client.run(divmod, 7, 3) == (2, 1)
+        assert await client.run(sorted, [2, 1], reverse=True) == [2, 1]
+        with pytest.raises(ZeroDivisionError):
+            await client.run(divmod, 1, 0)
+
+
+async def test_seeds(executor: symbiosis.Executor) -> None:
+    """manual_seed restarts a stream of one's own; torch's own stream and the neighbours' are left alone."""
+    options = {"input_ids": IDS, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": True}
+    async with executor.client(seed=1) as a, executor.client(seed=1) as b:
+        before = torch.get_rng_state()
+        first, same = await asyncio.gather(a.generate(**options), b.generate(**options))
+        assert torch.equal(first, same)
+        assert not torch.equal(first, await a.generate(**options))  # the stream went on
+        a.manual_seed(1)
+        assert torch.equal(first, await a.generate(**options))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+async def test_from_threads(executor: symbiosis.Executor, base: Any) -> None:
+    """client.model may be called from any thread, beside coroutines: forward, backward, generate."""
+    expected = base(input_ids=IDS).logits
+
+    def in_a_thread(client: symbiosis.Client) -> torch.Tensor:
+        output = client.model(**BATCH)
+        with torch.autograd.set_multithreading_enabled(False):
+            output.loss.backward()
+        client.model.generate(input_ids=IDS, max_new_tokens=3, min_new_tokens=3)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    async with crowd(executor, [(lora(), "train"), (None, "generate")]):
+        async with executor.client(ia3()) as client, executor.client() as bare:
+            logits = await asyncio.to_thread(lambda: bare.model(input_ids=IDS).logits)
+            torch.testing.assert_close(logits, expected)
+            await asyncio.to_thread(in_a_thread, client)
+            assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
+            # Several threads of several clients at once.
+            await asyncio.gather(
+                asyncio.to_thread(in_a_thread, client),
+                *[asyncio.to_thread(lambda: bare.model(input_ids=IDS).logits) for _ in range(1)],
+                client.forward(input_ids=IDS),
+            )
+
+
+async def test_threads_and_fibers_agree(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora()) as client:
+        in_fiber = (await client.forward(input_ids=IDS)).logits
+        in_thread = (await asyncio.to_thread(client.model, input_ids=IDS)).logits
+        assert torch.equal(in_fiber, in_thread)
+
+
+async def test_a_batch_without_labels(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora()) as client:
+        with pytest.raises(UsageError, match="no loss for a batch of input_ids; does it have labels"):
+            await client.train_step({"input_ids": IDS}, adamw(client.model))
+        await client.train_step(BATCH, adamw(client.model))
+
+
+async def test_saving_without_an_adapter(executor: symbiosis.Executor, tmp_path: Any) -> None:
+    async with executor.client() as client:
+        with pytest.raises(UsageError, match=r"no adapter to save.*peft_config"):
+            client.save_adapter(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_saved_adapter_is_small_and_whole(executor: symbiosis.Executor, tmp_path: Any) -> None:
+    """A standard PEFT folder: configuration and adapter weights, nothing of the base model."""
+    from safetensors.torch import load_file
+
+    async with executor.client(lora()) as client:
+        client.save_adapter(tmp_path / "adapter")
+        wanted = {name.replace(".default", "") for name in parameters(client.model)}
+    folder = tmp_path / "adapter"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert set(tensors) == wanted
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
+
+
+async def test_loading_in_the_middle_of_an_operation(executor: symbiosis.Executor, tmp_path: Any) -> None:
+    async with executor.client(lora()) as client:
+        client.save_adapter(tmp_path)
+        task = asyncio.create_task(client.forward(input_ids=IDS))
+        await asyncio.sleep(0)
+        with pytest.raises(UsageError, match="in the middle of an operation"):
+            client.load_adapter(tmp_path)
+        await task
+        client.load_adapter(tmp_path)
+
+
+async def test_names_and_representation(executor: symbiosis.Executor) -> None:
+    first, second = executor.client(), executor.client()
+    assert first.name != second.name
+    assert "not open yet" in repr(first)
+    async with executor.client(name="alice") as alice:
+        assert repr(alice) == "<Client 'alice': open>"
+    assert repr(alice) == "<Client 'alice': closed>"
+
+
+async def test_the_configuration_is_the_callers(executor: symbiosis.Executor) -> None:
+    """One PeftConfig object may serve several clients: PEFT writes into it, the clients use copies or agree."""
+    config = lora()
+    async with executor.client(config, seed=1) as a, executor.client(config, seed=1) as b:
+        one, two = await asyncio.gather(a.forward(input_ids=IDS), b.forward(input_ids=IDS))
+        torch.testing.assert_close(one.logits, two.logits)
+
+
+async def test_client_on_another_device_name(executor: symbiosis.Executor) -> None:
+    async with executor.client(lora(), device="cpu") as client:
+        assert next(client.model.parameters()).device == torch.device("cpu")
+        await client.train_step(BATCH, adamw(client.model))

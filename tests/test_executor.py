@@ -1,0 +1,232 @@
+"""The executor: statistics, policies by name and bad ones, loading, event loops, what happens between requests."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.protocols import Decision, Run, View, Wait
+from symbiosis.core.requests import Request
+from symbiosis.errors import UnknownNameError, UsageError
+from symbiosis.policies import Lockstep, NoLockstep
+from symbiosis.testing import run_job, run_job_plain, tiny_model
+from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
+
+
+class Moody:
+    """Raises, or decides nonsense, every other time."""
+
+    name = "moody"
+
+    def __init__(self, mood: str) -> None:
+        self.mood = mood
+        self.count = 0
+
+    def submitted(self, request: Request) -> None:
+        if self.mood == "raises when submitted":
+            raise RuntimeError("not now")
+
+    def decide(self, view: View, now: float) -> Decision:
+        self.count += 1
+        if self.count % 2:
+            if self.mood == "raises":
+                raise RuntimeError("not today")
+            if self.mood == "nonsense":
+                return "later"  # type: ignore[return-value]
+            if self.mood == "waits" and not view.thinking:
+                return Wait(None)
+            if self.mood == "takes too much":
+                return Run(view.oldest.key, [(view.oldest, 10**6)], "all")
+        return Run(view.oldest.key, view.queues[view.oldest.key].take(view.max_rows), "fine")
+
+
+@pytest.mark.parametrize("mood", ["raises", "raises when submitted", "nonsense", "waits", "takes too much"])
+async def test_a_bad_policy_is_named_and_everybody_is_served(
+    base: Any, mood: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = run_job_plain(base, lora(), seed=3)
+    with caplog.at_level(logging.ERROR, logger="symbiosis"):
+        async with symbiosis.Executor(base, policy=Moody(mood)) as executor, crowd(executor, [(ia3(), "train")]):
+            async with executor.client(lora(), seed=3) as client:
+                assert_close(await run_job(client), expected)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages
+    assert all("policy 'moody'" in message for message in messages), messages
+    assert len(messages) < 30  # it does not flood the log
+    if mood == "raises":
+        assert "not today" in caplog.text
+        assert caplog.records[0].exc_info
+    executor._scheduler.validate()
+
+
+async def test_statistics(base: Any) -> None:
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        empty = executor.statistics()
+        assert (empty.requests, empty.batches, empty.rows, empty.mean_batch, empty.mean_rows) == (0, 0, 0, 0.0, 0.0)
+        async with executor.client(name="a") as a, executor.client(name="b") as b:
+            await asyncio.gather(a.forward(input_ids=IDS), b.forward(input_ids=IDS[:1]))
+        statistics = executor.statistics()
+        head = statistics.layers["lm_head forward"]
+        assert head.requests == 2
+        assert head.rows == 27
+        assert head.members >= head.batches
+        assert statistics.requests == sum(layer.requests for layer in statistics.layers.values())
+        assert statistics.requests == sum(client.requests for client in statistics.clients.values())
+        assert statistics.rows == sum(client.rows for client in statistics.clients.values())
+        assert set(statistics.clients) == {"a", "b"}
+        assert statistics.clients["a"].rows == 2 * statistics.clients["b"].rows
+        assert 1 < statistics.mean_batch <= 2
+        assert statistics.run_s > 0
+        assert statistics.wait_s >= 0
+        assert sum(statistics.reasons.values()) == statistics.batches
+        executor.reset_statistics()
+        assert executor.statistics() == empty
+
+
+async def test_lockstep_shares_every_batch(base: Any) -> None:
+    """Four equal clients that start together walk together."""
+    async with symbiosis.Executor(base, policy=Lockstep()) as executor:
+        clients = [await executor.client().open() for _ in range(4)]
+        await asyncio.gather(*[client.forward(input_ids=IDS) for client in clients])
+        assert executor.statistics().mean_batch == 4
+        for client in clients:
+            await client.close()
+
+
+async def test_no_lockstep_shares_none(base: Any) -> None:
+    async with symbiosis.Executor(base, policy=NoLockstep()) as executor:
+        clients = [await executor.client().open() for _ in range(4)]
+        await asyncio.gather(*[client.forward(input_ids=IDS) for client in clients])
+        assert executor.statistics().mean_batch == 1
+        for client in clients:
+            await client.close()
+
+
+async def test_opportunistic_brings_drifted_clients_together(base: Any) -> None:
+    """Clients that start at different layers meet; most batches then have all of them."""
+    async with symbiosis.Executor(base, policy="opportunistic") as executor:
+
+        async def job(delay: int) -> None:
+            async with executor.client() as client:
+                for _ in range(delay):
+                    await asyncio.sleep(0)
+                await client.generate(input_ids=IDS[:, :4], max_new_tokens=12, min_new_tokens=12)
+
+        await asyncio.gather(*[job(3 * number) for number in range(4)])
+        assert executor.statistics().mean_batch > 2
+
+
+@pytest.mark.parametrize("name", ["from the folder", "the class", "bf16"])
+async def test_from_pretrained(base: Any, tmp_path: Any, name: str) -> None:
+    base.save_pretrained(str(tmp_path))
+    options: dict[str, Any] = {
+        "from the folder": {},
+        "the class": {"model_class": type(base), "attn_implementation": "eager"},
+        "bf16": {"dtype": torch.bfloat16},
+    }[name]
+    async with symbiosis.Executor.from_pretrained(
+        tmp_path, policy="lockstep", max_rows=64, name="loaded", base_layers="mlp", **options
+    ) as executor:
+        assert "inproc://loaded" in repr(executor)
+        assert "Lockstep" in repr(executor)
+        async with executor.client() as client:
+            logits = (await client.forward(input_ids=IDS)).logits
+            assert type(client.model).__name__ == "LlamaForCausalLM"
+    expected = base.to(torch.bfloat16)(input_ids=IDS).logits if name == "bf16" else base(input_ids=IDS).logits
+    assert logits.dtype is expected.dtype
+    torch.testing.assert_close(logits, expected, rtol=1e-2 if name == "bf16" else 1e-5, atol=1e-5)
+
+
+async def test_from_pretrained_of_nothing(tmp_path: Any) -> None:
+    with pytest.raises((OSError, ValueError), match=str(tmp_path)):
+        symbiosis.Executor.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        ({"policy": "magic"}, UnknownNameError, "magic"),
+        ({"policy": "opportunistic:wait_ms=-1"}, UsageError, "wait_ms is -1"),
+        ({"max_rows": 0}, UsageError, "max_rows is 0"),
+        ({"base_layers": "nothing-like-it"}, UsageError, "nothing-like-it"),
+    ],
+    ids=str,
+)
+def test_bad_options(base: Any, options: dict[str, Any], error: type[Exception], complaint: str) -> None:
+    with pytest.raises(error, match=complaint):
+        symbiosis.Executor(base, **options)
+
+
+def test_representation(base: Any) -> None:
+    assert "not open" in repr(symbiosis.Executor(base))
+    assert "15 base layers" in repr(symbiosis.Executor(copy.deepcopy(base)))
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "asyncio-eager", "uvloop"])
+def test_event_loops(base: Any, loop: str) -> None:
+    """The whole of a tenant's day on every loop that people use."""
+    expected = run_job_plain(base, lora(), seed=1)
+
+    async def main() -> None:
+        if loop == "asyncio-eager":
+            if not hasattr(asyncio, "eager_task_factory"):
+                pytest.skip("eager tasks came with Python 3.12")
+            asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)
+        async with symbiosis.Executor(base) as executor, crowd(executor, [(ia3(), "train"), (None, "generate")]):
+            async with executor.client(lora(), seed=1) as client:
+                assert_close(await run_job(client), expected)
+
+    if loop == "uvloop":
+        uvloop = pytest.importorskip("uvloop", reason="uvloop is not installed")
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main())
+    else:
+        asyncio.run(main())
+
+
+async def test_two_executors_in_one_process() -> None:
+    """Two models, side by side on one loop; their clients do not mix."""
+    one, two = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
+    plain = [model(input_ids=IDS).logits for model in (one, two)]
+    async with symbiosis.Executor(one) as first, symbiosis.Executor(two) as second:
+        async with first.client(name="same") as a, second.client(name="same") as b:
+            got = await asyncio.gather(a.forward(input_ids=IDS), b.forward(input_ids=IDS))
+    for output, expected in zip(got, plain, strict=True):
+        assert torch.equal(output.logits, expected)
+
+
+async def test_the_loop_keeps_turning(base: Any) -> None:
+    """While a client computes without pause, timers and other tasks of the loop get their turn."""
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        task = asyncio.create_task(others())
+        for _ in range(3):
+            await client.train_step(BATCH, adamw(client.model))
+            await client.generate(input_ids=IDS, max_new_tokens=10, min_new_tokens=10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert turns > 20
+
+
+async def test_the_model_is_frozen_and_left_as_it_was(base: Any) -> None:
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        await client.train_step(BATCH, adamw(client.model))
+    assert not any(parameter.requires_grad for parameter in base.parameters())
+    assert all(parameter.grad is None for parameter in base.parameters())
+    for name, value in base.state_dict().items():
+        assert torch.equal(value, before[name])

@@ -1,0 +1,156 @@
+"""Who holds which memory: the executor nothing of a tenant between requests, a client no base weight."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.parameters import SharedParameter
+from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.errors import LayerError
+from symbiosis.testing import tiny_model
+from tests.helpers import BATCH, IDS, adamw, lora, prefix
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensor storages that anything still reaches, each once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, torch.nn.Parameter, SharedParameter):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("max_rows", [8192, 4], ids=["whole", "sliced"])
+@pytest.mark.parametrize("how", ["loop", "thread"])
+async def test_what_was_sent_and_answered_is_let_go(base: Any, how: str, max_rows: int) -> None:
+    """Weak references to a client's rows and to the results: gone as soon as the client has let go of them."""
+    async with symbiosis.Executor(base, max_rows=max_rows) as executor, executor.client() as client:
+        channel = client._channel
+        assert channel is not None
+        rows = torch.ones(9, 32)
+        call = Call(Key((0, 1, 2), Pass.FORWARD), Kind.PREFILL, (rows,))
+        results = await channel.send(call) if how == "loop" else await asyncio.to_thread(channel.call, call)
+        references = [weakref.ref(tensor) for tensor in (rows, *results)]
+        storages = [weakref.ref(tensor.untyped_storage()) for tensor in (rows, *results)]
+        assert all(reference() is not None for reference in references)
+        del rows, call, results
+        await asyncio.sleep(0)
+        assert [reference() for reference in references] == [None] * 4
+        assert [storage() for storage in storages] == [None] * 4
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
+async def test_rows_of_requests_that_came_to_nothing(base: Any, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with symbiosis.Executor(base) as executor:
+        client = await executor.client().open()
+        channel = client._channel
+        assert channel is not None
+        rows = torch.ones(9, 32)
+        reference = weakref.ref(rows)
+        call = Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (rows,))
+        if how == "failed":
+            executor._split.layers[0].run = explode  # type: ignore[method-assign]
+        reply = channel.send(call)
+        if how == "cancelled":
+            channel.cancel(call)
+            reply.cancel()
+        elif how == "failed":
+            with pytest.raises(LayerError):
+                await reply
+        else:
+            await client.close()
+            assert reply.exception() is not None
+        del rows, call, reply
+        caplog.clear()  # a log record has the traceback, and that the frames
+        await asyncio.sleep(0)
+        gc.collect()
+        assert reference() is None
+        await client.close()
+
+
+def explode(*args: Any) -> Any:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic"])
+async def test_nothing_grows_from_step_to_step(policy: str) -> None:
+    """Bytes of all tensors in the process are the same after 3 steps and after 12."""
+    model = tiny_model()
+    async with symbiosis.Executor(model, policy=policy) as executor:
+        async with executor.client(lora()) as a, executor.client(prefix()) as b:
+            optimizers = [adamw(client.model) for client in (a, b)]
+
+            async def rounds(number: int) -> int:
+                for _ in range(number):
+                    await asyncio.gather(a.train_step(BATCH, optimizers[0]), b.train_step(BATCH, optimizers[1]))
+                    await asyncio.gather(
+                        a.generate(input_ids=IDS, max_new_tokens=3, min_new_tokens=3), b.forward(input_ids=IDS)
+                    )
+                return tensor_bytes()
+
+            assert await rounds(3) == await rounds(9)
+
+
+async def test_executor_alone_holds_its_weights_only() -> None:
+    """After clients have come and gone, no byte more than before."""
+    model = tiny_model()
+    async with symbiosis.Executor(model) as executor:
+        before = tensor_bytes()
+        for _ in range(3):
+            async with executor.client(lora()) as client:
+                optimizer = adamw(client.model)
+                await client.train_step(BATCH, optimizer)
+            del client, optimizer
+        assert tensor_bytes() == before
+
+
+async def test_a_client_costs_its_adapter_and_no_base_layer() -> None:
+    """Bytes of a second client: adapter, buffers and random stream, far less than one copy of the base layers."""
+    model = tiny_model(hidden_size=64, intermediate_size=256)
+    base_bytes = sum(p.numel() * 4 for name, p in model.named_parameters() if "proj" in name or "lm_head" in name)
+    config = lora(r=1, target_modules=["q_proj"])
+    async with symbiosis.Executor(model) as executor, executor.client(copy.deepcopy(config)) as first:
+        await first.forward(input_ids=IDS)
+        before = tensor_bytes()
+        async with executor.client(copy.deepcopy(config)) as second:
+            adapter = sum(p.numel() * 4 for p in second.model.parameters() if p.requires_grad)
+            extra = tensor_bytes() - before
+            await second.forward(input_ids=IDS)
+            assert adapter <= extra < adapter + 24_000  # a stream has two generator states of 5 kB
+            assert extra < base_bytes / 8
+
+
+async def test_frozen_parameters_are_shared_between_clients(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as a, executor.client() as b:
+        one = a.model.get_base_model().model.embed_tokens.weight
+        two = b.model.model.embed_tokens.weight
+        assert one.data_ptr() == two.data_ptr() == base.model.embed_tokens.weight.data_ptr()
+        assert one is not two
+
+
+async def test_large_requests_are_bounded_by_max_rows(base: Any) -> None:
+    """No batch is larger than max_rows, whatever the sequence length."""
+    seen: list[int] = []
+    async with symbiosis.Executor(base, max_rows=16) as executor, executor.client() as client:
+        for layer in executor._split.layers:
+            run = layer.run
+
+            def watched(pass_: Any, tensors: Any, run: Any = run) -> Any:
+                seen.extend(tensor.shape[0] for tensor in tensors)
+                return run(pass_, tensors)
+
+            layer.run = watched  # type: ignore[method-assign]
+        ids = torch.randint(3, 64, (4, 50))
+        expected = executor._split.model(input_ids=ids).logits
+        torch.testing.assert_close((await client.forward(input_ids=ids)).logits, expected)
+    assert max(seen) == 16

@@ -1,0 +1,116 @@
+"""What the package exports: complete, typed, documented, and imported in the one direction that the design allows."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import symbiosis
+
+ROOT = Path(symbiosis.__file__).parent
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages([str(ROOT)], "symbiosis.") if not module.name.endswith("__main__")
+)
+PUBLIC = [
+    name for name in ["symbiosis", *MODULES] if not name.startswith(("symbiosis.cli", "symbiosis.bench", "symbiosis._"))
+]
+
+
+def test_top_level() -> None:
+    assert symbiosis.__all__ == ["Client", "Executor", "__version__"]
+    assert set(symbiosis.__all__) <= set(dir(symbiosis))
+    assert symbiosis.Executor.__module__ == "symbiosis.core.executor"
+    with pytest.raises(AttributeError, match="'Nothing'"):
+        symbiosis.Nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_all_is_right(name: str) -> None:
+    """Everything in __all__ exists, is sorted, and every public class and function of a module is in it."""
+    module = importlib.import_module(name)
+    source = Path(str(module.__file__)).read_text()
+    if not source.strip():
+        return
+    exported = getattr(module, "__all__", None)
+    assert exported is not None, f"{name} has no __all__"
+    assert len(set(exported)) == len(exported)
+    for item in exported:
+        assert hasattr(module, item), f"{name} exports {item}, which it does not have"
+    assert list(exported) == sorted(exported, key=_order), f"{name}.__all__ is not in order"
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Constants, classes, then the rest, as ruff sorts them."""
+    return (0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2, name)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_exports_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    if not Path(str(module.__file__)).read_text().strip():
+        return
+    assert module.__doc__, f"{name} does not say what it is for"
+    for item in getattr(module, "__all__", ()):
+        value = getattr(module, item)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__doc__, f"{name}.{item} is not documented"
+
+
+@pytest.mark.parametrize("cls", [symbiosis.Client, symbiosis.Executor])
+def test_public_methods_are_documented(cls: type) -> None:
+    for name, value in vars(cls).items():
+        if not name.startswith("_") and inspect.isfunction(value):
+            assert value.__doc__, f"{cls.__name__}.{name}"
+
+
+def test_typed_marker() -> None:
+    assert (ROOT / "py.typed").exists()
+
+
+ALLOWED = {
+    "core": {"core", "errors"},
+    "policies": {"core.protocols", "core.requests", "policies", "errors"},
+    "transports": {"core.protocols", "core.requests", "transports", "errors"},
+    "privacy": {"core", "privacy", "errors"},
+}
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_imports_point_down(package: str) -> None:
+    """core knows nothing above it; policies and transports know of the core its protocols and its nouns."""
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            imported = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported = [node.module]
+            elif isinstance(node, ast.Import):
+                imported = [alias.name for alias in node.names]
+            for name in imported:
+                if name.startswith("symbiosis."):
+                    inner = name.removeprefix("symbiosis.")
+                    allowed = any(inner == item or inner.startswith(f"{item}.") for item in ALLOWED[package])
+                    assert allowed, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("module", ["symbiosis.core.scheduler", "symbiosis.core.requests", "symbiosis.policies"])
+def test_scheduling_needs_no_torch(module: str) -> None:
+    """Scheduler and policies are pure: no tensor library behind them."""
+    code = f"import sys, {module}; sys.exit(sum(name in sys.modules for name in ('torch', 'transformers')))"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "it imports torch or transformers"
+
+
+def test_testing_kit_exports() -> None:
+    import symbiosis.testing as kit
+
+    assert isinstance(kit, ModuleType)
+    assert "PolicyConformance" in kit.__all__
+    assert "FakeClock" in kit.__all__

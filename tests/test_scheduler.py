@@ -1,0 +1,264 @@
+"""The scheduler: queues, slices, cancellation, who is thinking, and what it refuses. Random scripts against it are in
+``test_policies.py``, decisions that it must refuse in ``test_policy_kit.py``."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from symbiosis.core.protocols import Decision, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.scheduler import Idle, Scheduler, WaitUntil
+from symbiosis.errors import UsageError
+from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
+
+F0, F1, B0 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD), Key((0,), Pass.BACKWARD)
+
+
+class Told:
+    """Does what it is told."""
+
+    name = "told"
+
+    def __init__(self) -> None:
+        self.decision: Decision = Wait(None)
+
+    def submitted(self, request: Request) -> None:
+        pass
+
+    def decide(self, view: View, now: float) -> Decision:
+        return self.decision
+
+
+def make(*clients: str, max_rows: int = 8) -> tuple[Scheduler, Told]:
+    policy = Told()
+    scheduler = Scheduler(policy, layers=2, max_rows=max_rows)
+    for client in clients:
+        scheduler.client_joined(client)
+        scheduler.pass_began(client)
+    return scheduler, policy
+
+
+def request(id_: int, client: str, key: Key = F0, rows: int = 3) -> Request:
+    return Request(id_, client, key, rows, Kind.DECODE, 0.0)
+
+
+def run(scheduler: Scheduler, policy: Told, *takes: tuple[Request, int]) -> Batch:
+    policy.decision = Run(takes[0][0].key, takes, "told")
+    batch = scheduler.next_action(0.0)
+    scheduler.validate()
+    assert not scheduler.policy_errors
+    assert isinstance(batch, Batch)
+    return batch
+
+
+def test_idle_when_nothing_is_queued() -> None:
+    scheduler, _ = make("a")
+    assert scheduler.next_action(0.0) == Idle()
+
+
+def test_slices_come_in_order_and_answer_once() -> None:
+    scheduler, policy = make("a")
+    r = request(0, "a", rows=10)
+    scheduler.submit(r)
+    batches = [run(scheduler, policy, (r, count)) for count in (4, 1, 5)]
+    assert [(b.slices[0].start, b.slices[0].stop) for b in batches] == [(0, 4), (4, 5), (5, 10)]
+    # They may end in any order; the last one answers.
+    assert scheduler.completed(batches[2]) == []
+    assert scheduler.completed(batches[0]) == []
+    assert scheduler.completed(batches[1]) == [r]
+    assert scheduler.outstanding == 0
+    assert scheduler.next_action(0.0) == Idle()
+
+
+def test_rows_left_stay_queued() -> None:
+    scheduler, policy = make("a", "b")
+    first, second = request(0, "a", rows=6), request(1, "b", rows=6)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    run(scheduler, policy, (first, 6), (second, 2))
+    assert scheduler.queues[F0].rows == 4
+    assert list(scheduler.queues[F0]) == [second]
+    assert scheduler.oldest is second
+
+
+def test_take() -> None:
+    scheduler, _ = make("a", "b")
+    requests = [request(n, "ab"[n % 2], rows=3) for n in range(4)]
+    for r in requests:
+        scheduler.submit(r)
+    queue = scheduler.queues[F0]
+    assert (len(queue), queue.rows, queue.oldest) == (4, 12, requests[0])
+    assert queue.take(7) == [(requests[0], 3), (requests[1], 3), (requests[2], 1)]
+    assert queue.take(3) == [(requests[0], 3)]
+    assert queue.take(5, first=requests[1]) == [(requests[1], 3), (requests[0], 2)]
+    assert queue.take(2, first=requests[1]) == [(requests[1], 2)]
+    # b's second request cannot go before its first: it waits its turn.
+    assert queue.take(5, first=requests[3]) == [(requests[0], 3), (requests[1], 2)]
+    assert queue.take(100) == [(r, 3) for r in requests]
+
+
+@pytest.mark.parametrize("moment", ["queued", "partly-taken", "running", "answered", "never"])
+def test_cancel(moment: str) -> None:
+    scheduler, policy = make("a", "b")
+    r, other = request(0, "a", rows=5), request(1, "b", rows=2)
+    batches = []
+    if moment != "never":
+        scheduler.submit(r)
+    scheduler.submit(other)
+    if moment == "partly-taken":
+        batches.append(run(scheduler, policy, (r, 2), (other, 1)))
+    elif moment in ("running", "answered"):
+        batches.append(run(scheduler, policy, (r, 5), (other, 1)))
+    if moment == "answered":
+        assert scheduler.completed(batches.pop()) == [r]
+    scheduler.cancel(0)
+    scheduler.cancel(0)  # twice is harmless
+    scheduler.validate()
+    assert scheduler.outstanding == 1
+    assert scheduler.thinking == 1  # a is free again
+    for batch in batches:
+        assert scheduler.completed(batch) == []
+    assert scheduler.completed(run(scheduler, policy, (other, other.remaining))) == [other]
+    assert scheduler.next_action(0.0) == Idle()
+    scheduler.validate()
+
+
+def test_leaving_with_rows_everywhere() -> None:
+    scheduler, policy = make("a", "b")
+    mine = [request(0, "a", F0, 4), request(1, "a", F1, 4), request(2, "a", B0, 4)]
+    other = request(3, "b", F0, 4)
+    for r in [*mine, other]:
+        scheduler.submit(r)
+    running = run(scheduler, policy, (mine[0], 4), (other, 1))
+    run(scheduler, policy, (mine[1], 2))
+    assert scheduler.client_left("a") == mine
+    assert all(r.cancelled for r in mine)
+    scheduler.validate()
+    assert scheduler.completed(running) == []
+    scheduler.client_joined("a")  # the name is free at once
+    scheduler.submit(request(4, "a"))
+    scheduler.validate()
+    assert scheduler.outstanding == 2
+
+
+def test_thinking() -> None:
+    scheduler, policy = make()
+    assert scheduler.thinking == 0
+    scheduler.client_joined("a")
+    assert scheduler.thinking == 0  # idle
+    scheduler.pass_began("a")
+    scheduler.pass_began("a")
+    assert scheduler.thinking == 1
+    first, second = request(0, "a"), request(1, "a", F1)
+    scheduler.submit(first)
+    scheduler.submit(second)
+    assert scheduler.thinking == 0  # blocked
+    scheduler.completed(run(scheduler, policy, (first, 3)))
+    assert scheduler.thinking == 0  # by the second
+    scheduler.pass_ended("a")
+    scheduler.pass_ended("a")
+    scheduler.completed(run(scheduler, policy, (second, 3)))
+    assert scheduler.thinking == 0  # out of its pass
+    scheduler.pass_began("a")
+    assert scheduler.thinking == 1
+    scheduler.client_left("a")
+    assert scheduler.thinking == 0
+
+
+def test_waits() -> None:
+    scheduler, policy = make("a", "thinker")
+    scheduler.submit(request(0, "a"))
+    policy.decision = Wait(None)
+    assert scheduler.next_action(1.0) == WaitUntil(math.inf)
+    policy.decision = Wait(1.5)
+    assert scheduler.next_action(1.0) == WaitUntil(1.5)
+    assert not scheduler.policy_errors
+    scheduler.client_left("thinker")
+    policy.decision = Wait(math.inf)
+    assert isinstance(scheduler.next_action(1.0), Batch)  # nobody is thinking: not for ever
+    assert "waits" in str(scheduler.policy_errors[0])
+
+
+def test_takes_that_can_be_read_once() -> None:
+    """A generator for ``takes`` is no reason to run an empty batch."""
+    scheduler, policy = make("a")
+    r = request(0, "a")
+    scheduler.submit(r)
+    policy.decision = Run(F0, iter([(r, 3)]), "told")  # type: ignore[arg-type]
+    batch = scheduler.next_action(0.0)
+    assert isinstance(batch, Batch)
+    assert scheduler.completed(batch) == [r]
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [
+        (request(7, "a", rows=0), "must bring 1 or more rows"),
+        (request(7, "a", rows=-1), "must bring 1 or more rows"),
+        (request(0, "a"), "request 0 of 'a' was submitted already"),
+        (request(7, "stranger"), "'stranger', which has not joined"),
+    ],
+    ids=["no rows", "negative rows", "twice", "stranger"],
+)
+def test_refused_submissions_change_nothing(bad: Request, complaint: str) -> None:
+    scheduler, _ = make("a")
+    scheduler.submit(request(0, "a"))
+    with pytest.raises(UsageError, match=complaint):
+        scheduler.submit(bad)
+    scheduler.validate()
+    assert scheduler.outstanding == 1
+
+
+def test_names_are_unique() -> None:
+    scheduler, _ = make("a")
+    with pytest.raises(UsageError, match="'a' is connected already"):
+        scheduler.client_joined("a")
+
+
+@pytest.mark.parametrize("max_rows", [0, -3])
+def test_max_rows(max_rows: int) -> None:
+    with pytest.raises(UsageError, match=f"max_rows is {max_rows}"):
+        Scheduler(NoLockstep(), layers=2, max_rows=max_rows)
+
+
+def test_view_is_read_only() -> None:
+    scheduler, _ = make("a")
+    scheduler.submit(request(0, "a"))
+    with pytest.raises(TypeError):
+        scheduler.queues[F1] = scheduler.queues[F0]  # type: ignore[index]
+
+
+def test_validate_can_fail() -> None:
+    scheduler, _ = make("a")
+    scheduler.submit(request(0, "a"))
+    scheduler.queues[F0].rows += 1
+    with pytest.raises(AssertionError, match="row count"):
+        scheduler.validate()
+
+
+@pytest.mark.parametrize("policy", [NoLockstep, Lockstep, Opportunistic])
+def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep]) -> None:
+    """One request, 1000 clients or 10: the same order of time (a factor of 8 leaves room for a busy machine)."""
+
+    def seconds_a_request(clients: int) -> float:
+        scheduler = Scheduler(policy(), layers=32, max_rows=4096)
+        names = [f"client-{n}" for n in range(clients)]
+        for name in names:
+            scheduler.client_joined(name)
+            scheduler.pass_began(name)
+        ids = iter(range(10**9))
+        best = math.inf
+        for layer in range(12):
+            started = time.perf_counter()
+            for name in names:
+                scheduler.submit(Request(next(ids), name, Key((layer,), Pass.FORWARD), 1, Kind.DECODE, 0.0))
+            while not isinstance(batch := scheduler.next_action(0.0), Idle):
+                assert isinstance(batch, Batch)
+                scheduler.completed(batch)
+            best = min(best, (time.perf_counter() - started) / clients)
+        return best
+
+    assert seconds_a_request(1000) < 8 * seconds_a_request(10)

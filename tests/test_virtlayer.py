@@ -1,0 +1,289 @@
+"""VirtLayers: what they look like to PEFT, what they send, siblings, autograd, and wrong use."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import symbiosis
+from symbiosis.core.virtlayer import VirtLayer, VirtLinear
+from symbiosis.errors import RequestError
+from symbiosis.testing import tiny_model
+from tests.helpers import BATCH, IDS, lora
+
+
+@pytest.fixture
+async def client(base: Any) -> AsyncIterator[symbiosis.Client]:
+    async with symbiosis.Executor(base) as executor, executor.client(name="tenant") as client:
+        client.executor = executor  # type: ignore[attr-defined]
+        yield client
+
+
+def requests(client: Any, of: str = "") -> dict[str, int]:
+    layers = client.executor.statistics().layers
+    return {name: layer.requests for name, layer in layers.items() if of in name}
+
+
+class TestAsPeftSeesIt:
+    async def test_shape_dtype_device_and_type(self, client: Any) -> None:
+        layer = client.model.model.layers[0].self_attn.k_proj
+        assert isinstance(layer, VirtLinear)
+        assert isinstance(layer, nn.Linear)
+        assert (layer.in_features, layer.out_features) == (32, 16)
+        assert layer.weight.shape == (16, 32)
+        assert layer.weight.dtype is torch.float32
+        assert layer.weight.device == torch.device("cpu")
+        assert isinstance(layer.weight, nn.Parameter)
+        assert not layer.weight.requires_grad
+        assert torch.isnan(layer.weight).all()
+        assert "in_features=32, out_features=16" in repr(layer)
+
+    async def test_numbers_of_parameters(self, base: Any) -> None:
+        """print_trainable_parameters tells what it tells in plain PEFT."""
+        import peft
+
+        plain = peft.get_peft_model(copy.deepcopy(base), lora()).get_nb_trainable_parameters()
+        async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+            assert client.model.get_nb_trainable_parameters() == plain
+
+    async def test_names_of_parameters(self, base: Any) -> None:
+        names = list(dict(base.named_parameters()))
+        keys = list(base.state_dict())
+        async with symbiosis.Executor(base) as executor, executor.client() as client:
+            assert list(dict(client.model.named_parameters())) == names
+            assert list(client.model.state_dict()) == keys
+
+    async def test_to_moves_without_filling_memory(self, client: Any) -> None:
+        layer = client.model.lm_head
+        client.model.to(torch.float64)
+        assert layer.weight.dtype is torch.float64
+        assert layer.weight.shape == (64, 32)
+        assert layer.weight.untyped_storage().nbytes() == 8
+        client.model.to(torch.float32)
+        assert (await client.forward(input_ids=IDS)).logits.dtype is torch.float32
+
+
+class TestSiblings:
+    """q, k, v and gate, up read the same rows: after the first pass they make one request."""
+
+    async def test_forward_requests(self, client: Any) -> None:
+        for passes in range(1, 4):
+            client.executor.reset_statistics()
+            await client.forward(input_ids=IDS)
+            found = requests(client)
+            assert sum(found.values()) == (15 if passes == 1 else 2 * 4 + 1), found
+        assert "model.layers.0.self_attn.q_proj+k_proj+v_proj forward" in found
+        assert "model.layers.1.mlp.gate_proj+up_proj forward" in found
+        assert not any(name.startswith("model.layers.0.mlp.up_proj forward") for name in found)
+
+    async def test_with_adapters_on_some(self, base: Any) -> None:
+        """LoRA on q and v leaves them siblings of k."""
+        async with symbiosis.Executor(base) as executor, executor.client(lora(target_modules=["q_proj"])) as client:
+            await client.forward(input_ids=IDS)
+            executor.reset_statistics()
+            await client.forward(input_ids=IDS)
+            assert "model.layers.0.self_attn.q_proj+k_proj+v_proj forward" in executor.statistics().layers
+
+    async def test_results_that_nobody_fetches_are_dropped(self, client: Any) -> None:
+        """A pass that calls one sibling only, again and again: right every time, and nothing is kept."""
+        layer = client.model.model.layers[0].self_attn.q_proj
+        await client.forward(input_ids=IDS)
+        expected = None
+        for _ in range(6):
+            y = await client.run(layer, torch.ones(3, 32))
+            expected = y if expected is None else expected
+            assert torch.equal(y, expected)
+            assert not layer._siblings or not layer._siblings._results
+
+    async def test_an_input_that_changed_in_place_is_sent_again(self, client: Any) -> None:
+        attention = client.model.model.layers[0].self_attn
+        base = client.executor._split.model.model.layers[0].self_attn
+        await client.forward(input_ids=IDS)
+
+        def change() -> tuple[torch.Tensor, torch.Tensor]:
+            with torch.no_grad():
+                x = torch.ones(3, 32)
+                q = attention.q_proj(x)
+                x.mul_(2)
+                return q, attention.k_proj(x)
+
+        q, k = await client.run(change)
+        with torch.no_grad():
+            torch.testing.assert_close(q, base.q_proj(torch.ones(3, 32)))
+            torch.testing.assert_close(k, base.k_proj(2 * torch.ones(3, 32)))
+
+    @pytest.mark.parametrize("repeat", [1, 5])
+    async def test_same_input_called_twice(self, client: Any, repeat: int) -> None:
+        """A layer that reads the same tensor twice in a row gets the same answer twice."""
+        attention = client.model.model.layers[0].self_attn
+
+        def twice() -> list[torch.Tensor]:
+            x = torch.ones(3, 32)
+            return [layer(x) for _ in range(repeat) for layer in (attention.q_proj, attention.q_proj, attention.k_proj)]
+
+        results = await client.run(twice)
+        for result in results[3::3]:
+            assert torch.equal(result, results[0])
+        assert torch.equal(results[0], results[1])
+
+
+class TestAutograd:
+    @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+    async def test_gradient_of_one_layer(self, architecture: str) -> None:
+        """Against the base layer, for inputs of one to four dimensions, contiguous or not."""
+        model = tiny_model(architecture)
+        name = "model.layers.0.mlp.up_proj" if architecture == "llama" else "transformer.h.0.mlp.c_fc"
+        module = model.get_submodule(name)
+        async with symbiosis.Executor(model) as executor, executor.client() as client:
+            layer = client.model.get_submodule(name)
+            for x in (
+                torch.randn(32),
+                torch.randn(3, 32),
+                torch.randn(2, 3, 32),
+                torch.randn(2, 2, 3, 32),
+                torch.randn(32, 3).t(),
+                torch.randn(2, 4, 32)[:, -1:],
+                torch.randn(1, 32).expand(4, 32),
+            ):
+                mine = x.clone(memory_format=torch.preserve_format).requires_grad_()
+                theirs = x.clone(memory_format=torch.preserve_format).requires_grad_()
+                y = await client.run(layer, mine)
+                expected = module(theirs)
+                torch.testing.assert_close(y, expected)
+                assert y.shape == expected.shape
+                dy = torch.randn_like(expected)
+                await client.backward(y, gradient=dy)
+                expected.backward(dy)
+                torch.testing.assert_close(mine.grad, theirs.grad)
+
+    async def test_inplace_on_the_result(self, client: Any) -> None:
+        """nn.Linear's output may be changed in place; so may a VirtLayer's."""
+        layer = client.model.model.layers[0].mlp.up_proj
+        x = torch.randn(3, 32, requires_grad=True)
+
+        def work() -> torch.Tensor:
+            y = layer(x)
+            y *= 2
+            return y.sum()  # type: ignore[no-any-return]
+
+        await client.backward(await client.run(work))
+        weight = client.executor._split.model.model.layers[0].mlp.up_proj.weight
+        torch.testing.assert_close(x.grad, (2 * weight.sum(0)).expand(3, 32))
+
+    async def test_no_graph_where_none_is_needed(self, client: Any) -> None:
+        layer = client.model.lm_head
+        for x, grad in ((torch.randn(2, 32), True), (torch.randn(2, 32, requires_grad=True), False)):
+
+            def work(x: torch.Tensor = x, grad: bool = grad) -> torch.Tensor:
+                with torch.set_grad_enabled(grad):
+                    y: torch.Tensor = layer(x)
+                return y
+
+            assert not (await client.run(work)).requires_grad
+
+    async def test_no_rows(self, client: Any) -> None:
+        layer = client.model.lm_head
+        x = torch.empty(0, 32, requires_grad=True)
+        y = await client.run(layer, x)
+        assert y.shape == (0, 64)
+        await client.backward(y.sum())
+        assert x.grad is not None
+        assert x.grad.shape == (0, 32)
+
+    async def test_backward_twice(self, client: Any) -> None:
+        x = torch.randn(2, 32, requires_grad=True)
+        y = (await client.run(client.model.lm_head, x)).sum()
+        await client.backward(y, retain_graph=True)
+        first = x.grad.clone()
+        await client.backward(y)
+        torch.testing.assert_close(x.grad, 2 * first)
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    async def test_double_backward_is_refused(self, client: Any) -> None:
+        """Gradients of gradients would need another service: an error, not a wrong number."""
+        x = torch.randn(2, 32, requires_grad=True)
+        y = (await client.run(client.model.lm_head, x)).pow(2).sum()
+        await client.backward(y, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            await client.backward(x.grad.sum())
+
+    async def test_inference_mode(self, client: Any) -> None:
+        def work() -> torch.Tensor:
+            with torch.inference_mode():
+                y: torch.Tensor = client.model(input_ids=IDS).logits
+            return y
+
+        assert torch.equal(await client.run(work), (await client.forward(input_ids=IDS)).logits)
+
+
+WRONG: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "width": (lambda: torch.zeros(2, 31), r"lm_head: input is \[2, 31\]; its last dimension must be 32"),
+    "dtype": (
+        lambda: torch.zeros(2, 32, dtype=torch.float64),
+        r"lm_head: input is torch\.float64, but the base model is served in torch\.float32.*cast the input.*autocast",
+    ),
+    "integers": (lambda: torch.zeros(2, 32, dtype=torch.int64), r"input is torch\.int64"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_wrong_input(client: Any, wrong: str) -> None:
+    make, complaint = WRONG[wrong]
+    with pytest.raises(RequestError, match=complaint):
+        await client.run(client.model.lm_head, make())
+    assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
+
+
+async def test_pickling_is_refused(client: Any) -> None:
+    with pytest.raises(TypeError, match=r"stands for a base layer of the executor.*client\.save_adapter"):
+        pickle.dumps(client.model)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        torch.save(client.model.lm_head, "/dev/null")
+
+
+async def test_deepcopy_of_a_model_is_served_by_the_same_client(client: Any) -> None:
+    copied = copy.deepcopy(client.model)
+    expected = (await client.forward(input_ids=IDS)).logits
+    for _ in range(3):
+        assert torch.equal((await client.run(copied, input_ids=IDS)).logits, expected)
+    assert copied.lm_head is not client.model.lm_head
+    assert copied.lm_head._link is client.model.lm_head._link
+
+
+class TestServedWhole:
+    async def test_is_used_where_nothing_inside_was_changed(self, base: Any) -> None:
+        async with symbiosis.Executor(base, base_layers="mlp") as executor:
+            async with executor.client(lora(target_modules=["q_proj"])) as client:
+                await client.train_step(BATCH, torch.optim.SGD(client.model.parameters(), lr=0.1))
+                found = set(executor.statistics().layers)
+                assert "model.layers.0.mlp forward" in found
+                assert "model.layers.1.mlp backward" in found
+                assert not any("gate_proj" in name for name in found)
+            executor.reset_statistics()
+            async with executor.client(lora(target_modules=["up_proj"], layers_to_transform=[0])) as client:
+                await client.forward(input_ids=IDS)
+                found = set(executor.statistics().layers)
+                assert "model.layers.0.mlp forward" not in found
+                assert "model.layers.1.mlp forward" in found
+                assert any("layers.0.mlp.up_proj" in name for name in found)
+
+    async def test_until_dropout_inside_is_in_use(self) -> None:
+        """GPT-2's MLP has a dropout: in training it runs at the client, in evaluation it is served."""
+        model = tiny_model("gpt2")
+        async with symbiosis.Executor(model, base_layers="mlp") as executor, executor.client() as client:
+            await client.forward(input_ids=IDS)
+            assert "transformer.h.0.mlp forward" in executor.statistics().layers
+            executor.reset_statistics()
+            client.model.train()
+            await client.forward(input_ids=IDS)
+            assert "transformer.h.0.mlp forward" not in executor.statistics().layers
+
+    async def test_counts(self, base: Any) -> None:
+        async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client() as client:
+            assert sum(isinstance(module, VirtLayer) for module in client.model.modules()) == 17
