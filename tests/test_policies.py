@@ -183,6 +183,30 @@ class TestOpportunistic:
         w.clock.advance(0.004)
         assert members(run(w)) == [("small", 1)]
 
+    def test_who_is_behind_and_no_larger_catches_up(self) -> None:
+        """Passing a due request over brings the two together; a larger queue may not."""
+        w = world(Opportunistic(wait_ms=0, max_wait_ms=50), "ahead", "behind", "thinker")
+        w.submit("ahead", F1, 2)
+        w.submit("behind", F0, 2)
+        batch = run(w)
+        assert (members(batch), batch.reason) == ([("behind", 2)], "catching-up")
+        w.submit("behind", F1, 2)
+        assert members(run(w)) == [("ahead", 2), ("behind", 2)]
+        w.submit("ahead", F1, 2)
+        w.submit("behind", F0, 3)
+        assert members(run(w)) == [("ahead", 2)]
+
+    def test_nobody_is_passed_over_for_longer_than_max_wait(self) -> None:
+        w = world(Opportunistic(wait_ms=0, max_wait_ms=10), "ahead", "behind", "thinker")
+        w.submit("ahead", F1, 1)
+        for _ in range(5):
+            w.submit("behind", F0, 1)
+            assert members(run(w)) == [("behind", 1)]
+            w.clock.advance(0.002)
+        w.submit("behind", F0, 1)
+        batch = run(w)
+        assert (members(batch), batch.reason) == ([("ahead", 1)], "overdue")
+
     @pytest.mark.parametrize("option", ["wait_ms", "max_wait_ms"])
     @pytest.mark.parametrize("value", [-1, math.inf, math.nan, "2", None, True])
     def test_bad_options(self, option: str, value: object) -> None:

@@ -25,8 +25,8 @@ def test_built_in_policies(name: str, cls: type[Any]) -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("opportunistic", (2.0, 50.0)),
-        ("opportunistic:", (2.0, 50.0)),
+        ("opportunistic", (0.2, 50.0)),
+        ("opportunistic:", (0.2, 50.0)),
         ("opportunistic:wait_ms=7", (7, 50.0)),
         ("opportunistic:wait-ms=0.5,max_wait_ms=1e2", (0.5, 100.0)),
         ("opportunistic: wait_ms = 3 ", (3, 50.0)),

@@ -16,13 +16,15 @@ __all__ = ["Opportunistic"]
 class Opportunistic:
     """Give every request a deadline scaled with its size; batch whatever has come when one is due.
 
-    A request of ``rows`` rows waits at most ``min(wait_ms · rows, max_wait_ms)``. Its wait ends early
+    A request of ``rows`` rows waits for company at most ``min(wait_ms · rows, max_wait_ms)``. The wait ends early
 
-    * when nobody is thinking, so that nobody could join (D5): then the queue furthest behind runs, which brings
-      clients that drifted apart together again;
+    * when nobody is thinking, so that nobody could join (D5);
     * when its queue can fill a batch of ``max_rows``.
 
-    Deadlines come first: a request that is due is never passed over for a fuller queue, so nobody starves.
+    When the executor is busy, requests are due before their turn comes, and what counts is the order. A queue that is
+    due may be passed over by one that is further behind and no larger: they meet at the layer where the first one
+    waits and share batches from there on, and a small request never waits for a large one. Nobody is passed over for
+    longer than ``max_wait_ms``.
 
     Args:
         wait_ms: wait per row, in milliseconds.
@@ -31,7 +33,7 @@ class Opportunistic:
 
     name = "opportunistic"
 
-    def __init__(self, wait_ms: float = 2.0, max_wait_ms: float = 50.0) -> None:
+    def __init__(self, wait_ms: float = 0.2, max_wait_ms: float = 50.0) -> None:
         for option, value in (("wait_ms", wait_ms), ("max_wait_ms", max_wait_ms)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise UsageError(
@@ -58,15 +60,20 @@ class Opportunistic:
             heapq.heappop(deadlines)
         due, _, urgent = deadlines[0]
         queues = view.queues
+        oldest = view.oldest
+        if now - oldest.arrived >= self.max_wait_ms / 1e3:
+            return Run(oldest.key, queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
+        behind = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
         if due <= now:
+            if behind != urgent.key and queues[behind].rows <= queues[urgent.key].rows:
+                return Run(behind, queues[behind].take(view.max_rows), "catching-up")
             return Run(urgent.key, queues[urgent.key].take(view.max_rows, first=urgent), "deadline")
         if not view.thinking:
-            key, reason = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id), "nobody-thinking"
-        elif (full := self._full(view)) is not None:
-            key, reason = full, "full"
-        else:
-            return Wait(due)
-        return Run(key, queues[key].take(view.max_rows), reason)
+            return Run(behind, queues[behind].take(view.max_rows), "nobody-thinking")
+        full = self._full(view)
+        if full is not None:
+            return Run(full, queues[full].take(view.max_rows), "full")
+        return Wait(due)
 
     def _full(self, view: View) -> Key | None:
         """A queue that fills a batch, if there is one. Looks only at queues that grew; O(1) a request."""
