@@ -253,6 +253,26 @@ async def test_base_layer_that_fails(base: Any, expected: torch.Tensor, pass_: P
         await assert_serves(executor, expected)
 
 
+async def test_no_tenant_reaches_anothers_rows_through_an_error(base: Any) -> None:
+    """The frames of a failed batch hold the rows of everybody in it; no exception that a tenant gets leads to them."""
+
+    def explode() -> None:
+        try:
+            raise OSError("first")
+        except OSError as error:
+            raise MemoryError("then") from error
+
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        Gate(executor, 8, Pass.FORWARD, explode)
+        with pytest.raises(LayerError) as caught:
+            await client.forward(input_ids=IDS)
+    error: BaseException | None = caught.value.__cause__
+    assert isinstance(error, MemoryError)
+    while error is not None:
+        assert error.__traceback__ is None, error
+        error = error.__cause__ or error.__context__
+
+
 async def test_base_layer_that_fails_in_slices(base: Any, expected: torch.Tensor) -> None:
     """The second of several slices fails: one error, the remaining slices are dropped."""
 
@@ -426,6 +446,7 @@ async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        assert executor._scheduler.outstanding == 0  # its request is gone with it
         for name, value in parameters(client.model).items():
             assert torch.equal(value, before[name]), name
         await sleeper.close()
