@@ -316,8 +316,7 @@ class Executor:
     def _fail(self, batch: Batch, cause: Exception) -> None:
         names = ", ".join(self._split.layers[layer].spec.name for layer in batch.key.layers)
         log.error("%s failed on a batch of %d rows", names, batch.rows, exc_info=cause)
-        # Not the traceback: through its frames every tenant of the batch could reach the rows of all others.
-        cause = cause.with_traceback(None)
+        _strip_tracebacks(cause)  # through their frames every tenant of the batch could reach the rows of all others
         for request, _, _ in batch.slices:
             self._scheduler.cancel(request.id)
             error = LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
@@ -426,3 +425,15 @@ def _config_options(options: dict[str, Any]) -> dict[str, Any]:
 def _fail(call: Call, error: BaseException) -> None:
     if call.reply is not None and not call.reply.done():
         call.reply.set_exception(error)
+
+
+def _strip_tracebacks(error: BaseException) -> None:
+    """Take the tracebacks off an error and all that led to it. They have been logged."""
+    found: dict[int, BaseException] = {}
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]
