@@ -165,10 +165,10 @@ class TestOpportunistic:
 
     def test_the_urgent_come_before_the_many(self) -> None:
         """A due request is not passed over for a fuller queue: longest queue first would starve it."""
-        w = world(Opportunistic(wait_ms=2), "small", "a", "b", "thinker")
+        w = world(Opportunistic(wait_ms=2), "small", "a", "b", "thinker", max_rows=64)
         w.submit("small", F1, 1)
-        w.submit("a", F0, 5)
-        w.submit("b", F0, 5)
+        w.submit("a", F0, 20)
+        w.submit("b", F0, 20)
         w.clock.advance(0.002)
         assert members(run(w)) == [("small", 1)]
 
@@ -183,9 +183,9 @@ class TestOpportunistic:
         w.clock.advance(0.004)
         assert members(run(w)) == [("small", 1)]
 
-    def test_who_is_behind_and_no_larger_catches_up(self) -> None:
-        """Passing a due request over brings the two together; a larger queue may not."""
-        w = world(Opportunistic(wait_ms=0, max_wait_ms=50), "ahead", "behind", "thinker")
+    def test_who_is_behind_and_costs_no_more_catches_up(self) -> None:
+        """Passing a due request over brings the two together; a queue that takes much longer may not."""
+        w = world(Opportunistic(wait_ms=0, max_wait_ms=50), "ahead", "behind", "thinker", max_rows=64)
         w.submit("ahead", F1, 2)
         w.submit("behind", F0, 2)
         batch = run(w)
@@ -193,7 +193,7 @@ class TestOpportunistic:
         w.submit("behind", F1, 2)
         assert members(run(w)) == [("ahead", 2), ("behind", 2)]
         w.submit("ahead", F1, 2)
-        w.submit("behind", F0, 3)
+        w.submit("behind", F0, 17)
         assert members(run(w)) == [("ahead", 2)]
 
     def test_nobody_is_passed_over_for_longer_than_max_wait(self) -> None:

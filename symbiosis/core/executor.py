@@ -90,7 +90,7 @@ class Executor:
         self._ids = itertools.count()
         self._client_numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pumping = False
+        self._pump: asyncio.Handle | None = None
         self._turned = 0.0
         """When the loop last came round to us."""
         self._timer: asyncio.TimerHandle | None = None
@@ -242,7 +242,7 @@ class Executor:
         call.reply = reply = loop.create_future()
         self._calls[id_] = call
         self._scheduler.submit(Request(id_, client, call.key, call.tensors[0].shape[0], call.kind, loop.time()))
-        if not self._pumping:
+        if self._pump is None:
             self.pump_soon()
         return reply
 
@@ -251,6 +251,11 @@ class Executor:
         if self._calls.pop(call.id, None) is not None:
             self._scheduler.cancel(call.id)
             self.pump_soon()
+
+    def begin_pass(self, client: str) -> None:
+        """A client starts to walk the model."""
+        self._scheduler.pass_began(client)
+        self._turned = -math.inf  # others may be about to: let the loop turn once before anything runs alone
 
     def leave(self, client: str, error: BaseException) -> None:
         """A client is gone: what it waits for ends with ``error``."""
@@ -261,9 +266,8 @@ class Executor:
 
     def pump_soon(self) -> None:
         """Ask the scheduler again once everything that is ready on the loop has run."""
-        if not self._pumping and self._loop is not None:
-            self._pumping = True
-            self._loop.call_soon(self._pump)
+        if self._pump is None and self._loop is not None:
+            self._pump = self._loop.call_soon(self._on_turn)
 
     def pump_now(self) -> None:
         """Ask the scheduler at once if nobody is thinking, unless the loop has not had its turn for a while.
@@ -275,8 +279,8 @@ class Executor:
         if loop is not None and not self._scheduler.thinking and loop.time() - self._turned < _TURN_S:
             self._decide(loop)
 
-    def _pump(self) -> None:
-        self._pumping = False
+    def _on_turn(self) -> None:
+        self._pump = None
         loop = self._loop
         if loop is not None:
             self._turned = loop.time()
@@ -292,7 +296,9 @@ class Executor:
         if isinstance(action, Batch):
             self._run(action, loop)
             # Behind the clients that were just answered, so that they can join the next batch.
-            self.pump_soon()
+            if self._pump is not None:
+                self._pump.cancel()
+            self._pump = loop.call_soon(self._on_turn)
         elif isinstance(action, WaitUntil) and action.time < math.inf:
             self._timer = loop.call_at(action.time, self.pump_soon)
 
@@ -404,7 +410,7 @@ class ExecutorSession:
     def begin_pass(self) -> None:
         if self._ended is not None:
             raise self._ended
-        self._executor._scheduler.pass_began(self.client)
+        self._executor.begin_pass(self.client)
 
     def end_pass(self) -> None:
         if self._ended is None:

@@ -13,6 +13,10 @@ from symbiosis.policies.order import FurthestBehind
 __all__ = ["Opportunistic"]
 
 
+_FLAT = 16
+"""Rows up to which a batch costs about what one row costs: reading the weights."""
+
+
 class Opportunistic:
     """Give every request a deadline scaled with its size; batch whatever has come when one is due.
 
@@ -22,7 +26,7 @@ class Opportunistic:
     * when its queue can fill a batch of ``max_rows``.
 
     When the executor is busy, requests are due before their turn comes, and what counts is the order. A queue that is
-    due may be passed over by one that is further behind and no larger: they meet at the layer where the first one
+    due may be passed over by one that is further behind and costs no more: they meet at the layer where the first one
     waits and share batches from there on, and a small request never waits for a large one. Nobody is passed over for
     longer than ``max_wait_ms``.
 
@@ -65,7 +69,7 @@ class Opportunistic:
             return Run(oldest.key, queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
         behind = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
         if due <= now:
-            if behind != urgent.key and queues[behind].rows <= queues[urgent.key].rows:
+            if behind != urgent.key and queues[behind].rows <= max(queues[urgent.key].rows, _FLAT):
                 return Run(behind, queues[behind].take(view.max_rows), "catching-up")
             return Run(urgent.key, queues[urgent.key].take(view.max_rows, first=urgent), "deadline")
         if not view.thinking:
