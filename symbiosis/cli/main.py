@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
-
-# Before torch is imported: several threads of this process compute at the same time (the event loop and the clients'
-# backward threads), and an OpenMP team that spins while it waits for work would take the core that another needs.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from symbiosis._version import __version__
 from symbiosis.bench.commands import app as bench
