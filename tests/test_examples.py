@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
@@ -31,7 +30,6 @@ def test_example(name: str) -> None:
         capture_output=True,
         text=True,
         timeout=100,
-        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 
 from symbiosis.bench.report import Report
@@ -17,14 +17,14 @@ run; ratios are medians of pairs measured next to each other. Absolute times mea
 """
 
 
-def write_page(reports: Sequence[Report], file: Path) -> None:
-    """Write Markdown to ``file`` and plots to the folder ``benchmarks`` beside it."""
+def write_page(file: Path) -> None:
+    """Write Markdown to ``file``, and plots, from all results in the folder ``benchmarks`` beside it."""
     folder = file.parent / "benchmarks"
-    folder.mkdir(parents=True, exist_ok=True)
-    machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in reports[0].machine.items())
-    parts = [_INTRO, f"Machine: {machine}.\n\n"]
-    for report in reports:
-        parts.append(report.markdown())
+    parts = [_INTRO]
+    for path in sorted(folder.glob("*.json"), key=lambda path: (not path.name.startswith("1b"), path.name)):
+        report = Report(**json.loads(path.read_text()))
+        machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in report.machine.items())
+        parts.append(report.markdown() + f"\nMeasured on: {machine}.\n")
         plot = _plot(report, folder)
         if plot is not None:
             parts.append(f"\n![{report.name} {report.preset}](benchmarks/{plot.name})\n")
@@ -51,7 +51,7 @@ def _plot(report: Report, folder: Path) -> Path | None:
     axes.set_title(f"{report.name}, {report.preset} ({report.machine.get('gpu') or report.machine['cpu']})")
     axes.grid(alpha=0.3)
     axes.legend()
-    path = folder / f"{report.name}-{report.preset}.png"
+    path = folder / f"{report.preset}-{report.name}.png"
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path
