@@ -1,0 +1,43 @@
+"""The code in the documentation does what the text around it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from symbiosis.testing import PolicyConformance
+
+ROOT = Path(__file__).parent.parent
+
+
+def code(file: str) -> list[str]:
+    """The Python blocks of a Markdown file."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    """It runs, and prints a line a tenant and one of the executor."""
+    (tmp_path / "example.py").write_text(code("README.md")[0])
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "example.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"alice: loss \d", result.stdout)
+    assert re.search(r"bob: loss \d", result.stdout)
+    assert re.search(r"\d+ requests in \d+ batches", result.stdout)
+
+
+class TestContributingPolicy(PolicyConformance):
+    """The policy that CONTRIBUTING writes passes the kit, as it says."""
+
+    def make_policy(self) -> Any:
+        namespace: dict[str, Any] = {}
+        exec(code("CONTRIBUTING.md")[0], namespace)
+        return namespace["FullestFirst"]()
