@@ -30,8 +30,10 @@ def add_adapter(model: torch.nn.Module, config: PeftConfig, link: Link) -> Any:
     Raises:
         PlaceholderError: the method or its initialisation needs the weights of base layers.
     """
-    from peft import get_peft_model
+    from peft import PeftConfig, get_peft_model
 
+    if not isinstance(config, PeftConfig):
+        raise UsageError(f"peft_config is {config!r}; give one of PEFT's configurations, such as LoraConfig(r=8)")
     _check_config(model, config)
     try:
         adapted = get_peft_model(model, config)
@@ -120,6 +122,13 @@ def _guard(adapted: Any, config: Any, link: Link) -> None:
                     raise PlaceholderError(_reads_weights(config, f"in the forward pass of {name}"))
             finally:
                 layer.train(training)
+    add = type(adapted).add_adapter
+
+    def add_checked(adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any) -> None:
+        _check_config(adapted, peft_config)
+        add(adapted, adapter_name, peft_config, *args, **kwargs)
+
+    adapted.add_adapter = add_checked
     for method in ("merge_adapter", "merge_and_unload"):
         if hasattr(adapted.base_model, method):
             setattr(adapted.base_model, method, _refuse_to_merge)

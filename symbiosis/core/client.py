@@ -140,7 +140,11 @@ class Client:
         It runs in a fiber: whatever it calls may call this client's model. It must not call ``loss.backward()``.
         """
         async with self._turn:
-            return await self._in_fiber(fn, *args, **kwargs)
+            result = await self._in_fiber(fn, *args, **kwargs)
+        if asyncio.iscoroutine(result):
+            result.close()
+            raise UsageError(f"{fn!r} is asynchronous; await it directly, run() is for synchronous model code")
+        return result
 
     async def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model: ``await client.forward(input_ids=ids, labels=ids)``. Returns the model's own output class."""
@@ -150,10 +154,12 @@ class Client:
         """``model.generate`` with all its options, in evaluation mode."""
         return await self.run(self._generate, *args, **kwargs)
 
-    async def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """``loss.backward(**kwargs)``, on this client's thread."""
+    async def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """``loss.backward(*args, **kwargs)``, on this client's thread."""
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(f"loss is {loss!r}, not a tensor; pass the model's own `out.loss`")
         async with self._turn:
-            await self._in_pass_on_thread(loss.backward, **kwargs)
+            await self._in_pass_on_thread(loss.backward, *args, **kwargs)
 
     async def train_step(self, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> float:
         """Forward, backward, ``optimizer.step()`` and ``zero_grad()`` on one batch; the loss.
@@ -164,6 +170,11 @@ class Client:
         Raises:
             UsageError: the model gave no loss.
         """
+        if not isinstance(batch, Mapping) or not hasattr(optimizer, "step"):
+            raise UsageError(
+                f"train_step takes a batch (the model's arguments by name) and an optimizer, not "
+                f"{type(batch).__name__} and {type(optimizer).__name__}"
+            )
         async with self._turn:
             model = self.model
             if not model.training:
@@ -177,6 +188,11 @@ class Client:
             if loss is None:
                 raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; does it have labels?")
             del output
+            if not loss.requires_grad:
+                raise UsageError(
+                    f"nothing in the model of client {self.name!r} is trainable; give it a peft_config, or load its "
+                    "adapter with load_adapter(folder, trainable=True)"
+                )
             await self._in_pass_on_thread(loss.backward)
             await self._on_thread(_step, optimizer)
             return loss.item()
@@ -242,26 +258,26 @@ class Client:
             self._link.forget()
             channel.end_pass()
 
-    async def _in_pass_on_thread(self, fn: Callable[..., None], **kwargs: Any) -> None:
+    async def _in_pass_on_thread(self, fn: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         channel = self._link_channel()
         channel.begin_pass()
         try:
             if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
-                await self._on_thread(self._recompute, fn, kwargs)
+                await self._on_thread(self._recompute, fn, args, kwargs)
             else:
-                await self._on_thread(_without_engine_threads, fn, kwargs)
+                await self._on_thread(_without_engine_threads, fn, args, kwargs)
         finally:
             self._link.forget()
             channel.end_pass()
 
-    def _recompute(self, fn: Callable[..., None], kwargs: dict[str, Any]) -> None:
+    def _recompute(self, fn: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Checkpointed blocks run forward again, dropout and all: they need the generators to themselves while they do.
         stream = self._stream
         assert stream is not None
         stream.enter()
         self._link.stream_on_thread = stream
         try:
-            _without_engine_threads(fn, kwargs)
+            _without_engine_threads(fn, args, kwargs)
         finally:
             self._link.stream_on_thread = None
             stream.leave()
@@ -289,10 +305,10 @@ class Client:
             self._link.interrupted = None
 
 
-def _without_engine_threads(fn: Callable[..., None], kwargs: dict[str, Any]) -> None:
+def _without_engine_threads(fn: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # The engine has one thread a device for the whole process; a VirtLayer that waits there would block every client.
     with torch.autograd.set_multithreading_enabled(False):
-        fn(**kwargs)
+        fn(*args, **kwargs)
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:

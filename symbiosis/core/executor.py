@@ -72,10 +72,17 @@ class Executor:
         policy: str | Policy = "opportunistic",
         base_layers: str | Sequence[str] = "linear",
         device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_rows: int = 8192,
         name: str | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model is {model!r}, not a module; for a folder or hub id use Executor.from_pretrained")
+        if isinstance(dtype, str):
+            named = getattr(torch, dtype, None)
+            if not isinstance(named, torch.dtype):
+                raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32' or 'bfloat16'")
+            dtype = named
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)

@@ -1,12 +1,13 @@
 """Parameters of a client's model: shared until the tenant makes them its own.
 
 A client's model has two sorts of frozen parameters. The small ones outside the base layers (embeddings, norms, biases)
-are real and share memory with every other client of the process. The weights of base layers are *placeholders*: one NaN
-expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that reads
-it shows as NaN instead of a wrong answer (D8).
+are real and share memory with every other client of the process. The weights of base layers are *placeholders*: one
+NaN expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that
+reads it shows as NaN instead of a wrong answer (D8).
 
 Either becomes the tenant's own copy at the moment somebody makes it trainable or writes into it (``modules_to_save``,
-``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change.
+``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change. Writes that go round
+the parameter's own methods (``.data.mul_``, ``torch._foreach_*``) cannot be seen, and reach the memory that all share.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class SharedParameter(nn.Parameter):
         super().copy_(*args, **kwargs)
         return self
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.make_own()
+        super().__setitem__(index, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameter:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
@@ -84,6 +89,21 @@ class SharedParameter(nn.Parameter):
 
 
 _requires_grad: Any = torch.Tensor.requires_grad
+
+
+def _in_place(name: str) -> Callable[..., SharedParameter]:
+    method = getattr(nn.Parameter, name)
+
+    def write(self: SharedParameter, *args: Any, **kwargs: Any) -> SharedParameter:
+        self.make_own()
+        method(self, *args, **kwargs)
+        return self
+
+    return write
+
+
+for _name in ("add_", "sub_", "mul_", "div_", "fill_", "zero_", "lerp_", "clamp_", "normal_", "uniform_"):
+    setattr(SharedParameter, _name, _in_place(_name))
 
 
 def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> SharedParameter:

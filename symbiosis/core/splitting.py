@@ -90,6 +90,8 @@ class SplitModel:
         for method in ("save_pretrained", "push_to_hub"):
             if hasattr(skeleton, method):
                 setattr(skeleton, method, _refuse_to_save)
+        if hasattr(skeleton, "resize_token_embeddings"):
+            setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
         return skeleton
 
 
@@ -97,6 +99,13 @@ def _refuse_to_save(*args: object, **kwargs: object) -> None:
     raise PlaceholderError(
         "this model cannot be saved as a whole: its base layers belong to the executor and their weights here are "
         "placeholders; save the adapter with client.save_adapter(folder)"
+    )
+
+
+def _refuse_to_resize(*args: object, **kwargs: object) -> None:
+    raise PlaceholderError(
+        "the vocabulary of this model cannot be resized: its lm_head belongs to the executor; resize the base model "
+        "before it is served, or train single tokens with PEFT's trainable_token_indices"
     )
 
 
@@ -110,7 +119,7 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]
         whole = [name for name, module in modules.items() if _is_mlp(name, module)]
         chosen = {*linear, *whole}
         return [name for name in modules if name in chosen]
-    patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers)
+    patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers or ())
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(
             f"base_layers is {base_layers!r}; give 'linear', 'mlp', or one or more module names or patterns"

@@ -50,18 +50,18 @@ def demo(
         str, typer.Option(help="Batching policy, with options if need be; `symbiosis policies` lists them.")
     ] = "opportunistic",
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps [default: 120; 30 with --model].", show_default=False)
+        int | None, typer.Option(min=1, help="Training steps (default: 120; 30 with --model).", show_default=False)
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a training batch.")] = 4,
     sequence: Annotated[
-        int | None, typer.Option(min=8, help="Tokens in a training sequence [default: 96].", show_default=False)
+        int | None, typer.Option(min=8, help="Tokens in a training sequence (default: 96).", show_default=False)
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(help="Also write all results to this file.")] = None,
     device: Annotated[str, typer.Option(help="Where base model and tenants run, such as cpu or cuda.")] = "cpu",
     dtype: Annotated[
         Precision | None,
-        typer.Option(help="Precision of the base model [default: the checkpoint's].", show_default=False),
+        typer.Option(help="Precision of the base model (default: the checkpoint's).", show_default=False),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of adapters, dropout and data order.")] = 0,
 ) -> None:

@@ -1,0 +1,80 @@
+"""Likely mistakes of a tenant or a provider, each answered by what to do; and writes that stay the writer's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import symbiosis
+from symbiosis.errors import PlaceholderError, UsageError
+from symbiosis.testing import tiny_model
+
+IDS = torch.arange(1, 9)[None]
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(r=2, target_modules=["q_proj"], **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: symbiosis.Executor("llama"), "from_pretrained"),
+        (lambda: symbiosis.Executor(tiny_model(), dtype="bf17"), "dtype is 'bf17'"),
+        (lambda: symbiosis.Executor(tiny_model(), base_layers=None), "base_layers is None"),
+    ],
+)
+def test_executor(make: Callable[[], Any], complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        make()
+
+
+def test_dtype_by_name() -> None:
+    assert symbiosis.Executor(tiny_model(), dtype="bfloat16").layers[0].dtype is torch.bfloat16
+
+
+async def test_client() -> None:
+    async with symbiosis.Executor(tiny_model()) as executor:
+        with pytest.raises(UsageError, match="peft_config is"):
+            await executor.client({"r": 4}).open()
+        async with executor.client(lora()) as client:
+            optimizer = torch.optim.AdamW([p for p in client.model.parameters() if p.requires_grad])
+            with pytest.raises(UsageError, match="takes a batch"):
+                await client.train_step(optimizer, BATCH)
+            with pytest.raises(UsageError, match="not a tensor"):
+                await client.backward(1.0)
+            with pytest.raises(UsageError, match="is asynchronous"):
+                await client.run(client.forward, input_ids=IDS)
+            with pytest.raises(PlaceholderError, match="cannot be resized"):
+                await client.run(client.model.get_base_model().resize_token_embeddings, 99)
+            for config in (lora(use_dora=True), lora(init_lora_weights="pissa")):
+                with pytest.raises(PlaceholderError, match="base weights"):
+                    client.model.add_adapter("other", config)
+            logits = (await client.forward(input_ids=IDS)).logits
+            await client.backward(logits, torch.ones_like(logits))
+        async with executor.client() as bare:
+            with pytest.raises(UsageError, match="nothing in the model of client"):
+                await bare.train_step(BATCH, optimizer)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.fill_(3),
+        lambda weight: weight.__setitem__(0, 5.0),
+        lambda weight: torch.nn.init.constant_(weight, 2.0),
+    ],
+)
+async def test_writes_are_the_writers_own(write: Callable[[torch.Tensor], Any]) -> None:
+    async with symbiosis.Executor(tiny_model()) as executor, executor.client() as writer, executor.client() as other:
+        before = (await other.forward(input_ids=IDS)).logits
+        with torch.no_grad():
+            write(writer.model.model.norm.weight)
+        assert torch.equal((await other.forward(input_ids=IDS)).logits, before)
+        assert not torch.equal((await writer.forward(input_ids=IDS)).logits, before)
