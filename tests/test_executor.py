@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 import symbiosis
+from symbiosis.core.fibers import current_fiber
 from symbiosis.core.protocols import Decision, Run, View, Wait
 from symbiosis.core.requests import Request
-from symbiosis.errors import UnknownNameError, UsageError
+from symbiosis.errors import LayerError, UnknownNameError, UsageError
 from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.testing import run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
@@ -114,9 +116,15 @@ async def test_opportunistic_brings_drifted_clients_together(base: Any) -> None:
 
         async def job(delay: int) -> None:
             async with executor.client() as client:
-                for _ in range(delay):
-                    await asyncio.sleep(0)
-                await client.generate(input_ids=IDS[:, :4], max_new_tokens=12, min_new_tokens=12)
+
+                def late() -> None:
+                    fiber = current_fiber()
+                    assert fiber is not None
+                    for _ in range(delay):  # thinking all the while: nobody else is alone
+                        fiber.wait(asyncio.sleep(0))
+                    client.model.generate(input_ids=IDS[:, :4], max_new_tokens=12, min_new_tokens=12)
+
+                await client.run(late)
 
         await asyncio.gather(*[job(3 * number) for number in range(4)])
         assert executor.statistics().mean_batch > 2
@@ -230,3 +238,79 @@ async def test_the_model_is_frozen_and_left_as_it_was(base: Any) -> None:
     assert all(parameter.grad is None for parameter in base.parameters())
     for name, value in base.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+class Asked(NoLockstep):
+    """Wants to be asked about every request, as one that rations would."""
+
+    lone_at_once = False
+
+
+@pytest.mark.parametrize(("policy", "reason"), [(NoLockstep(), "lone"), (Asked(), "at-once")])
+async def test_a_lone_request_runs_at_once_unless_the_policy_wants_to_be_asked(
+    base: Any, policy: NoLockstep, reason: str
+) -> None:
+    async with symbiosis.Executor(base, policy=policy) as executor, executor.client(LoraConfig(r=2)) as client:
+        out = await client.forward(input_ids=IDS, labels=IDS)
+        executor.reset_statistics()
+        await client.backward(out.loss)
+        statistics = executor.statistics()
+        assert statistics.reasons[reason] == statistics.batches == statistics.requests > 10
+        assert statistics.rows == sum(client.rows for client in statistics.clients.values())
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_stay_out_of_base_layers(
+    base: Any, mode: Any
+) -> None:
+    seen = []
+    layer = base.model.layers[0].mlp.down_proj
+    hook = layer.register_forward_hook(
+        lambda *_: seen.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")))
+    )
+    try:
+        async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client() as client:
+
+            def forward() -> None:
+                with mode():
+                    client.model(input_ids=IDS)
+
+            await client.run(forward)
+            await client.forward(input_ids=IDS)
+            assert "lone" in executor.statistics().reasons
+    finally:
+        hook.remove()
+    assert len(seen) >= 2
+    assert set(seen) == {(False, False)}
+
+
+async def test_a_lone_client_leaves_the_loop_its_turns(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        await client.generate(input_ids=IDS, max_new_tokens=80, min_new_tokens=80)
+        task.cancel()
+        assert turns >= 5
+        assert executor.statistics().reasons["lone"] > 100
+
+
+async def test_a_lone_request_that_fails_says_so_and_the_next_one_is_served(
+    base: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client(LoraConfig(r=2)) as client:
+        out = await client.forward(input_ids=IDS, labels=IDS)
+        runner: Any = executor._runner
+        real = runner.run_alone
+        runner.run_alone = lambda call: 1 / 0
+        with pytest.raises(LayerError, match=r"lm_head failed on a batch of \d+ rows: division by zero"):
+            await client.backward(out.loss)
+        runner.run_alone = real
+        assert "failed on a batch" in caplog.text
+        await client.forward(input_ids=IDS)

@@ -437,9 +437,14 @@ async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
         assert sleeper._channel is not None
         optimizer = adamw(client.model)
         before = parameters(client.model)
+        in_pass_on_thread = client._in_pass_on_thread
+
+        async def held_up(*args: Any, **kwargs: Any) -> None:
+            sleeper._channel.begin_pass()
+            await in_pass_on_thread(*args, **kwargs)
+
+        client._in_pass_on_thread = held_up  # type: ignore[method-assign]
         task = asyncio.create_task(client.train_step(BATCH, optimizer))
-        await until(lambda: bool(client_threads()))
-        sleeper._channel.begin_pass()
         await until(lambda: task.done() or executor._scheduler.outstanding == 1)
         assert not task.done()
         task.cancel()

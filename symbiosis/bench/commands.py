@@ -41,7 +41,7 @@ COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
 @app.command()
 def overhead(
     preset: PresetOption = PresetName.B1,
-    rounds: RoundsOption = 5,
+    rounds: RoundsOption = 6,
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
@@ -94,7 +94,7 @@ def run_all(
     from symbiosis.bench.page import write_page
 
     for name in preset or list(PresetName):
-        for benchmark, rounds, layers in (("overhead", 3, "linear"), ("serve", 3, "mlp"), ("finetune", 2, "linear")):
+        for benchmark, rounds, layers in (("overhead", 6, "linear"), ("serve", 3, "mlp"), ("finetune", 2, "linear")):
             report = _measure(benchmark, name, rounds, "opportunistic", layers, device)
             report.print(console)
             report.save(output.parent / "benchmarks" / f"{name.value}-{benchmark}.json")

@@ -26,7 +26,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["Fiber", "RandomStream", "current_fiber", "run_in_fiber"]
+__all__ = ["Fiber", "RandomStream", "current_fiber", "in_modes", "run_in_fiber"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,7 +74,7 @@ _cpu = torch.default_generator
 _entered = threading.RLock()  # an abandoned fiber that is collected while another runs enters inside it
 
 
-def _in_modes() -> bool:
+def in_modes() -> bool:
     """Whether this thread is in any torch mode other than the grad mode."""
     return bool(
         torch.is_inference_mode_enabled()
@@ -157,7 +157,7 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
         """
         self.stream.leave()
         grad = torch.is_grad_enabled()
-        modes = _Modes() if _in_modes() else None
+        modes = _Modes() if in_modes() else None
         _set_grad_enabled(True)
         driver = self.parent
         assert driver is not None

@@ -114,6 +114,10 @@ class Policy(Protocol):
 
     The scheduler owns the queues and refuses a decision that breaks its rules; see
     :class:`symbiosis.core.scheduler.Scheduler`. A policy belongs to one executor.
+
+    A policy with a class attribute ``lone_at_once = True`` is not asked about a request that finds nothing else
+    outstanding and nobody thinking: it runs there and then, which costs half as much. All but those that ration
+    should say so.
     """
 
     name: str
@@ -140,6 +144,11 @@ class Session(Protocol):
             RequestError: the call does not fit the layer table. Nothing was queued.
             ClientClosedError, ExecutorClosedError: too late.
         """
+
+    def at_once(self, call: Call) -> tuple[torch.Tensor, ...] | None:
+        """The results, if this call is the only thing that goes on and may run there and then; otherwise None, and
+        the call is still to be submitted. May be called on any thread. Raises what :meth:`submit` raises, and
+        LayerError."""
 
     def flush(self) -> None:
         """The client waits. If that was the last one to think, the executor need not go round the loop to find out."""

@@ -119,5 +119,5 @@ class Batch:
     key: Key
     slices: Sequence[Slice]
     reason: str
-    """Why the policy ran it now: ``full``, ``deadline``, ``nobody-thinking``, ``at-once``…"""
+    """Why the policy ran it now: ``full``, ``deadline``, ``nobody-thinking``, ``at-once``, ``lone``…"""
     rows: int

@@ -30,11 +30,11 @@ class Runner:
         """
         layers, pass_ = batch.key
         slices = batch.slices
+        if len(slices) == 1 and slices[0].stop - slices[0].start == slices[0].request.rows:
+            (call,) = calls
+            call.results = self.run_alone(call)
+            return
         with torch.no_grad():
-            if len(slices) == 1 and slices[0].stop - slices[0].start == slices[0].request.rows:
-                (call,) = calls
-                call.results = tuple([self._layers[layer].run(pass_, call.tensors) for layer in layers])
-                return
             inputs = tuple(
                 merge([_cut(tensor, piece) for tensor, piece in zip(column, slices, strict=True)])
                 for column in zip(*[call.tensors for call in calls], strict=True)
@@ -45,6 +45,19 @@ class Runner:
             columns = [split(output, counts) for output in outputs]
             for call, piece, *results in zip(calls, slices, *columns, strict=True):
                 _keep(call, piece, results)
+
+    def run_alone(self, call: Call) -> tuple[torch.Tensor, ...]:
+        """The results of a whole call that shares no batch; its tensors are passed through as they are."""
+        layers, pass_ = call.key
+        grad = torch.is_grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            return tuple([self._layers[layer].run(pass_, call.tensors) for layer in layers])
+        finally:
+            _set_grad_enabled(grad)
+
+
+_set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() comes down to, six Python calls later
 
 
 def _cut(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:

@@ -135,6 +135,7 @@ class Scheduler:
         if max_rows < 1:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         self.policy = policy
+        self._lone_at_once = getattr(policy, "lone_at_once", False) is True
         self.layers = layers
         self.max_rows = max_rows
         self.thinking = 0
@@ -211,6 +212,14 @@ class Scheduler:
             self.policy.submitted(request)
         except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
             self._refuse("raised in submitted()", error)
+
+    def lone(self, client: str, rows: int) -> bool:
+        """Whether a request of ``client`` would be all there is to run, now and as far as anybody can tell, and the
+        policy need not be asked about such. It is never queued then; nothing is to be reported."""
+        if self._open or self.thinking > 1 or rows > self.max_rows or not self._lone_at_once:
+            return False
+        state = self._clients.get(client)
+        return state is not None and self.thinking == state.in_pass  # it has nothing outstanding: nothing is open
 
     def cancel(self, request_id: int) -> None:
         """Forget a request. Rows of it in a running batch are finished and dropped. Unknown ids are ignored."""

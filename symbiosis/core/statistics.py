@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import NamedTuple
 
 from symbiosis.core.requests import Batch, Key, Request
@@ -89,32 +90,46 @@ class Counters:
     """The running counts behind :class:`Statistics`. A request counts once, in the batch with its last row."""
 
     run_s: float = 0.0
+    lock: Lock = field(default_factory=Lock)
+    """Batches are counted on whichever thread ran them."""
     layers: dict[Key, _Layer] = field(default_factory=dict)
     clients: dict[str, _Client] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def count(self, batch: Batch, answered: list[Request], started: float, ended: float) -> None:
+    def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
         """A batch ran from ``started`` to ``ended`` (seconds) and answered these requests."""
-        self.run_s += ended - started
-        self.reasons[batch.reason] += 1
-        layer = self.layers.get(batch.key)
-        if layer is None:
-            layer = self.layers[batch.key] = _Layer()
-        layer.batches += 1
-        layer.rows += batch.rows
         size = len(batch.slices)
+        with self.lock:
+            layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
+            for request in answered:
+                self._request(layer, request.client, request.rows, started - request.arrived, size)
+
+    def count_lone(self, key: Key, client: str, rows: int, seconds: float) -> None:
+        """A request ran alone, without a wait."""
+        with self.lock:
+            self._request(self._layer(key, 1, rows, "lone", seconds), client, rows, 0.0, 1)
+
+    def _layer(self, key: Key, size: int, rows: int, reason: str, seconds: float) -> _Layer:
+        self.run_s += seconds
+        self.reasons[reason] += 1
+        layer = self.layers.get(key)
+        if layer is None:
+            layer = self.layers[key] = _Layer()
+        layer.batches += 1
+        layer.rows += rows
         layer.members += size
-        for request in answered:
-            wait = started - request.arrived
-            layer.requests += 1
-            layer.wait_s += wait
-            client = self.clients.get(request.client)
-            if client is None:
-                client = self.clients[request.client] = _Client()
-            client.requests += 1
-            client.rows += request.rows
-            client.wait_s += wait
-            client.companions += size
+        return layer
+
+    def _request(self, layer: _Layer, name: str, rows: int, wait: float, size: int) -> None:
+        layer.requests += 1
+        layer.wait_s += wait
+        client = self.clients.get(name)
+        if client is None:
+            client = self.clients[name] = _Client()
+        client.requests += 1
+        client.rows += rows
+        client.wait_s += wait
+        client.companions += size
 
     def snapshot(self, names: list[str]) -> Statistics:
         """The statistics so far; ``names`` of the layer table."""

@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+from greenlet import getcurrent
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.fibers import RandomStream, current_fiber
+from symbiosis.core.fibers import Fiber, RandomStream
 from symbiosis.core.parameters import SharedParameter, placeholder, share
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
@@ -47,6 +48,7 @@ class Link:
         """Set while the client's thread draws random numbers, to be left while it waits."""
         self._last_input: weakref.ref[torch.Tensor] | None = None
         self._run_of_siblings: list[VirtLayer] = []
+        self._pass_of_siblings = Pass.FORWARD
         self._groups: list[Siblings] = []
         self._pretend = False
 
@@ -78,14 +80,16 @@ class Link:
 
     def _wait(self, channel: Channel, call: Call, name: str) -> tuple[torch.Tensor, ...]:
         backward = call.key.pass_ is Pass.BACKWARD
-        fiber = current_fiber()
-        if fiber is not None:
+        fiber = getcurrent()
+        if isinstance(fiber, Fiber):
             if backward:
                 raise CannotWaitError(
                     f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
                     "return the loss and `await client.backward(loss)` instead"
                 )
             reply = channel.send(call)
+            if reply.done():
+                return reply.result()
             try:
                 return fiber.wait(reply)
             except BaseException:
@@ -107,10 +111,10 @@ class Link:
         finally:
             self.stream_on_thread.enter()
 
-    def watch(self, layer: VirtLayer, x: torch.Tensor) -> None:
+    def watch(self, layer: VirtLayer, x: torch.Tensor, pass_: Pass) -> None:
         """See which layers are fed the very same tensor one after another: they are siblings from then on (D9)."""
         last = self._last_input
-        if last is not None and last() is x and self._run_of_siblings[0]._pass() is layer._pass():
+        if last is not None and last() is x and self._pass_of_siblings is pass_:
             if layer not in self._run_of_siblings:
                 self._run_of_siblings.append(layer)
             return
@@ -120,6 +124,7 @@ class Link:
             for member in self._run_of_siblings:
                 member._siblings = group
         self._run_of_siblings = [layer]
+        self._pass_of_siblings = pass_
         self._last_input = weakref.ref(x)
 
 
@@ -143,9 +148,8 @@ class Siblings:
         self._misses = 0
         """How often in a row somebody's result was not wanted."""
 
-    def forward(self, layer: VirtLayer, x: torch.Tensor) -> torch.Tensor | None:
+    def forward(self, layer: VirtLayer, x: torch.Tensor, pass_: Pass) -> torch.Tensor | None:
         """The layer's [n, o]; None if the group has just been dissolved."""
-        pass_ = layer._pass()
         if self._results:
             if self._x is x and x._version == self._version and pass_ is self._pass:
                 result = self._results.pop(layer, None)
@@ -190,10 +194,7 @@ class VirtLayer(nn.Module):
         self._may_have_siblings = True
         self._keys = {pass_: Key((spec.layer,), pass_) for pass_ in Pass}
 
-    def _pass(self) -> Pass:
-        return Pass.FORWARD
-
-    def _call(self, x: torch.Tensor) -> torch.Tensor:
+    def _call(self, x: torch.Tensor, pass_: Pass = Pass.FORWARD) -> torch.Tensor:
         """[..., i] → [..., o], as the base layer would have done, with a backward that asks the executor again."""
         spec = self.spec
         shape = x.shape
@@ -207,26 +208,24 @@ class VirtLayer(nn.Module):
                     f"cast the input, or use torch.autocast"
                 )
             x = x.to(spec.dtype)
-        y = self._fetch(x) if x.numel() else x.new_empty(0, spec.out_features)
+        y: torch.Tensor | None = None
+        if not x.numel():
+            y = x.new_empty(0, spec.out_features)
+        elif self._link._pretend:
+            y = x.new_zeros(shape[:-1].numel(), spec.out_features)
+        elif self._may_have_siblings and spec.linear and not x.is_inference():
+            if self._siblings is not None:
+                y = self._siblings.forward(self, x, pass_)
+            else:
+                self._link.watch(self, x, pass_)
+        if y is None:
+            (y,) = self._request(self._keys[pass_], x)
         if x.requires_grad and torch.is_grad_enabled():
             # Not a view: nn.Linear allows in-place operations on its output, torch forbids them on a view made here.
             y = _wrap(x, self, [torch.ops.aten._unsafe_view(y, (*shape[:-1], spec.out_features))])
         else:
             y = y.view(*shape[:-1], spec.out_features)
         return y.to(torch.get_autocast_dtype(x.device.type)) if autocast else y
-
-    def _fetch(self, x: torch.Tensor) -> torch.Tensor:
-        if self._link._pretend:
-            return x.new_zeros(x.shape[:-1].numel(), self.spec.out_features)
-        if self._may_have_siblings and self.spec.linear and not x.is_inference():
-            if self._siblings is not None:
-                result = self._siblings.forward(self, x)
-                if result is not None:
-                    return result
-            else:
-                self._link.watch(self, x)
-        (result,) = self._request(self._keys[self._pass()], x)
-        return result
 
     def _request(self, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled():
@@ -338,8 +337,9 @@ class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
         weight = self._own_weight()
         if weight is not None:
             return nn.functional.linear(x, weight, self.bias)
-        y = self._call(x)
-        return y if self._pass() is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
+        pass_ = self._pass()
+        y = self._call(x, pass_)
+        return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
 
 
 class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
@@ -354,8 +354,9 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._own_weight() is not None:
             return Conv1D.forward(self, x)  # type: ignore[no-any-return]
-        y = self._call(x)
-        return y if self._pass() is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
+        pass_ = self._pass()
+        y = self._call(x, pass_)
+        return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
 
 
 class VirtModule(VirtLayer):

@@ -19,6 +19,7 @@ class Lockstep:
     """
 
     name = "lockstep"
+    lone_at_once = True
 
     def __init__(self) -> None:
         self._behind = FurthestBehind()

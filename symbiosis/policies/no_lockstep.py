@@ -12,6 +12,7 @@ class NoLockstep:
     """Run the oldest request alone, as soon as the executor is free."""
 
     name = "no-lockstep"
+    lone_at_once = True
 
     def submitted(self, request: Request) -> None:
         pass

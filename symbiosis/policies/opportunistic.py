@@ -36,6 +36,7 @@ class Opportunistic:
     """
 
     name = "opportunistic"
+    lone_at_once = True
 
     def __init__(self, wait_ms: float = 0.2, max_wait_ms: float = 50.0) -> None:
         for option, value in (("wait_ms", wait_ms), ("max_wait_ms", max_wait_ms)):
