@@ -6,11 +6,18 @@ from symbiosis._version import __version__
 
 if TYPE_CHECKING:
     from symbiosis.core.client import Client
+    from symbiosis.core.connect import Base, connect, open_model
     from symbiosis.core.executor import Executor
 
-__all__ = ["Client", "Executor", "__version__"]
+__all__ = ["Base", "Client", "Executor", "__version__", "connect", "open_model"]
 
-_HOMES = {"Client": "symbiosis.core.client", "Executor": "symbiosis.core.executor"}
+_HOMES = {
+    "Base": "symbiosis.core.connect",
+    "Client": "symbiosis.core.client",
+    "Executor": "symbiosis.core.executor",
+    "connect": "symbiosis.core.connect",
+    "open_model": "symbiosis.core.connect",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,16 +13,20 @@ __all__ = [
     "BrokenError",
     "CannotWaitError",
     "ClientClosedError",
+    "ConnectionLostError",
     "ExecutorClosedError",
     "LayerError",
     "PeerError",
     "PlaceholderError",
     "PolicyError",
+    "RefusedError",
     "RequestError",
+    "ShareError",
     "SplitError",
     "SymbiosisError",
     "UnknownNameError",
     "UsageError",
+    "WireError",
 ]
 
 
@@ -46,6 +50,10 @@ class RequestError(UsageError):
     """A request does not fit the layer it names: dtype, width, rows, pass or layer index."""
 
 
+class ShareError(UsageError):
+    """A client's share of a model cannot be made, or does not fit what is installed here."""
+
+
 class SplitError(UsageError):
     """A model cannot be split into base layers and a client's share as asked."""
 
@@ -66,8 +74,20 @@ class ExecutorClosedError(PeerError):
     """The executor was shut down while, or before, this call needed it."""
 
 
+class RefusedError(PeerError):
+    """The executor does not let this client in, or has shown it out; the message says why."""
+
+
 class BrokenError(SymbiosisError):
     """Something failed that should not have."""
+
+
+class ConnectionLostError(BrokenError):
+    """The executor cannot be reached, or was lost and did not come back in time."""
+
+
+class WireError(BrokenError):
+    """The other side sent what the wire format does not allow."""
 
 
 class LayerError(BrokenError):

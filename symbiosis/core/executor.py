@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import math
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +21,13 @@ import torch
 from torch import nn
 
 from symbiosis.core.client import Client
-from symbiosis.core.fibers import in_modes
-from symbiosis.core.protocols import Listener, Policy
+from symbiosis.core.fibers import current_fiber, in_modes
+from symbiosis.core.protocols import Expected, Listener, Policy
 from symbiosis.core.registry import make_policy, make_transport
 from symbiosis.core.requests import Batch, Call, Key, LayerSpec, Pass, Request
 from symbiosis.core.runner import Runner
 from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.share import Share
 from symbiosis.core.splitting import SplitModel
 from symbiosis.core.statistics import Counters, Statistics
 from symbiosis.core.virtlayer import Link
@@ -102,13 +102,15 @@ class Executor:
         self._ids = itertools.count()
         self._client_numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
-        """The loop's."""
         self._pump: asyncio.Handle | None = None
         self._turned = 0.0
         """When the loop last came round to us."""
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
+        self._share: Share | None = None
+        self._source: str | Path | None = None
+        """Where the model came from: there its tokenizer is, too."""
+        self._started = 0.0
 
     @classmethod
     def from_pretrained(
@@ -143,7 +145,9 @@ class Executor:
         if dtype is not None:
             options["dtype"] = dtype
         loaded = model_class.from_pretrained(model, **options)
-        return cls(loaded, policy=policy, base_layers=base_layers, device=device, max_rows=max_rows, name=name)
+        executor = cls(loaded, policy=policy, base_layers=base_layers, device=device, max_rows=max_rows, name=name)
+        executor._source = model
+        return executor
 
     # ------------------------------------------------------------------------------------------------------ lifecycle
 
@@ -161,7 +165,7 @@ class Executor:
         if self._loop is not None:
             raise UsageError(f"the executor at {self._address} was started before; make a new one")
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
+        self._started = _now()
         await self.listen(self._address)
 
     async def listen(self, address: str) -> Listener:
@@ -239,6 +243,26 @@ class Executor:
         """A client's share of the model; see :meth:`SplitModel.skeleton`."""
         return self._split.skeleton(link)
 
+    def share(self) -> Share:
+        """A client's share of the model as data; see :class:`~symbiosis.core.share.Share`."""
+        if self._share is None:
+            self._share = Share.of(self._split, self._source)
+        return self._share
+
+    def status(self) -> dict[str, Any]:
+        """What the executor is and does, as plain data."""
+        statistics = self.statistics()
+        return {
+            "model": type(self._split.model).__name__,
+            "policy": repr(self._scheduler.policy),
+            "layers": len(self._split.layers),
+            "addresses": [listener.address for listener in self._listeners],
+            "clients": sorted(self._sessions),
+            "outstanding": self._scheduler.outstanding,
+            "uptime_s": round(_now() - self._started, 3),
+            **{name: getattr(statistics, name) for name in ("requests", "batches", "rows", "mean_batch", "run_s")},
+        }
+
     def join(self, client: str) -> ExecutorSession:
         """Admit a client; see :class:`~symbiosis.core.protocols.Service`."""
         if self._loop is None:
@@ -277,8 +301,8 @@ class Executor:
         if not self._scheduler.lone(client, rows) or in_modes():  # modes of the tenant's must not reach base layers
             return None
         started = _now()
-        if threading.get_ident() == self._thread and started - self._turned > _TURN_S:
-            return None
+        if started - self._turned > _TURN_S and current_fiber() is not None:
+            return None  # fibers follow one another without end; whatever else asks gives the loop its turns
         try:
             results = self._runner.run_alone(call)
         except Exception as error:
@@ -397,7 +421,7 @@ class ExecutorSession:
         self._executor = executor
         self._specs = specs
         self._device = executor.device
-        self._expected: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._expected: dict[Key, Expected] = {}
         """What was found for the keys seen so far; valid keys only, so their number is bounded by the layer table."""
         self._ended: BaseException | None = None
 
@@ -409,8 +433,13 @@ class ExecutorSession:
         self._check(call)
         return self._executor.at_once(self.client, call)
 
-    def _check_key(self, key: Key) -> tuple[tuple[int, ...], torch.dtype]:
-        """The widths and the dtype of the matrices that a key takes."""
+    def expects(self, key: Key) -> Expected:
+        expected = self._expected.get(key)
+        if expected is None:
+            expected = self._expected[key] = self._check_key(key)
+        return expected
+
+    def _check_key(self, key: Key) -> Expected:
         (layers, pass_), specs = key, self._specs
         if not layers or not all(0 <= layer < len(specs) for layer in layers):
             self._refuse(f"layers {layers}; there are {len(specs)}, counted from 0")
@@ -427,16 +456,17 @@ class ExecutorSession:
         if pass_ is Pass.FORWARD_WITHOUT_BIAS and not all(spec.linear for spec in chosen):
             self._refuse(f"{first.name} is served whole and has no single bias to leave out")
         if pass_ is not Pass.BACKWARD:
-            return (first.in_features,), first.dtype
-        return ((first.out_features,) if first.linear else (first.in_features, first.out_features)), first.dtype
+            return Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in chosen))
+        widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
+        return Expected(widths, first.dtype, (first.in_features,))
 
     def _check(self, call: Call) -> None:
         if self._ended is not None:
             raise self._ended
         expected = self._expected.get(call.key)
         if expected is None:
-            expected = self._expected[call.key] = self._check_key(call.key)
-        widths, dtype = expected
+            expected = self.expects(call.key)
+        widths, dtype, _ = expected
         tensors = call.tensors
         rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
         if len(tensors) == len(widths) and rows:

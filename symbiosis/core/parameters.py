@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["SharedParameter", "placeholder", "share"]
+from symbiosis.errors import PlaceholderError
+
+__all__ = ["SharedParameter", "fetch_of", "placeholder", "share"]
 
 
 class SharedParameter(nn.Parameter):
@@ -45,8 +47,9 @@ class SharedParameter(nn.Parameter):
         """Replace the shared values, or the placeholder, by a copy of this tenant's own."""
         fetch = self._fetch
         if fetch is not None:
+            values = fetch()
             self._fetch = None
-            self.data = fetch().to(device=self.device, dtype=self.dtype)
+            self.data = values.to(device=self.device, dtype=self.dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> SharedParameter:
         if requires_grad:
@@ -112,10 +115,24 @@ def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> Share
     return parameter
 
 
-def share(parameter: torch.Tensor) -> SharedParameter:
-    """A frozen parameter on the same memory as ``parameter``."""
+def share(parameter: torch.Tensor, device: torch.device | None = None) -> SharedParameter:
+    """A frozen parameter on the same memory as ``parameter``; a placeholder on ``device`` if that is on none."""
+    if parameter.is_meta and device is not None:
+        return placeholder(parameter.shape, parameter.dtype, device, fetch_of(parameter))
     values = parameter.data  # not detach(): a version counter shared with other tenants would see their in-place writes
     return _make(values, values.clone)
+
+
+def fetch_of(parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """How a tenant who makes a base weight trainable gets a copy of it: not at all, where only the provider has it."""
+    return _refuse if parameter.is_meta else parameter.detach().clone
+
+
+def _refuse() -> torch.Tensor:
+    raise PlaceholderError(
+        "the weights of a base layer are the provider's and are not handed out, so they cannot be trained or written "
+        "to here; adapt the layer with PEFT instead (modules_to_save works for embeddings and norms only)"
+    )
 
 
 def placeholder(

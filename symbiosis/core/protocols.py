@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from symbiosis.core.requests import Call, Key, LayerSpec, Request
 
@@ -16,12 +16,15 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from symbiosis.core.share import Share
     from symbiosis.core.virtlayer import Link
 
 __all__ = [
     "Channel",
     "Decision",
+    "Expected",
     "Listener",
+    "Look",
     "Policy",
     "QueueView",
     "Run",
@@ -132,10 +135,27 @@ class Policy(Protocol):
 # -------------------------------------------------------------------------------------------------------- transports
 
 
+class Expected(NamedTuple):
+    """The matrices of a call and of its answer, all with the same number of rows."""
+
+    widths: tuple[int, ...]
+    """Columns of each matrix that the call brings."""
+    dtype: torch.dtype
+    results: tuple[int, ...]
+    """Columns of each matrix of the answer."""
+
+
 class Session(Protocol):
     """The executor's end of one client's channel: what a transport calls."""
 
     client: str
+
+    def expects(self, key: Key) -> Expected:
+        """What a call for ``key`` must bring and what it gets.
+
+        Raises:
+            RequestError: the layer table has no such key.
+        """
 
     def submit(self, call: Call) -> asyncio.Future[tuple[torch.Tensor, ...]]:
         """Queue a request; the future yields one result matrix per layer of the key (one dX for a backward pass).
@@ -184,6 +204,16 @@ class Service(Protocol):
     def skeleton(self, link: Link) -> nn.Module:
         """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``."""
 
+    def share(self) -> Share:
+        """The same as data, for clients in other processes.
+
+        Raises:
+            ShareError: this model cannot be built from data.
+        """
+
+    def status(self) -> dict[str, Any]:
+        """What the executor is and does, as plain data: for whoever watches it."""
+
 
 class Channel(Protocol):
     """The client's end: carries calls to one executor and results back."""
@@ -228,8 +258,31 @@ class Listener(Protocol):
         """Stop accepting clients and end those that came this way."""
 
 
+class Look(NamedTuple):
+    """What an executor shows without letting anybody in."""
+
+    status: dict[str, Any]
+    """See :meth:`Service.status`."""
+    model: dict[str, Any]
+    """See :class:`symbiosis.core.share.Share`: its description."""
+    tokenizer: dict[str, bytes]
+    """File names and contents."""
+
+
 class Transport(Protocol):
-    """One address scheme."""
+    """One address scheme. Options of a transport are arguments of its constructor."""
 
     async def listen(self, address: str, service: Service) -> Listener: ...
-    async def connect(self, address: str, client: str) -> Channel: ...
+    async def connect(self, address: str, client: str) -> Channel:
+        """Join an executor, for coroutines.
+
+        Raises:
+            ConnectionLostError: nobody answers there.
+            RefusedError: the executor does not let this client in.
+        """
+
+    def connect_blocking(self, address: str, client: str) -> Channel:
+        """Join an executor, for synchronous code: the channel has :meth:`Channel.call`, not :meth:`Channel.send`."""
+
+    def look(self, address: str) -> Look:
+        """See who is there without joining. Blocks."""

@@ -29,6 +29,7 @@ _BUILT_IN = {
     },
     TRANSPORTS: {
         "inproc": "symbiosis.transports.inproc:InProcTransport",
+        "shm": "symbiosis.transports.shm:ShmTransport",
     },
 }
 
@@ -99,16 +100,21 @@ def _number(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def make_transport(address: str) -> Transport:
-    """The transport for an address such as ``inproc://name``.
+def make_transport(address: str, **options: Any) -> Transport:
+    """The transport for an address such as ``inproc://name``; options that are None are left out.
 
     Raises:
         UnknownNameError: no transport has this scheme.
-        UsageError: this is no address.
+        UsageError: this is no address, or its transport has no such option.
     """
     scheme, separator, _ = address.partition("://")
     if not separator:
         raise UsageError(
             f"{address!r} is no address; write scheme://…, where scheme is one of {', '.join(names(TRANSPORTS))}"
         )
-    return cast(Transport, _load(TRANSPORTS, scheme)())
+    cls = _load(TRANSPORTS, scheme)
+    given = {name: value for name, value in options.items() if value is not None}
+    unknown = set(given) - set(inspect.signature(cls).parameters)
+    if unknown:
+        raise UsageError(f"{scheme}:// has no option {', '.join(sorted(unknown))}")
+    return cast(Transport, cls(**given))

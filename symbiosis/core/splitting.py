@@ -19,7 +19,7 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.virtlayer import Link, VirtConv1D, VirtLinear, virtualize
 from symbiosis.errors import PlaceholderError, SplitError, UsageError
 
-__all__ = ["SplitModel"]
+__all__ = ["SplitModel", "make_skeleton"]
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
 """What transformers' models call the MLP of a block."""
@@ -71,28 +71,37 @@ class SplitModel:
         Frozen parameters share memory with the base model and with every other client of this process; buffers are
         the client's own. The model cannot be saved as a whole: it has no base weights.
         """
-        memo: dict[int, object] = {}
-        shared: dict[int, SharedParameter] = {}
-        linears = {id(layer.module): layer for layer in self.layers if layer.spec.linear}
-        for module in self.model.modules():
-            if id(module) not in linears:
-                for parameter in module._parameters.values():
-                    if parameter is not None and id(parameter) not in shared:
-                        memo[id(parameter)] = shared[id(parameter)] = share(parameter)
-        for id_, layer in linears.items():
-            tied = shared.get(id(layer.module.weight))
-            cls = VirtLinear if isinstance(layer.module, nn.Linear) else VirtConv1D
-            memo[id_] = cls(layer.module, layer.spec, link, tied)  # type: ignore[arg-type]
-        skeleton: nn.Module = copy.deepcopy(self.model, memo)
-        for layer in self.layers:
-            if not layer.spec.linear:
-                virtualize(skeleton.get_submodule(layer.spec.name), layer.spec, link)
-        for method in ("save_pretrained", "push_to_hub"):
-            if hasattr(skeleton, method):
-                setattr(skeleton, method, _refuse_to_save)
-        if hasattr(skeleton, "resize_token_embeddings"):
-            setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
-        return skeleton
+        return make_skeleton(self.model, [(layer.spec, layer.module) for layer in self.layers], link, self.device)
+
+
+def make_skeleton(
+    model: nn.Module, layers: Sequence[tuple[LayerSpec, nn.Module]], link: Link, device: torch.device
+) -> nn.Module:
+    """A copy of ``model`` whose ``layers`` are VirtLayers; frozen parameters share memory with it.
+
+    Base layers may be on the meta device, where a client has never seen their weights.
+    """
+    memo: dict[int, object] = {}
+    shared: dict[int, SharedParameter] = {}
+    linears = {id(module): (spec, module) for spec, module in layers if spec.linear}
+    for module in model.modules():
+        if id(module) not in linears:
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in shared:
+                    memo[id(parameter)] = shared[id(parameter)] = share(parameter, device)
+    for id_, (spec, module) in linears.items():
+        cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
+        memo[id_] = cls(module, spec, link, device, shared.get(id(module.weight)))  # type: ignore[arg-type]
+    skeleton: nn.Module = copy.deepcopy(model, memo)
+    for spec, _ in layers:
+        if not spec.linear:
+            virtualize(skeleton.get_submodule(spec.name), spec, link)
+    for method in ("save_pretrained", "push_to_hub"):
+        if hasattr(skeleton, method):
+            setattr(skeleton, method, _refuse_to_save)
+    if hasattr(skeleton, "resize_token_embeddings"):
+        setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
+    return skeleton
 
 
 def _refuse_to_save(*args: object, **kwargs: object) -> None:

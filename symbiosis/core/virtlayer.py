@@ -27,7 +27,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.fibers import Fiber, RandomStream
-from symbiosis.core.parameters import SharedParameter, placeholder, share
+from symbiosis.core.parameters import SharedParameter, fetch_of, placeholder, share
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
 from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
@@ -46,6 +46,8 @@ class Link:
         """Raised by the next call from a thread, so that a cancelled backward ends."""
         self.stream_on_thread: RandomStream | None = None
         """Set while the client's thread draws random numbers, to be left while it waits."""
+        self.backward_began: Callable[[], None] | None = None
+        """Called before each backward request, where nobody else says when a backward pass begins."""
         self._last_input: weakref.ref[torch.Tensor] | None = None
         self._run_of_siblings: list[VirtLayer] = []
         self._pass_of_siblings = Pass.FORWARD
@@ -243,6 +245,8 @@ class VirtLayer(nn.Module):
             return dy.new_empty(shape)
         rows = dy.reshape(-1, spec.out_features)
         tensors = (rows,) if x is None else (x.reshape(-1, spec.in_features), rows)
+        if self._link.backward_began is not None:
+            self._link.backward_began()
         (dx,) = self._link.request(self._keys[Pass.BACKWARD], Kind.FINETUNE, tensors, spec.name)
         return dx.view(shape)
 
@@ -287,14 +291,14 @@ class _VirtLinear(VirtLayer):
     weight: SharedParameter
     bias: SharedParameter | None
 
-    def _fill(self, module: nn.Module, tied: SharedParameter | None) -> None:
+    def _fill(self, module: nn.Module, device: torch.device, tied: SharedParameter | None) -> None:
         """Make the parameters; ``tied`` is the client-side one that the weight is tied to (an lm_head's embedding)."""
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
         if tied is None:
-            tied = placeholder(weight.shape, weight.dtype, weight.device, weight.detach().clone)
+            tied = placeholder(weight.shape, self.spec.dtype, device, fetch_of(weight))
         self.weight = tied
-        self.register_parameter("bias", share(bias) if isinstance(bias, torch.Tensor) else None)
+        self.register_parameter("bias", share(bias, device) if isinstance(bias, torch.Tensor) else None)
 
     def _pass(self) -> Pass:
         bias = self._parameters["bias"]  # self.bias takes nn.Module's slow road
@@ -327,11 +331,18 @@ class _VirtLinear(VirtLayer):
 class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
     """Stands for an ``nn.Linear``: [..., i] → [..., o]."""
 
-    def __init__(self, module: nn.Linear, spec: LayerSpec, link: Link, tied: SharedParameter | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Linear,
+        spec: LayerSpec,
+        link: Link,
+        device: torch.device,
+        tied: SharedParameter | None = None,
+    ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = spec.in_features, spec.out_features
         self._attach(spec, link)
-        self._fill(module, tied)
+        self._fill(module, device, tied)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self._own_weight()
@@ -345,11 +356,13 @@ class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
 class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
     """Stands for a transformers ``Conv1D``: [..., i] → [..., o]."""
 
-    def __init__(self, module: Conv1D, spec: LayerSpec, link: Link, tied: SharedParameter | None = None) -> None:
+    def __init__(
+        self, module: Conv1D, spec: LayerSpec, link: Link, device: torch.device, tied: SharedParameter | None = None
+    ) -> None:
         nn.Module.__init__(self)
         self.nx, self.nf = spec.in_features, spec.out_features
         self._attach(spec, link)
-        self._fill(module, tied)
+        self._fill(module, device, tied)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._own_weight() is not None:

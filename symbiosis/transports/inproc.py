@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
 from symbiosis.core.protocols import Service, Session
 from symbiosis.core.requests import Call, LayerSpec
 from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.transports.threads import ThreadCalls
 
 __all__ = ["InProcTransport"]
 
@@ -36,6 +37,12 @@ class InProcTransport:
             raise UsageError(f"{address} belongs to an executor on another event loop; use its client there")
         return listener.accept(client)
 
+    def connect_blocking(self, address: str, client: str) -> NoReturn:
+        raise UsageError(f"{address} is in this process: its clients are coroutines; use `executor.client()`")
+
+    def look(self, address: str) -> NoReturn:
+        raise UsageError(f"{address} is seen from its own process only; use `executor.statistics()` there")
+
 
 class InProcListener:
     """An open address: hands the executor's sessions to channels of the same process."""
@@ -57,24 +64,6 @@ class InProcListener:
             channel.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
 
 
-class _Waiting:
-    """A thread that waits for the answer to one call."""
-
-    __slots__ = ("answered", "call", "error", "results")
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.answered = threading.Lock()
-        self.answered.acquire()
-        self.results: tuple[torch.Tensor, ...] | None = None
-        self.error: BaseException | None = None
-
-    def answer(self, results: tuple[torch.Tensor, ...] | None, error: BaseException | None) -> None:
-        if self.results is None and self.error is None:
-            self.results, self.error = results, error
-            self.answered.release()
-
-
 class InProcChannel:
     """A client's end. Calls from the loop go straight to the session; calls from a thread go over the loop."""
 
@@ -89,9 +78,7 @@ class InProcChannel:
         self.device = service.device
         self._service = service
         self._session = session
-        self._loop = loop
         self._forget = forget
-        self._waiting: set[_Waiting] = set()
         self._ended: BaseException | None = None
         self.send = session.submit
         self.flush = session.flush
@@ -99,6 +86,8 @@ class InProcChannel:
         self.begin_pass = session.begin_pass
         self.end_pass = session.end_pass
         self.skeleton = service.skeleton
+        self._threads = ThreadCalls(loop, self.send, self.cancel)
+        self.interrupt = self._threads.interrupt
 
     @property
     def layers(self) -> Sequence[LayerSpec]:
@@ -110,34 +99,7 @@ class InProcChannel:
         results = self._session.at_once(call)
         if results is not None:
             return results
-        waiting = _Waiting(call)
-        self._waiting.add(waiting)
-        try:
-            self._loop.call_soon_threadsafe(self._submit, waiting)
-        except RuntimeError as error:  # the loop is closed
-            self._waiting.discard(waiting)
-            raise ExecutorClosedError("the executor's event loop is closed") from error
-        with waiting.answered:
-            self._waiting.discard(waiting)
-        if waiting.error is not None:
-            raise waiting.error
-        assert waiting.results is not None
-        return waiting.results
-
-    def _submit(self, waiting: _Waiting) -> None:
-        if waiting.error is not None:  # interrupted before it was sent
-            return
-        try:
-            reply = self._session.submit(waiting.call)
-        except Exception as error:  # noqa: BLE001 (the thread that waits must get it, whatever it is)
-            waiting.answer(None, error)
-            return
-        reply.add_done_callback(lambda reply: _deliver(reply, waiting))
-
-    def interrupt(self, error: BaseException) -> None:
-        for waiting in list(self._waiting):
-            waiting.answer(None, error)
-            self._session.cancel(waiting.call)
+        return self._threads.call(call)
 
     def close(self) -> None:
         self._session.close()
@@ -149,12 +111,3 @@ class InProcChannel:
         self._session.close(error)
         self.interrupt(error)
         self._forget(self)
-
-
-def _deliver(reply: asyncio.Future[tuple[torch.Tensor, ...]], waiting: _Waiting) -> None:
-    if reply.cancelled():
-        waiting.answer(None, ExecutorClosedError("the request was cancelled"))
-    elif (error := reply.exception()) is not None:
-        waiting.answer(None, error)
-    else:
-        waiting.answer(reply.result(), None)

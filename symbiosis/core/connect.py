@@ -1,0 +1,192 @@
+"""Use a base model that another process serves: with coroutines (:func:`connect`) or without (:func:`open_model`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symbiosis.core.client import Client
+from symbiosis.core.protocols import Channel, Look
+from symbiosis.core.registry import make_transport
+from symbiosis.core.virtlayer import Link
+from symbiosis.errors import ExecutorClosedError, UsageError
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+__all__ = ["Base", "connect", "open_model"]
+
+_numbers = itertools.count(1)
+
+
+def _name() -> str:
+    """A name that no other client is likely to have."""
+    return f"{getpass.getuser()}-{os.getpid()}-{next(_numbers)}"
+
+
+def connect(address: str, **options: Any) -> Base:
+    """A base model served by another process, to be opened with ``async with``.
+
+    Args:
+        address: where, such as ``shm:///run/symbiosis.sock``.
+        **options: of the transport: ``retry``, how many seconds to wait for an executor that was lost (60 by default).
+
+    Raises:
+        UnknownNameError, UsageError: no such transport, or option.
+    """
+    return Base(address, **options)
+
+
+class Base:
+    """A base model at an address; see :func:`connect`."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self.address = address
+        self._transport = make_transport(address, **options)
+        self._look: Look | None = None
+        self._clients: list[Client] = []
+
+    async def __aenter__(self) -> Base:
+        self._look = await asyncio.to_thread(self._transport.look, self.address)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every client that is still open."""
+        self._look = None
+        while self._clients:
+            await self._clients.pop().close()
+
+    def client(
+        self,
+        peft_config: PeftConfig | None = None,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+    ) -> Client:
+        """A client of this model; the arguments are those of :meth:`symbiosis.Executor.client`."""
+        client = Client(self._connect, peft_config, name=name or _name(), seed=seed, device=device)
+        self._clients.append(client)
+        return client
+
+    async def _connect(self, client: str) -> Channel:
+        if self._look is None:
+            raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
+        return await self._transport.connect(self.address, client)
+
+    async def status(self) -> dict[str, Any]:
+        """What the executor is and does."""
+        return (await asyncio.to_thread(self._transport.look, self.address)).status
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration."""
+        return dict(self._shown().model["config"])
+
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, from the executor.
+
+        Raises:
+            UsageError: it has none.
+        """
+        return tokenizer_of(self._shown().tokenizer, self.address)
+
+    def _shown(self) -> Look:
+        if self._look is None:
+            raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
+        return self._look
+
+
+def tokenizer_of(files: dict[str, bytes], address: str) -> Any:
+    """A tokenizer from its files' contents."""
+    from transformers import AutoTokenizer
+
+    if not files:
+        raise UsageError(f"the executor at {address} has no tokenizer to share; load one yourself")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            (Path(folder) / name).write_bytes(data)
+        return AutoTokenizer.from_pretrained(folder)
+
+
+@contextlib.contextmanager
+def open_model(
+    address: str, *, name: str | None = None, device: str | torch.device | None = None, **options: Any
+) -> Iterator[Any]:
+    """The model at an address, for synchronous code: a ``transformers`` model like any other, without asyncio.
+
+    Give it to ``get_peft_model``, ``Trainer``, ``pipeline``. Its base layers are VirtLayers, which block until the
+    executor has answered. It is in evaluation mode, and frozen. It belongs to the process that opened it. Its
+    tokenizer, where the executor has one, is ``model.tokenizer()``.
+
+    Args:
+        address: where, such as ``shm:///run/symbiosis.sock``.
+        name: of this client, shown in the executor's statistics and events.
+        device: of the client-side tensors; the executor's kind by default.
+        **options: of the transport: ``retry``, how many seconds to wait for an executor that was lost (60 by default).
+    """
+    transport = make_transport(address, **options)
+    channel = transport.connect_blocking(address, name or _name())
+    link = Link()
+    link.channel = channel
+    try:
+        model: Any = channel.skeleton(link)
+        if device is not None:
+            model = model.to(device)
+        walk = _Walk(channel)
+        model.register_forward_pre_hook(walk.begin)
+        model.register_forward_hook(walk.end, always_call=True)
+        link.backward_began = walk.backward
+        model.tokenizer = lambda: tokenizer_of(transport.look(address).tokenizer, address)
+        yield model
+    finally:
+        link.channel = None
+        channel.close()
+
+
+class _Walk:
+    """Tells the executor when a synchronous client walks the model, so that nobody waits for it meanwhile (D5)."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._depth = 0
+        self._backward = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Walk:
+        return self  # a copy of the model walks on the same connection
+
+    def begin(self, *_: Any) -> None:
+        self._depth += 1
+        self._channel.begin_pass()
+
+    def end(self, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and not self._backward:
+            self._channel.end_pass()
+
+    def backward(self) -> None:
+        """A backward request is about to be made."""
+        if not self._backward:
+            self._backward = True
+            self._channel.begin_pass()
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._backward = False
+        if self._depth == 0:
+            self._channel.end_pass()

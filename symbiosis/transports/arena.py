@@ -1,0 +1,132 @@
+"""The memory that carries a client's tensors between two processes of one host.
+
+An arena is a ``memfd``: memory with a descriptor and no name, gone with its last user. The executor makes it, with all
+the address space that the client may use and no memory; pages come as they are touched. Its size is sealed, so that
+neither side can cut it short under the other (which would be a SIGBUS). The client alone decides what lies where: each
+call says where its matrices are and where the answer belongs, and the executor checks that both lie inside.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+
+import torch
+
+from symbiosis.errors import UsageError, WireError
+from symbiosis.transports.wire import ALIGN, align
+
+__all__ = ["Arena", "Places", "seal", "sealed_copy", "spread"]
+
+_SEALS = 1033  # F_ADD_SEALS
+SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE = 1, 2, 4, 8
+
+
+def seal(descriptor: int, seals: int) -> None:
+    """Forbid changes to a memfd for ever, to everybody."""
+    fcntl.fcntl(descriptor, _SEALS, seals)
+
+
+def sealed_copy(data: bytes, name: str) -> int:
+    """A memfd with these bytes that nobody can change any more; its descriptor."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(data)
+        seal(descriptor, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW | SEAL_WRITE)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+class Arena:
+    """A mapped arena. ``descriptor`` stays the caller's to close; the mapping lives as long as tensors in it do."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._map = mmap.mmap(descriptor, size)
+
+    @classmethod
+    def create(cls, size: int) -> tuple[Arena, int]:
+        """A new arena of ``size`` bytes of address space, and its descriptor."""
+        descriptor = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            seal(descriptor, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW)
+            return cls(descriptor, size), descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def matrices(self, place: int, rows: int, widths: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Views of matrices [rows, width] that lie one after another from ``place``.
+
+        Raises:
+            WireError: they are not wholly inside the arena.
+        """
+        itemsize = dtype.itemsize
+        found = []
+        for width in widths:
+            count = rows * width
+            if count == 0 or place < 0 or place + count * itemsize > self.size:
+                raise WireError(f"[{rows}, {width}] {dtype} at {place} is not inside an arena of {self.size} bytes")
+            found.append(torch.frombuffer(self._map, dtype=dtype, count=count, offset=place).view(rows, width))
+            place += align(count * itemsize)
+        return tuple(found)
+
+    def trim(self) -> None:
+        """Give back the memory, not the address space."""
+        self._map.madvise(mmap.MADV_REMOVE)
+
+
+def spread(rows: int, widths: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes that matrices [rows, width] take in an arena, one after another."""
+    return sum(align(rows * width * dtype.itemsize) for width in widths)
+
+
+class Places:
+    """Which parts of an arena are in use: first fit, neighbours joined. The client's side only."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = [(0, size)]
+        """Start and end of each free part, ascending."""
+
+    def take(self, size: int) -> int:
+        """A place of at least ``size`` bytes.
+
+        Raises:
+            UsageError: there is none.
+        """
+        size = max(align(size), ALIGN)
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                if end - start == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = (start + size, end)
+                return start
+        raise UsageError(
+            f"a call needs {size} bytes of the arena, which has {self.size}; send fewer tokens at once, or ask the "
+            "executor's host for a larger arena_bytes limit"
+        )
+
+    def give_back(self, start: int, size: int) -> None:
+        """Free what :meth:`take` gave for ``size`` bytes."""
+        end = start + max(align(size), ALIGN)
+        index = bisect.bisect(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))
+
+    @property
+    def in_use(self) -> int:
+        """Bytes taken."""
+        return self.size - sum(end - start for start, end in self._free)

@@ -1,0 +1,541 @@
+"""The client's side of ``shm://``: one channel for coroutines, one for plain synchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from symbiosis.core.protocols import Expected, Look
+from symbiosis.core.requests import Call, Key, LayerSpec, Pass
+from symbiosis.core.share import Hollow
+from symbiosis.core.virtlayer import Link
+from symbiosis.errors import (
+    ClientClosedError,
+    ConnectionLostError,
+    ExecutorClosedError,
+    RefusedError,
+    SymbiosisError,
+    UsageError,
+    WireError,
+)
+from symbiosis.log import get_logger
+from symbiosis.transports import wire
+from symbiosis.transports.arena import Arena, Places, spread
+from symbiosis.transports.backoff import backoff
+from symbiosis.transports.threads import ThreadCalls
+from symbiosis.transports.welcome import Welcome
+from symbiosis.transports.wire import CallMessage, Frames, Type, frame
+
+__all__ = ["ShmBlockingChannel", "ShmChannel", "look", "socket_path"]
+
+log = get_logger(__name__)
+
+ANSWER_WITHIN_S = 30.0
+"""How long a handshake may take."""
+PING_AFTER_S = 5
+SILENT_FOR_S = 120.0
+"""An executor that lives but says nothing for so long, not even to a ping, is given up. Its death shows at once."""
+MAX_PATH = 107
+_CPU = torch.device("cpu")
+
+Results = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """What a handshake gives."""
+
+    socket: socket.socket
+    welcome: Welcome
+    arena: Arena
+    share: int
+    """Descriptor of the client's share."""
+
+
+def socket_path(address: str) -> Path:
+    """``shm:///path`` → the path.
+
+    Raises:
+        UsageError: it is not absolute, or longer than a Unix socket's may be.
+    """
+    path = address.removeprefix("shm://")
+    if not path.startswith("/") or path.endswith("/"):
+        raise UsageError(f"{address!r}: write shm:///absolute/path/of/the.sock")
+    if len(os.fsencode(path)) > MAX_PATH:
+        raise UsageError(
+            f"{address!r}: a Unix socket's path has at most {MAX_PATH} bytes; this one has {len(os.fsencode(path))}"
+        )
+    return Path(path)
+
+
+def _say_hello(address: str, name: str | None) -> tuple[socket.socket, Welcome, list[int]]:
+    """Connect and say HELLO; the socket, the welcome and the descriptors that came. Blocks.
+
+    Raises:
+        ConnectionLostError: nobody listens there, or it went away.
+        RefusedError: the executor does not let us in.
+    """
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    descriptors: list[int] = []
+    try:
+        connected.settimeout(ANSWER_WITHIN_S)
+        connected.connect(str(socket_path(address)))
+        connected.sendall(frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)))
+        frames = Frames(wire.MAX_TO_CLIENT)
+        first, descriptors, _, _ = socket.recv_fds(connected, 1, 2)
+        if not descriptors:
+            frames.feed(first)
+        while (message := frames.next()) is None:
+            data = connected.recv(1 << 20)
+            if not data:
+                raise ConnectionResetError("it hung up")
+            frames.feed(data)
+        type_, content = wire.unpack_answer(message)
+        if type_ is Type.ENDED:
+            raise wire.error_of(*content[:2])
+        if type_ is not Type.WELCOME:
+            raise WireError(f"the executor at {address} answered HELLO with {type_.name}")
+        return connected, Welcome(content), list(descriptors)
+    except BaseException as error:
+        connected.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if isinstance(error, PermissionError):
+            raise RefusedError(f"{address} belongs to another user") from error
+        if isinstance(error, OSError):
+            raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
+        raise
+
+
+def look(address: str) -> Look:
+    """What there is to see without joining. Blocks."""
+    connected, welcome, _ = _say_hello(address, None)
+    with connected:
+        connected.sendall(frame(wire.pack(Type.STATUS)))
+        frames = Frames(wire.MAX_TO_CLIENT)
+        while (message := frames.next()) is None:
+            data = connected.recv(1 << 20)
+            if not data:
+                raise ConnectionLostError(f"the executor at {address} hung up")
+            frames.feed(data)
+    type_, content = wire.unpack_answer(message)
+    if type_ is not Type.STATUS or not content or not isinstance(content[0], dict):
+        raise WireError(f"the executor at {address} answered STATUS with {type_.name}")
+    return Look(content[0], welcome.share, welcome.tokenizer)
+
+
+def _connect(address: str, name: str, fingerprint: str | None = None) -> _Connection:
+    """Join an executor; ``fingerprint`` of the model that it must have."""
+    connected, welcome, descriptors = _say_hello(address, name)
+    try:
+        if len(descriptors) != 2:
+            raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
+        if fingerprint is not None and welcome.fingerprint != fingerprint:
+            raise RefusedError(f"the executor at {address} came back with another model; open a new client")
+        size = welcome.content.get("arena_bytes")
+        if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
+            raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
+        arena = Arena(descriptors[0], size)
+        os.close(descriptors.pop(0))
+        return _Connection(connected, welcome, arena, descriptors.pop())
+    except BaseException:
+        connected.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _may_return(error: BaseException) -> bool:
+    """Whether an executor that refused a reconnect may let us in later: it may not have noticed that we had gone."""
+    return isinstance(error, ConnectionLostError | ExecutorClosedError) or (
+        isinstance(error, RefusedError) and "another model" not in str(error)
+    )
+
+
+class _ShmChannel:
+    """What both channels have in common: the share, the layer table, what a call looks like in the arena."""
+
+    def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
+        self.client = client
+        self.device = _CPU
+        self.welcome = connection.welcome
+        self._address = address
+        self._retry_s = retry_s
+        self._share = connection.share
+        self._ids = itertools.count(1)
+        self._in_pass = False
+        self._hollow: Hollow = connection.welcome.hollow(self._tensors, _CPU)
+        self.layers: Sequence[LayerSpec] = self._hollow.layers
+        self._expected: dict[Key, Expected] = {}
+        os.close(connection.share)
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        # Mapped privately: pages are shared with every other client until this process writes to them.
+        with safe_open(f"/proc/self/fd/{self._share}", "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+    def skeleton(self, link: Link) -> nn.Module:
+        return self._hollow.skeleton(link)
+
+    def _expects(self, key: Key) -> Expected:
+        expected = self._expected.get(key)
+        if expected is None:
+            specs = [self.layers[layer] for layer in key.layers]
+            first = specs[0]
+            if key.pass_ is not Pass.BACKWARD:
+                expected = Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in specs))
+            else:
+                widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
+                expected = Expected(widths, first.dtype, (first.in_features,))
+            self._expected[key] = expected
+        return expected
+
+
+class ShmBlockingChannel(_ShmChannel):
+    """For synchronous code: the thread that calls writes to the socket and waits for the answer itself."""
+
+    def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
+        super().__init__(address, connection, client, retry_s)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._owed: int | None = None
+        """A call whose answer somebody did not wait for."""
+        self._use(connection)
+        self._pid = os.getpid()
+        me = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forked(me))
+
+    @classmethod
+    def open(cls, address: str, client: str, retry_s: float) -> ShmBlockingChannel:
+        """Join the executor at ``address``."""
+        return cls(address, _connect(address, client), client, retry_s)
+
+    def _use(self, connection: _Connection) -> None:
+        self._socket = connection.socket
+        self._socket.settimeout(None)
+        # A timeout in the kernel: Python's own would cost a second system call each time.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PING_AFTER_S.to_bytes(8, "little") + bytes(8))
+        self._arena = connection.arena
+        self._frames = Frames(wire.MAX_TO_CLIENT)
+        self._owed = None
+        if self._in_pass:
+            self._socket.sendall(_BEGIN)
+
+    def call(self, call: Call) -> Results:
+        with self._lock:
+            while True:
+                if self._closed:
+                    raise self._closed_error()
+                try:
+                    return self._exchange(call)
+                except (OSError, ConnectionLostError, ExecutorClosedError) as error:
+                    self._reconnect(error)
+
+    def _exchange(self, call: Call) -> Results:
+        if self._owed is not None:
+            self._answer(self._owed)
+        key, rows = call.key, call.tensors[0].shape[0]
+        widths, dtype, results = self._expects(key)
+        taken = spread(rows, widths, dtype)
+        if taken + spread(rows, results, dtype) > self._arena.size:
+            raise UsageError(
+                f"a call of {rows} rows does not fit in an arena of {self._arena.size} bytes; send fewer tokens at once"
+            )
+        for place, tensor in zip(self._arena.matrices(0, rows, widths, dtype), call.tensors, strict=True):
+            place.copy_(tensor)
+        id_ = next(self._ids)
+        message = wire.pack_call(CallMessage(id_, key, call.kind, rows, 0, taken))
+        self._owed = id_
+        self._socket.sendall(frame(message))
+        type_, content = self._answer(id_)
+        if type_ is Type.FAILED:
+            raise wire.error_of(*content[1:3])
+        return tuple([place.clone() for place in self._arena.matrices(taken, rows, results, dtype)])
+
+    def _answer(self, id_: int) -> tuple[Type, Sequence[Any]]:
+        """RESULT or FAILED of call ``id_``."""
+        heard = time.monotonic()
+        while True:
+            message = self._frames.next()
+            if message is None:
+                try:
+                    data = self._socket.recv(1 << 16)
+                except BlockingIOError:
+                    if time.monotonic() - heard > SILENT_FOR_S:
+                        raise ConnectionLostError(f"{self._address} has been silent for {SILENT_FOR_S:.0f} s") from None
+                    self._socket.sendall(_PING)
+                    continue
+                if not data:
+                    raise ConnectionLostError(f"the executor at {self._address} is gone")
+                heard = time.monotonic()
+                self._frames.feed(data)
+                continue
+            type_, content = wire.unpack_answer(message)
+            if type_ is Type.ENDED:
+                raise wire.error_of(*content[:2])
+            if type_ in (Type.RESULT, Type.FAILED) and wire.read_id(content) == id_:
+                self._owed = None
+                return type_, content
+
+    def _reconnect(self, cause: BaseException) -> None:
+        self._socket.close()
+        if self._retry_s <= 0:
+            raise ConnectionLostError(f"lost the executor at {self._address}: {cause}") from cause
+        log.warning("executor lost", address=self._address, client=self.client, why=str(cause))
+        last: BaseException = cause
+        for delay in backoff(self._retry_s):
+            time.sleep(delay)
+            if self._closed:
+                raise self._closed_error()
+            try:
+                connection = _connect(self._address, self.client, self.welcome.fingerprint)
+                os.close(connection.share)
+                self._use(connection)
+            except (SymbiosisError, OSError) as error:
+                if not isinstance(error, OSError) and not _may_return(error):
+                    raise
+                last = error
+            else:
+                log.info("executor is back", address=self._address, client=self.client)
+                return
+        raise ConnectionLostError(
+            f"lost the executor at {self._address} and it did not come back within {self._retry_s:.0f} s: {last}"
+        ) from last
+
+    def begin_pass(self) -> None:
+        self._say(_BEGIN, True)
+
+    def end_pass(self) -> None:
+        self._say(_END, False)
+
+    def _say(self, message: bytes, in_pass: bool) -> None:
+        with self._lock:
+            if self._in_pass != in_pass and not self._closed:
+                self._in_pass = in_pass
+                with contextlib.suppress(OSError):  # the next call finds out, and reconnects
+                    self._socket.sendall(message)
+
+    def send(self, call: Call) -> asyncio.Future[Results]:
+        raise UsageError("this model was opened for synchronous code; use symbiosis.connect for coroutines")
+
+    def flush(self) -> None:
+        pass
+
+    def cancel(self, call: Call) -> None:
+        pass
+
+    def interrupt(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        """Leave. A call in progress on another thread ends."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _closed_error(self) -> ClientClosedError:
+        if os.getpid() != self._pid:
+            return ClientClosedError(
+                f"the model of {self.client!r} belongs to the process that opened it, not to its forked child; "
+                "open one of its own there"
+            )
+        return ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
+
+
+def _forked(channel: weakref.ref[ShmBlockingChannel]) -> None:
+    """In a forked child (a DataLoader's worker, say): the connection is the parent's alone."""
+    mine = channel()
+    if mine is not None:
+        mine._closed = True
+        mine._lock = threading.Lock()
+        mine._socket.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A call that was sent, or is to be when the executor is back."""
+
+    id: int
+    call: Call
+    reply: asyncio.Future[Results] | None
+    """None when nobody waits any more."""
+    place: int
+    size: int
+
+
+class ShmChannel(_ShmChannel, asyncio.Protocol):
+    """For coroutines: answers arrive on the event loop."""
+
+    def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
+        super().__init__(address, connection, client, retry_s)
+        self._loop = asyncio.get_running_loop()
+        self._pending: dict[int, _Pending] = {}
+        self._ended: SymbiosisError | None = None
+        self._transport: Any = None
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._threads = ThreadCalls(self._loop, self.send, self.cancel)
+        self.call = self._threads.call
+        self.interrupt = self._threads.interrupt
+
+    @classmethod
+    async def open(cls, address: str, client: str, retry_s: float) -> ShmChannel:
+        """Join the executor at ``address``."""
+        connection = await asyncio.to_thread(_connect, address, client)
+        channel = cls(address, connection, client, retry_s)
+        await channel._use(connection)
+        return channel
+
+    async def _use(self, connection: _Connection) -> None:
+        self._arena = connection.arena
+        self._places = Places(connection.arena.size)
+        self._frames = Frames(wire.MAX_TO_CLIENT)
+        connection.socket.setblocking(False)
+        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=connection.socket)
+        if self._in_pass:
+            self._transport.write(_BEGIN)
+        for pending in list(self._pending.values()):
+            if pending.reply is None:
+                del self._pending[pending.id]
+            else:
+                self._write(pending)
+
+    def send(self, call: Call) -> asyncio.Future[Results]:
+        if self._ended is not None:
+            raise self._ended
+        call.id = next(self._ids)
+        reply: asyncio.Future[Results] = self._loop.create_future()
+        pending = _Pending(call.id, call, reply, -1, 0)
+        if self._transport is not None:
+            self._write(pending)
+        self._pending[call.id] = pending
+        return reply
+
+    def _write(self, pending: _Pending) -> None:
+        call = pending.call
+        rows = call.tensors[0].shape[0]
+        widths, dtype, results = self._expects(call.key)
+        taken = spread(rows, widths, dtype)
+        pending.size = taken + spread(rows, results, dtype)
+        pending.place = self._places.take(pending.size)
+        for place, tensor in zip(self._arena.matrices(pending.place, rows, widths, dtype), call.tensors, strict=True):
+            place.copy_(tensor)
+        message = CallMessage(pending.id, call.key, call.kind, rows, pending.place, pending.place + taken)
+        self._transport.write(frame(wire.pack_call(message)))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._frames.feed(data)
+            while (message := self._frames.next()) is not None:
+                self._received(*wire.unpack_answer(message))
+        except WireError as error:
+            self._end(error)
+
+    def _received(self, type_: Type, content: Sequence[Any]) -> None:
+        if type_ is Type.ENDED:
+            error = wire.error_of(*content[:2])
+            if not isinstance(error, ExecutorClosedError) or self._retry_s <= 0:
+                self._end(error)
+            return
+        pending = self._pending.pop(wire.read_id(content), None) if type_ in (Type.RESULT, Type.FAILED) else None
+        if pending is None:
+            return
+        reply = pending.reply
+        if reply is not None and not reply.done():
+            if type_ is Type.FAILED:
+                reply.set_exception(wire.error_of(*content[1:3]))
+            else:
+                call = pending.call
+                rows = call.tensors[0].shape[0]
+                widths, dtype, results = self._expects(call.key)
+                first = pending.place + spread(rows, widths, dtype)
+                reply.set_result(tuple([one.clone() for one in self._arena.matrices(first, rows, results, dtype)]))
+        self._places.give_back(pending.place, pending.size)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._ended is not None:
+            return
+        if self._retry_s <= 0:
+            self._end(ConnectionLostError(f"the executor at {self._address} is gone"))
+        else:
+            self._reconnecting = self._loop.create_task(self._reconnect())
+
+    async def _reconnect(self) -> None:
+        log.warning("executor lost", address=self._address, client=self.client)
+        last: Exception | None = None
+        for delay in backoff(self._retry_s):
+            await asyncio.sleep(delay)
+            try:
+                connection = await asyncio.to_thread(_connect, self._address, self.client, self.welcome.fingerprint)
+                os.close(connection.share)
+                await self._use(connection)
+            except (SymbiosisError, OSError) as error:
+                if isinstance(error, SymbiosisError) and not _may_return(error):
+                    self._end(error)
+                    return
+                last = error
+            else:
+                log.info("executor is back", address=self._address, client=self.client)
+                return
+        self._end(
+            ConnectionLostError(
+                f"lost the executor at {self._address} and it did not come back within {self._retry_s:.0f} s: {last}"
+            )
+        )
+
+    def _end(self, error: SymbiosisError) -> None:
+        """Every call that waits ends with ``error``, and every later one."""
+        if self._ended is not None:
+            return
+        self._ended = error
+        for pending in self._pending.values():
+            if pending.reply is not None and not pending.reply.done():
+                pending.reply.set_exception(error)
+        self._pending.clear()
+        if self._transport is not None:
+            self._transport.close()
+
+    def cancel(self, call: Call) -> None:
+        pending = self._pending.get(call.id)
+        if pending is not None:
+            pending.reply = None
+            if self._transport is not None:  # its place is free when the executor has answered
+                self._transport.write(frame(wire.pack(Type.CANCEL, pending.id)))
+
+    def flush(self) -> None:
+        pass
+
+    def begin_pass(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        self._in_pass = True
+        if self._transport is not None:
+            self._transport.write(_BEGIN)
+
+    def end_pass(self) -> None:
+        self._in_pass = False
+        if self._transport is not None:
+            self._transport.write(_END)
+
+    def close(self) -> None:
+        self._end(ClientClosedError(f"the client {self.client!r} was closed"))
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+
+
+_BEGIN, _END, _PING = (frame(wire.pack(type_)) for type_ in (Type.BEGIN, Type.END, Type.PING))
