@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from symbiosis.cli.demo import base_model, plain
 from symbiosis.cli.demo.base_model import cache_folder
-from symbiosis.cli.demo.data import IGNORED, Corpus, docstrings, read_data, topics
+from symbiosis.cli.data import IGNORED, Corpus, docstrings, read_halves, topics
 from symbiosis.cli.demo.live import sparkline
 from symbiosis.cli.demo.memory import total
 from symbiosis.cli.demo.report import agreement
@@ -206,7 +206,7 @@ def test_wrong_files(tmp_path: Path, name: str, content: bytes | None, complaint
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read_data(file)
+        read_halves(file)
     assert str(file) in str(caught.value)
     assert complaint in str(caught.value)
 
@@ -306,18 +306,18 @@ def test_batches_depend_on_the_seed_alone(tiny: Path) -> None:
 
 
 def test_halves_are_disjoint_and_lose_nothing(pairs: Path, tmp_path: Path) -> None:
-    first, second = read_data(pairs)
+    first, second = read_halves(pairs)
     assert [*first.pairs, *second.pairs] == [(pair["prompt"], pair["completion"]) for pair in PAIRS]
     text = tmp_path / "text.txt"
     text.write_text("\n".join(map(str, range(100))), encoding="utf-8")
-    first, second = read_data(text)
+    first, second = read_halves(text)
     assert first.documents[0] + second.documents[0] == text.read_text(encoding="utf-8")
 
 
 def test_line_separators_inside_strings_do_not_break_lines(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "a\u2028b", "completion": "c"}\r\n{"prompt": "d", "completion": "e"}', encoding="utf-8")
-    first, second = read_data(file)
+    first, second = read_halves(file)
     assert first.pairs == [("a\u2028b", "c")]
     assert second.pairs == [("d", "e")]
 

@@ -11,6 +11,8 @@ from symbiosis.bench.commands import app as bench
 from symbiosis.cli.console import CommandGroup
 from symbiosis.cli.demo.command import demo
 from symbiosis.cli.policies import policies
+from symbiosis.cli.serve import serve, status
+from symbiosis.cli.tenant import finetune, generate
 
 __all__ = ["app", "main"]
 
@@ -21,6 +23,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(serve)
+app.command()(finetune)
+app.command()(generate)
+app.command()(status)
 app.command()(policies)
 app.add_typer(bench, name="bench")
 

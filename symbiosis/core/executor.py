@@ -168,11 +168,16 @@ class Executor:
         self._started = _now()
         await self.listen(self._address)
 
-    async def listen(self, address: str) -> Listener:
-        """Open one more address, such as ``tcp://0.0.0.0:7000``."""
+    async def listen(self, address: str, **options: Any) -> Listener:
+        """Open one more address, such as ``shm:///run/symbiosis.sock``; options are those of its transport.
+
+        Raises:
+            UnknownNameError, UsageError: no such transport or option, or the address cannot be had.
+            ShareError: the model cannot be served to other processes.
+        """
         if self._loop is None:
             raise UsageError("start the executor first: `async with executor:`")
-        listener = await make_transport(address).listen(address, self)
+        listener = await make_transport(address, **options).listen(address, self)
         self._listeners.append(listener)
         return listener
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from symbiosis._version import __version__
-from symbiosis.cli.demo.data import Corpus, topics
+from symbiosis.cli.data import Corpus, topics
 from symbiosis.errors import UsageError
 
 __all__ = ["RECIPE", "adapter_folder", "base_model"]

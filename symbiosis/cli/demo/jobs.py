@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from symbiosis.cli.demo.data import IGNORED
+from symbiosis.cli.data import IGNORED
 
 __all__ = ["Footprint", "Generation", "Plan", "Tenant", "Training"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from symbiosis.cli.data import Corpus, docstrings, read_halves, topics
 from symbiosis.cli.demo.base_model import adapter_folder, base_model
-from symbiosis.cli.demo.data import Corpus, docstrings, read_data, topics
 from symbiosis.cli.demo.jobs import Generation, Plan, Training
 from symbiosis.cli.demo.live import Steps
 from symbiosis.errors import UsageError
@@ -41,7 +41,7 @@ def make_plan(settings: Settings, out: Console) -> Plan:
         UsageError: and the message says what to do instead.
     """
     device = _device(settings.device)
-    own_data = None if settings.data is None else read_data(settings.data)
+    own_data = None if settings.data is None else read_halves(settings.data)
     model, tokenizer, config = _model(settings, out)
     dtype = getattr(torch, settings.dtype) if settings.dtype else config.dtype or torch.float32
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20

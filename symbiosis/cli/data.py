@@ -16,7 +16,7 @@ import torch
 
 from symbiosis.errors import UsageError
 
-__all__ = ["Corpus", "docstrings", "read_data", "topics"]
+__all__ = ["Corpus", "docstrings", "read_corpus", "read_halves", "topics"]
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100
@@ -141,8 +141,8 @@ def docstrings(module: str, contains: str = "") -> list[str]:
 # ---------------------------------------------------------------------------------------------------- the user's own
 
 
-def read_data(path: Path) -> tuple[Corpus, Corpus]:
-    """A file of pairs (``.jsonl``) or text (``.txt``), as its two halves.
+def read_corpus(path: Path) -> Corpus:
+    """A file of pairs (``.jsonl``) or text (``.txt``).
 
     Raises:
         UsageError: it cannot be read, or a line of it is wrong. The message says which, and what to do.
@@ -156,14 +156,22 @@ def read_data(path: Path) -> tuple[Corpus, Corpus]:
         raise UsageError(f"{path}, line {line}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if path.suffix.lower() == ".jsonl":
-        return _halve_pairs(path, text)
-    return _halve_text(path, text)
-
-
-def _halve_pairs(path: Path, text: str) -> tuple[Corpus, Corpus]:
+    if path.suffix.lower() == ".txt":
+        return Corpus(path.name, documents=[text.strip()])
     # Not splitlines(): that would also break a line at a U+2028 inside a string.
     pairs = [_pair(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not pairs:
+        raise UsageError(f"{path}: no pairs of prompt and completion in it")
+    return Corpus(path.name, pairs=pairs)
+
+
+def read_halves(path: Path) -> tuple[Corpus, Corpus]:
+    """A file of pairs or text, as its two halves, for two tenants; raises what :func:`read_corpus` raises."""
+    corpus = read_corpus(path)
+    return _halve_pairs(path, corpus.pairs) if corpus.pairs else _halve_text(path, corpus.documents[0])
+
+
+def _halve_pairs(path: Path, pairs: list[tuple[str, str]]) -> tuple[Corpus, Corpus]:
     if len(pairs) < 2:
         raise UsageError(f"{path}: {len(pairs)} pairs are too few; the two fine-tuning tenants need at least one each")
     middle = len(pairs) // 2
@@ -194,7 +202,6 @@ def _pair(path: Path, number: int, line: str) -> tuple[str, str]:
 
 
 def _halve_text(path: Path, text: str) -> tuple[Corpus, Corpus]:
-    text = text.strip()
     middle = len(text) // 2
     middle = text.find("\n", middle) + 1 or middle
     first, second = (

@@ -1,0 +1,139 @@
+"""``symbiosis serve`` and ``symbiosis status``: the provider's side."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_module
+import signal
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from symbiosis.cli.console import console
+from symbiosis.core.registry import make_policy, make_transport
+from symbiosis.errors import UsageError
+
+__all__ = ["AddressArgument", "InsecureOption", "KeyOption", "options_of", "serve", "status"]
+
+
+class LogFormat(StrEnum):
+    """How events are written to standard error."""
+
+    CONSOLE = "console"
+    JSON = "json"
+
+
+AddressArgument = Annotated[
+    str, typer.Argument(help="Of the executor: shm:///run/symbiosis.sock, tcp://host:7000…", show_default=False)
+]
+KeyOption = Annotated[Path | None, typer.Option(help="The tenant's secret key file, for tcp://; see `symbiosis keys`.")]
+InsecureOption = Annotated[bool, typer.Option(help="Allow tcp:// without encryption beyond this host.")]
+
+
+def options_of(**options: Any) -> dict[str, Any]:
+    """Options for a transport: those that were given."""
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="The base model: a folder or hub id.", show_default=False)],
+    listen: Annotated[
+        list[str],
+        typer.Option(help="Address to listen on; repeat for several: shm:///path.sock, tcp://0.0.0.0:7000."),
+    ],
+    policy: Annotated[
+        str, typer.Option(help="Batching policy, with options if need be; `symbiosis policies` lists them.")
+    ] = "opportunistic",
+    base_layers: Annotated[
+        str, typer.Option(help="What is served: linear, mlp (whole MLPs as well), or a module name pattern.")
+    ] = "linear",
+    keys: Annotated[
+        Path | None, typer.Option(help="Folder with the tenants' public keys, for tcp://; see `symbiosis keys`.")
+    ] = None,
+    insecure: InsecureOption = False,
+    device: Annotated[str | None, typer.Option(help="Where the base model runs, such as cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Precision to serve in (default: the checkpoint's).")] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Most rows in a batch; bounds its own memory.")] = 8192,
+    log_format: Annotated[
+        LogFormat, typer.Option(help="How events are written to standard error.")
+    ] = LogFormat.CONSOLE,
+) -> None:
+    """Serve a base model to tenants in other processes, until Ctrl-C or SIGTERM.
+
+    Tenants get the model's configuration, tokenizer, embeddings and norms from here; they need no checkpoint.
+
+    Example: symbiosis serve ./llama --listen shm:///run/symbiosis.sock --policy opportunistic
+    """
+    make_policy(policy)
+    for address in listen:
+        make_transport(address)  # a typing mistake should show at once, not after the model is loaded
+    from symbiosis.cli.loop import run
+    from symbiosis.log import render
+
+    render(log_format is LogFormat.JSON)
+    options = {"keys": keys, "insecure": insecure}
+    run(
+        _serve(
+            model,
+            listen,
+            options,
+            policy=policy,
+            base_layers=base_layers,
+            device=device,
+            dtype=dtype,
+            max_rows=max_rows,
+        )
+    )
+
+
+async def _serve(model: str, addresses: list[str], options: dict[str, Any], **settings: Any) -> None:
+    from symbiosis.core.executor import Executor
+
+    out = console(stderr=True)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    with out.status(f"loading {escape(model)}"):
+        try:
+            executor = Executor.from_pretrained(model, **settings)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise UsageError(
+                f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id ({reason})"
+            ) from error
+    async with executor:
+        for address in addresses:
+            mine = options if address.startswith("tcp://") else {}
+            await executor.listen(address, **options_of(**mine))
+        out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
+        await stop.wait()
+        out.print("shutting down")
+
+
+def status(
+    address: AddressArgument,
+    key: KeyOption = None,
+    insecure: InsecureOption = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the state as JSON.")] = False,
+) -> None:
+    """Show what an executor is and does. Exit status 1 if it does not answer."""
+    look = make_transport(address, **options_of(key=key, insecure=insecure)).look(address)
+    if json:
+        typer.echo(json_module.dumps(look.status))
+        return
+    table = Table(box=None, show_header=False)
+    for name, value in look.status.items():
+        shown = (
+            ", ".join(map(str, value))
+            if isinstance(value, list)
+            else f"{value:.3g}"
+            if isinstance(value, float)
+            else value
+        )
+        table.add_row(f"[bold]{name.replace('_', ' ')}[/]", escape(str(shown)) or "none")
+    console().print(table)

@@ -1,0 +1,153 @@
+"""``symbiosis finetune`` and ``symbiosis generate``: a tenant's side, for those who write no code."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from symbiosis.cli.console import console
+from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
+from symbiosis.errors import UsageError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+__all__ = ["finetune", "generate"]
+
+RetryOption = Annotated[float, typer.Option(min=0, help="How long to wait for an executor that was lost, in seconds.")]
+
+
+def finetune(
+    address: AddressArgument,
+    data: Annotated[
+        Path,
+        typer.Option(help="What to learn: a .jsonl file of prompt and completion, or a .txt file.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the adapter.", show_default=False)],
+    lora: Annotated[
+        str, typer.Option(help="The LoRA: r, alpha, dropout, targets (names joined with +).")
+    ] = "r=8,alpha=16",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
+    sequence: Annotated[int, typer.Option(min=8, help="Most tokens in a sequence.")] = 256,
+    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 1e-4,
+    seed: Annotated[int, typer.Option(min=0, help="Of the adapter and the order of the data.")] = 0,
+    key: KeyOption = None,
+    insecure: InsecureOption = False,
+    retry: RetryOption = 60.0,
+    json: Annotated[Path | None, typer.Option(help="Also write losses to this file.")] = None,
+) -> None:
+    """Fine-tune a LoRA on a base model that another process serves, and save it as a standard PEFT adapter.
+
+    Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
+    """
+    from symbiosis.cli.data import read_corpus
+
+    corpus = read_corpus(data)
+    config = lora_config(lora)
+    output.mkdir(parents=True, exist_ok=True)
+    import torch
+    from peft import get_peft_model
+
+    from symbiosis.core.connect import open_model
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    out = console(stderr=True)
+    with open_model(address, **options_of(key=key, insecure=insecure, retry=retry)) as base:
+        torch.manual_seed(seed)
+        batches = corpus.batches(base.tokenizer(), steps=steps, size=batch, length=sequence, seed=seed)
+        model: Any = get_peft_model(base, config)
+        model.train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+        losses: list[float] = []
+        columns = (TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
+        with Progress(*columns, TimeRemainingColumn(), console=out) as progress:
+            task = progress.add_task("", total=steps, loss="…")
+            try:
+                for one in batches:
+                    loss = model(**one).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                    progress.update(task, advance=1, loss=f"{losses[-1]:.3f}")
+            finally:
+                if losses:  # what was learned is not lost, whatever ended it
+                    model.save_pretrained(output)
+    out.print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {len(losses)} steps; adapter in {output}")
+    if json is not None:
+        json.write_text(json_module.dumps({"address": address, "losses": losses, "adapter": str(output)}))
+
+
+def lora_config(text: str) -> LoraConfig:
+    """``"r=8,alpha=16,targets=q_proj+v_proj"`` → a configuration.
+
+    Raises:
+        UsageError: an option that it does not have, or no number.
+    """
+    from peft import LoraConfig
+
+    options: dict[str, Any] = {}
+    known = {"r": ("r", int), "alpha": ("lora_alpha", int), "dropout": ("lora_dropout", float)}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        try:
+            if name == "targets":
+                options["target_modules"] = value if value == "all-linear" else value.split("+")
+            else:
+                option, kind = known[name]
+                options[option] = kind(value)
+        except (KeyError, ValueError) as error:
+            raise UsageError(
+                f"--lora {part!r}: write r=8, alpha=16, dropout=0.05 or targets=q_proj+v_proj, joined with commas"
+            ) from error
+    return LoraConfig(task_type="CAUSAL_LM", **options)
+
+
+def generate(
+    address: AddressArgument,
+    prompt: Annotated[str, typer.Option(help="What to continue; - reads standard input.", show_default=False)],
+    adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of sampling.")] = None,
+    key: KeyOption = None,
+    insecure: InsecureOption = False,
+    retry: RetryOption = 60.0,
+) -> None:
+    """Generate text on a base model that another process serves; tokens appear as they come.
+
+    Example: symbiosis generate shm:///run/symbiosis.sock --adapter adapters/alice --prompt "The quick brown fox"
+    """
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json)")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    import torch
+    from peft import PeftModel
+    from transformers import TextStreamer
+
+    from symbiosis.core.connect import open_model
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    with open_model(address, **options_of(key=key, insecure=insecure, retry=retry)) as base:
+        tokenizer = base.tokenizer()
+        model: Any = base if adapter is None else PeftModel.from_pretrained(base, str(adapter))
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        if inputs["input_ids"].shape[1] == 0:
+            raise UsageError("--prompt is empty; give the model something to continue")
+        if seed is not None:
+            torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+        model.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            **sampling,
+        )
