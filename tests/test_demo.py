@@ -16,9 +16,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from symbiosis.cli.data import IGNORED, Corpus, docstrings, read_halves, topics
 from symbiosis.cli.demo import base_model, plain
 from symbiosis.cli.demo.base_model import cache_folder
-from symbiosis.cli.data import IGNORED, Corpus, docstrings, read_halves, topics
 from symbiosis.cli.demo.live import sparkline
 from symbiosis.cli.demo.memory import total
 from symbiosis.cli.demo.report import agreement

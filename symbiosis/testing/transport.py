@@ -1,0 +1,305 @@
+"""A conformance kit for transports: subclass it, say where to listen, and inherit the tests.
+
+::
+
+    class TestMine(TransportConformance):
+        def address(self, folder: Path) -> str:
+            return f"mine://{folder}/socket"
+
+Run it with pytest and ``pytest-asyncio`` in auto mode. Behind the address is a real executor with layers of several
+dtypes and widths; calls go through the transport's own channels and are compared with the layers themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from symbiosis.core.executor import Executor
+from symbiosis.core.protocols import Channel
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
+from symbiosis.errors import BrokenError, PeerError, SymbiosisError, UsageError
+from symbiosis.testing.models import tiny_model
+
+__all__ = ["TransportConformance"]
+
+WITHIN_S = 30.0
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_names = itertools.count(1)
+
+
+def assert_same(result: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Shape, dtype and values; not to the last bit, because another thread may multiply in another order."""
+    torch.testing.assert_close(result, wanted)
+
+
+def _model() -> Any:
+    """A model whose linear layers have all the dtypes in turn."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    block = model.model.layers[1]
+    linears = (block.self_attn.q_proj, block.self_attn.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
+    for module, dtype in zip(linears, DTYPES, strict=True):
+        module.to(dtype)
+    return model
+
+
+class TransportConformance:
+    """What every transport must do. Override :meth:`address` and, where needed, the options."""
+
+    blocking = True
+    """Whether it has channels for synchronous code."""
+
+    def address(self, folder: Path) -> str:
+        """A free address; ``folder`` is the test's own."""
+        raise NotImplementedError
+
+    def listen_options(self, folder: Path) -> dict[str, Any]:
+        """For the listening side."""
+        return {}
+
+    def connect_options(self, folder: Path) -> dict[str, Any]:
+        """For clients."""
+        return {"retry": 0.0}
+
+    # ----------------------------------------------------------------------------------------------------------- parts
+
+    @asynccontextmanager
+    async def _executor(self, folder: Path) -> AsyncIterator[tuple[Executor, str]]:
+        async with Executor(_model(), policy="no-lockstep") as executor:
+            address = self.address(folder)
+            listener = await executor.listen(address, **self.listen_options(folder))
+            yield executor, listener.address
+
+    @asynccontextmanager
+    async def _channel(self, address: str, folder: Path) -> AsyncIterator[Channel]:
+        transport = make_transport(address, **self.connect_options(folder))
+        channel = await asyncio.wait_for(transport.connect(address, f"client-{next(_names)}"), WITHIN_S)
+        try:
+            yield channel
+        finally:
+            channel.close()
+
+    @staticmethod
+    def _call(executor: Executor, layers: tuple[int, ...], pass_: Pass, rows: int, seed: int = 0) -> Call:
+        spec = executor.layers[layers[0]]
+        width = spec.out_features if pass_ is Pass.BACKWARD else spec.in_features
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(rows, width, generator=generator, dtype=torch.float32).to(spec.dtype)
+        return Call(Key(layers, pass_), Kind.FINETUNE, (x,))
+
+    @staticmethod
+    def _expected(executor: Executor, call: Call) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return tuple(executor._split.layers[layer].run(call.key.pass_, call.tensors) for layer in call.key.layers)
+
+    async def _check(self, executor: Executor, channel: Channel, call: Call) -> None:
+        results = await asyncio.wait_for(channel.send(call), WITHIN_S)
+        expected = self._expected(executor, call)
+        assert len(results) == len(expected)
+        for result, wanted in zip(results, expected, strict=True):
+            assert_same(result, wanted)
+
+    @staticmethod
+    async def _until(condition: Any) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    # ----------------------------------------------------------------------------------------------------------- tests
+
+    async def test_every_layer_dtype_and_pass(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            assert [tuple(spec) for spec in channel.layers] == [tuple(spec) for spec in executor.layers]
+            assert {spec.dtype for spec in channel.layers} == set(DTYPES)
+            for spec in executor.layers:
+                for pass_ in Pass:
+                    await self._check(executor, channel, self._call(executor, (spec.layer,), pass_, 3))
+
+    @pytest.mark.parametrize("rows", [1, 2, 17, 1000])
+    async def test_shapes(self, tmp_path: Path, rows: int) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            for pass_ in Pass:
+                await self._check(executor, channel, self._call(executor, (0,), pass_, rows))
+
+    async def test_huge_and_small_in_turn(self, tmp_path: Path) -> None:
+        """16 MiB each way, then a row, then more: whatever the transport allocates must grow and go on."""
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            width = executor.layers[0].in_features
+            rows = (16 << 20) // (4 * width)
+            for count in (1, rows, 1, rows, rows // 2, 1):
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, count))
+
+    async def test_siblings_answer_together(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            group = _siblings(executor.layers)
+            await self._check(executor, channel, self._call(executor, group, Pass.FORWARD, 5))
+
+    async def test_results_are_the_clients_own(self, tmp_path: Path) -> None:
+        """A result keeps its values while later calls come and go, and may be written to."""
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            call = self._call(executor, (0,), Pass.FORWARD, 4)
+            (kept,) = await asyncio.wait_for(channel.send(call), WITHIN_S)
+            for seed in range(5):
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 4, seed=seed + 1))
+            assert_same(kept, self._expected(executor, call)[0])
+            kept.zero_()
+            await self._check(executor, channel, call)
+
+    async def test_many_at_once_keep_their_answers(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            calls = [self._call(executor, (seed % 7,), Pass.FORWARD, 1 + seed % 5, seed=seed) for seed in range(40)]
+            replies = [channel.send(call) for call in calls]
+            for call, reply in zip(calls, replies, strict=True):
+                results = await asyncio.wait_for(reply, WITHIN_S)
+                assert_same(results[0], self._expected(executor, call)[0])
+
+    async def test_many_clients(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address):
+
+            async def client(number: int) -> None:
+                async with self._channel(address, tmp_path) as channel:
+                    channel.begin_pass()
+                    for turn in range(10):
+                        call = self._call(executor, (turn,), Pass.FORWARD, 1 + number, seed=100 * number + turn)
+                        await self._check(executor, channel, call)
+                    channel.end_pass()
+
+            await asyncio.gather(*[client(number) for number in range(6)])
+            await self._until(lambda: not executor.status()["clients"])
+
+    async def test_a_wrong_call_is_refused_and_the_next_one_served(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            good = self._call(executor, (0,), Pass.FORWARD, 2)
+            width = executor.layers[0].in_features
+            wrong = [
+                Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(0, width),)),
+                Call(Key((0, 0), Pass.FORWARD), Kind.DECODE, (torch.zeros(1, width),)),
+            ]
+            for call in wrong:
+                with pytest.raises(SymbiosisError):
+                    await asyncio.wait_for(channel.send(call), WITHIN_S)
+            await self._check(executor, channel, good)
+
+    @pytest.mark.parametrize("turns", range(6))
+    async def test_cancelled_at_any_moment(self, tmp_path: Path, turns: int) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            for seed in range(3):
+                call = self._call(executor, (0,), Pass.FORWARD, 300, seed=seed)
+                reply = channel.send(call)
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                if reply.done():
+                    assert_same(reply.result()[0], self._expected(executor, call)[0])
+                else:
+                    channel.cancel(call)
+                await self._check(executor, channel, self._call(executor, (1,), Pass.FORWARD, 2, seed=seed))
+            await self._until(lambda: executor.status()["outstanding"] == 0)
+
+    async def test_a_client_that_leaves_is_forgotten(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address):
+            async with self._channel(address, tmp_path) as channel:
+                channel.begin_pass()
+                reply = channel.send(self._call(executor, (0,), Pass.FORWARD, 50))
+            await self._until(lambda: not executor.status()["clients"] and executor.status()["outstanding"] == 0)
+            if reply.done() and not reply.cancelled():
+                reply.exception()
+            async with self._channel(address, tmp_path) as channel:
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+
+    async def test_a_name_is_one_clients_alone(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            transport = make_transport(address, **self.connect_options(tmp_path))
+            with pytest.raises((PeerError, UsageError), match=channel.client):
+                await asyncio.wait_for(transport.connect(address, channel.client), WITHIN_S)
+            await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+
+    async def test_an_executor_that_closes_ends_every_call(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            replies = [channel.send(self._call(executor, (0,), Pass.FORWARD, 400)) for _ in range(8)]
+            await executor.close()
+            for reply in replies:
+                with contextlib.suppress(PeerError, BrokenError):
+                    await asyncio.wait_for(reply, WITHIN_S)
+            with pytest.raises((PeerError, BrokenError)):
+                await asyncio.wait_for(channel.send(self._call_like(channel)), WITHIN_S)
+
+    async def test_nobody_there(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (_, address):
+            pass
+        with pytest.raises((PeerError, BrokenError)):
+            async with self._channel(address, tmp_path):
+                pass
+
+    async def test_calls_from_a_thread(self, tmp_path: Path) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            call = self._call(executor, (0,), Pass.BACKWARD, 7)
+            results = await asyncio.wait_for(asyncio.to_thread(channel.call, call), WITHIN_S)
+            assert_same(results[0], self._expected(executor, call)[0])
+
+    async def test_synchronous_clients(self, tmp_path: Path) -> None:
+        """Calls from plain code, on the thread that makes them, beside a coroutine's."""
+        if not self.blocking:
+            transport = make_transport(self.address(tmp_path))
+            with pytest.raises(UsageError):
+                transport.connect_blocking(self.address(tmp_path), "nobody")
+            return
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as other:
+            failures: list[BaseException] = []
+
+            def client(number: int) -> None:
+                try:
+                    transport = make_transport(address, **self.connect_options(tmp_path))
+                    channel = transport.connect_blocking(address, f"thread-{number}")
+                    try:
+                        channel.begin_pass()
+                        for turn in range(10):
+                            pass_ = Pass.FORWARD if turn % 2 else Pass.BACKWARD
+                            call = self._call(executor, (turn,), pass_, 1 + turn, seed=turn)
+                            (result,) = channel.call(call)
+                            assert_same(result, self._expected(executor, call)[0])
+                        channel.end_pass()
+                    finally:
+                        channel.close()
+                except BaseException as error:  # noqa: BLE001 (the test must see it)
+                    failures.append(error)
+
+            threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(3)]
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads):
+                await self._check(executor, other, self._call(executor, (2,), Pass.FORWARD, 2))
+                await asyncio.sleep(0.001)
+            assert not failures, failures
+
+    async def test_look(self, tmp_path: Path) -> None:
+        """Whoever only looks sees the executor's state and is no client."""
+        if not self.blocking:
+            return
+        async with self._executor(tmp_path) as (executor, address):
+            transport = make_transport(address, **self.connect_options(tmp_path))
+            look = await asyncio.wait_for(asyncio.to_thread(transport.look, address), WITHIN_S)
+            assert look.status["clients"] == []
+            assert look.status["layers"] == len(executor.layers)
+            assert look.model["architecture"] == "LlamaForCausalLM"
+
+    @staticmethod
+    def _call_like(channel: Channel) -> Call:
+        spec = channel.layers[0]
+        return Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(1, spec.in_features, dtype=spec.dtype),))
+
+
+def _siblings(layers: Any) -> tuple[int, ...]:
+    """Two layers that could read the same rows."""
+    first: LayerSpec = layers[0]
+    second = next(spec for spec in layers[1:] if (spec.in_features, spec.dtype) == (first.in_features, first.dtype))
+    return first.layer, second.layer
