@@ -30,6 +30,7 @@ _BUILT_IN = {
     TRANSPORTS: {
         "inproc": "symbiosis.transports.inproc:InProcTransport",
         "shm": "symbiosis.transports.shm:ShmTransport",
+        "tcp": "symbiosis.transports.tcp:TcpTransport",
     },
 }
 

@@ -42,6 +42,10 @@ class Welcome:
         """Tells whether it is still the same model after a reconnect."""
         return str(self.share["fingerprint"])
 
+    def known(self, device: torch.device) -> Hollow | None:
+        """The model, if this process has made it before and still uses it."""
+        return _hollows.get((self.fingerprint, str(device)))
+
     def hollow(self, tensors: Callable[[], Mapping[str, torch.Tensor]], device: torch.device) -> Hollow:
         """The model without its base layers; made once a process."""
         key = self.fingerprint, str(device)

@@ -57,7 +57,8 @@ _INT63 = (1 << 63) - 1
 
 
 class Type(IntEnum):
-    """What a message is. To the executor: HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS. To the client: the others."""
+    """What a message is. To the executor: HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE. To the client: the
+    others; STATUS and SHARE are answered with the same type."""
 
     HELLO = 1
     WELCOME = 2
@@ -71,6 +72,7 @@ class Type(IntEnum):
     PONG = 10
     ENDED = 11
     STATUS = 12
+    SHARE = 13
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ class Limits:
     """What one client may take of an executor, told to it in the welcome.
 
     ``calls``, ``rows``: outstanding at once; whoever has more is not listened to until some are answered.
-    ``arena_bytes``: of the memory that carries its tensors.
+    ``arena_bytes``: of the memory that carries its tensors. ``clients``: of one tenant at once, over ``tcp://``.
     """
 
     calls: int = 64
     rows: int = 1 << 20
     arena_bytes: int = 1 << 30
+    clients: int = 64
 
     @classmethod
     def of(cls, value: Any) -> Limits:

@@ -1,0 +1,150 @@
+"""CURVE keys for ``tcp://``: a folder of key files on the executor's side, one file on each tenant's.
+
+``server.secret`` and ``server.public`` are the executor's own pair. Every other ``name.public`` in the folder lets one
+tenant in: a tenant is its public key, and ``name`` is what logs call it. A tenant's ``name.secret`` also holds the
+executor's public key, so that this one file is all a tenant needs. A tenant who does not want to let the secret out of
+its hands makes the pair itself and hands in the public file.
+
+The files have the form of ZeroMQ certificates (``zmq.auth.load_certificate`` reads them).
+Keys are in Z85: 40 characters.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from symbiosis.errors import UsageError
+
+__all__ = ["SERVER", "Key", "Keyring", "load_key", "new_key"]
+
+SERVER = "server"
+"""The name of the executor's own pair."""
+MAX_FILE_BYTES = 64 << 10
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LINE = re.compile(r'^\s*(public-key|secret-key|server-key)\s*=\s*"([^"\s]{40})"\s*$', re.MULTILINE)
+
+
+class Key(NamedTuple):
+    """A key pair, and the executor's public key where it is known; all in Z85."""
+
+    public: bytes
+    secret: bytes
+    server: bytes | None
+
+    def __repr__(self) -> str:
+        return f"<Key {self.public.decode()}>"
+
+
+def new_key(folder: str | Path, name: str) -> Path:
+    """Make a pair: ``name.secret``, which only its owner can read, and ``name.public``; the path of the former.
+
+    The pair called ``server`` is the executor's own and must come first: its public key goes into each tenant's file.
+
+    Raises:
+        UsageError: the name cannot be one, or is taken; there is no ``server`` yet; the folder cannot be written to.
+    """
+    folder = Path(folder)
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"a key cannot be called {name!r}; take up to 64 of the characters A-Z a-z 0-9 . _ -")
+    server = None
+    if name != SERVER:
+        if not (folder / f"{SERVER}.public").exists():
+            raise UsageError(f"{folder} has no {SERVER}.public; make the executor's own key, {SERVER!r}, first")
+        server = _read(folder / f"{SERVER}.public")["public-key"]
+    public, secret = zmq.curve_keypair()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lines = {"public-key": public, "secret-key": secret} | ({} if server is None else {"server-key": server})
+        path = _write(folder / f"{name}.secret", 0o600, f"The SECRET key of {name}: for nobody else's eyes.", lines)
+        _write(folder / f"{name}.public", 0o644, f"The public key of {name}.", {"public-key": public})
+    except FileExistsError as error:
+        raise UsageError(f"{error.filename} exists; remove it first if this key is to be replaced") from error
+    except OSError as error:
+        raise UsageError(f"cannot write a key to {folder}: {error.strerror or error}") from error
+    return path
+
+
+def _write(path: Path, mode: int, title: str, lines: dict[str, bytes]) -> Path:
+    text = f"# {title}\n\ncurve\n" + "".join(f'    {name} = "{key.decode()}"\n' for name, key in lines.items())
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        file.write(text)
+    return path
+
+
+def load_key(path: str | Path) -> Key:
+    """The pair in a ``.secret`` file.
+
+    Raises:
+        UsageError: there is none, or others can read it too. No message shows a secret.
+    """
+    path = Path(path)
+    found = _read(path)
+    if "secret-key" not in found:
+        raise UsageError(f"{path} has no secret key; give the file whose name ends in .secret")
+    if path.stat().st_mode & 0o077:
+        raise UsageError(f"{path} can be read by others than its owner; chmod 600 it")
+    public, secret = found["public-key"], found["secret-key"]
+    if zmq.curve_public(secret) != public:
+        raise UsageError(f"the two keys in {path} do not belong together")
+    return Key(public, secret, found.get("server-key"))
+
+
+def _read(path: Path) -> dict[str, bytes]:
+    try:
+        with path.open(encoding="ascii") as file:
+            found = {name: key.encode() for name, key in _LINE.findall(file.read(MAX_FILE_BYTES))}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the key file {path}: {error}") from error
+    try:
+        sound = "public-key" in found and all(len(z85.decode(key)) == 32 for key in found.values())
+    except (KeyError, ValueError):
+        sound = False
+    if not sound:
+        raise UsageError(f"{path} is no key file; symbiosis.transports.keys.new_key makes them")
+    return found
+
+
+class Keyring:
+    """The executor's keys: its own pair and those of the tenants it lets in.
+
+    The folder is looked at again at each log-in, so that tenants come and go without a restart.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.own = load_key(self.folder / f"{SERVER}.secret")
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._names: dict[bytes, str] = {}
+        self.broken: dict[str, str] = {}
+        """Files that are no key, and why; their tenants are kept out."""
+
+    def name_of(self, public: bytes) -> str | None:
+        """The tenant with this public key (Z85); None if it is not let in.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        self._look()
+        return self._names.get(public)
+
+    def _look(self) -> None:
+        seen = {}
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".public") and entry.name != f"{SERVER}.public":
+                    state = entry.stat()
+                    seen[entry.name] = (state.st_mtime_ns, state.st_size)
+        if seen == self._seen:
+            return
+        self._seen, self._names, self.broken = seen, {}, {}
+        for file in sorted(seen):
+            try:
+                self._names.setdefault(_read(self.folder / file)["public-key"], file.removesuffix(".public"))
+            except UsageError as error:
+                self.broken[file] = str(error)

@@ -1,0 +1,459 @@
+"""The client's side of ``tcp://``: one channel, for coroutines on their own loop, or for synchronous code on a loop of
+the channel's own in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from symbiosis.core.protocols import Expected, Look
+from symbiosis.core.requests import Call, Key, LayerSpec, Pass
+from symbiosis.core.share import Hollow
+from symbiosis.core.virtlayer import Link
+from symbiosis.errors import (
+    ClientClosedError,
+    ConnectionLostError,
+    ExecutorClosedError,
+    RefusedError,
+    SymbiosisError,
+    UsageError,
+    WireError,
+)
+from symbiosis.log import get_logger
+from symbiosis.transports import wire
+from symbiosis.transports.backoff import backoff
+from symbiosis.transports.chunks import ShareFile, progress_bar
+from symbiosis.transports.sockets import matrices, payload
+from symbiosis.transports.tcp_connection import MAX_FRAME_BYTES, Connection, Message, Options
+from symbiosis.transports.threads import ThreadCalls
+from symbiosis.transports.welcome import Welcome
+from symbiosis.transports.wire import CallMessage, Type
+
+__all__ = ["Options", "TcpBlockingChannel", "TcpChannel", "look"]
+
+log = get_logger(__name__)
+
+WATCH_S = 1.5
+PING_AFTER_S = 5.0
+SILENT_FOR_S = 120.0
+"""An executor that lives but leaves a call and pings unanswered for so long is given up. Its death shows in seconds."""
+_CPU = torch.device("cpu")
+
+T = TypeVar("T")
+Results = tuple[torch.Tensor, ...]
+
+
+def look(address: str, options: Options) -> Look:
+    """What there is to see without joining. Blocks."""
+
+    async def see() -> Look:
+        connection = Connection(address, options)
+        welcome = await connection.open(None)
+        try:
+            status = await connection.ask(Type.STATUS)
+        finally:
+            connection.close()
+        if not isinstance(status, dict):
+            raise WireError(f"the executor at {address} has no status")
+        return Look(status, welcome.share, welcome.tokenizer)
+
+    with _Thread() as thread:
+        return thread.run(see())
+
+
+async def _hollow(connection: Connection, welcome: Welcome, options: Options) -> Hollow:
+    """The model, with the client's share of it from the executor unless this process has it."""
+    hollow = welcome.known(_CPU)
+    if hollow is None:
+        share = ShareFile(welcome.content.get("share_bytes"))
+        try:
+            await connection.fetch(share, options.progress)
+            hollow = welcome.hollow(share.tensors, _CPU)
+        finally:
+            share.close()
+    return hollow
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A call that was sent, or is to be."""
+
+    id: int
+    call: Call
+    reply: asyncio.Future[Results] | None
+    """None when nobody waits any more."""
+    rows: int
+    size: int
+    """Bytes, there and back."""
+
+
+class TcpChannel:
+    """For coroutines: answers arrive on the event loop.
+
+    It never has more outstanding than the executor's limits allow: further calls wait here, in order. When the
+    connection is lost, it reconnects and sends again what was outstanding; calls made meanwhile wait.
+    """
+
+    def __init__(self, connection: Connection, welcome: Welcome, hollow: Hollow, client: str, options: Options) -> None:
+        self.client = client
+        self.device = _CPU
+        self.welcome = welcome
+        self.layers: Sequence[LayerSpec] = hollow.layers
+        self._hollow = hollow
+        self._address = connection.address
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count(1)
+        self._expected: dict[Key, Expected] = {}
+        self._in_pass = False
+        self._waiting: deque[_Pending] = deque()
+        self._sent: dict[int, _Pending] = {}
+        self._rows = self._bytes = 0
+        """Of what was sent."""
+        self._ended: SymbiosisError | None = None
+        self._reconnecting: asyncio.Task[None] | None = None
+        self._connection: Connection | None = None
+        self._heard = time.monotonic()
+        self._watcher: asyncio.TimerHandle | None = None
+        self._threads = ThreadCalls(self._loop, self.send, self.cancel)
+        self.call = self._threads.call
+        self.interrupt = self._threads.interrupt
+        self._use(connection)
+        self._watch()
+
+    @classmethod
+    async def open(cls, address: str, client: str, options: Options) -> TcpChannel:
+        """Join the executor at ``address``."""
+        connection = Connection(address, options)
+        welcome = await connection.open(client)
+        try:
+            return cls(connection, welcome, await _hollow(connection, welcome, options), client, options)
+        except BaseException:
+            connection.close()
+            raise
+
+    def skeleton(self, link: Link) -> nn.Module:
+        return self._hollow.skeleton(link)
+
+    def _expects(self, key: Key) -> Expected:
+        expected = self._expected.get(key)
+        if expected is None:
+            specs = [self.layers[layer] for layer in key.layers]
+            first = specs[0]
+            if key.pass_ is not Pass.BACKWARD:
+                expected = Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in specs))
+            else:
+                widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
+                expected = Expected(widths, first.dtype, (first.in_features,))
+            self._expected[key] = expected
+        return expected
+
+    # ---------------------------------------------------------------------------------------------------------- calls
+
+    def send(self, call: Call) -> asyncio.Future[Results]:
+        if self._ended is not None:
+            raise self._ended
+        rows = call.tensors[0].shape[0]
+        widths, dtype, results = self._expects(call.key)
+        size = rows * (sum(widths) + sum(results)) * dtype.itemsize
+        most = min(self.welcome.limits.arena_bytes, MAX_FRAME_BYTES)
+        if size > most:
+            raise UsageError(
+                f"a call of {rows} rows needs {size} bytes there and back; the executor allows {most}; "
+                "send fewer tokens at once, or ask its host for a larger arena_bytes limit"
+            )
+        call.id = next(self._ids)
+        reply: asyncio.Future[Results] = self._loop.create_future()
+        self._waiting.append(_Pending(call.id, call, reply, rows, size))
+        self._send_waiting()
+        return reply
+
+    def _send_waiting(self) -> None:
+        limits = self.welcome.limits
+        while self._waiting and self._connection is not None:
+            pending = self._waiting[0]
+            if self._sent and (
+                len(self._sent) >= limits.calls
+                or self._rows + pending.rows > limits.rows
+                or self._bytes + pending.size > limits.arena_bytes
+            ):
+                return
+            self._waiting.popleft()
+            if not self._sent:
+                self._heard = time.monotonic()
+            self._sent[pending.id] = pending
+            self._rows += pending.rows
+            self._bytes += pending.size
+            call = pending.call
+            message = wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))
+            self._connection.send([message, *map(payload, call.tensors)])
+
+    def _received(self, message: Message) -> None:
+        self._heard = time.monotonic()
+        type_, content, frames = message
+        if type_ is Type.ENDED:
+            error = wire.error_of(*content[:2])
+            if isinstance(error, ExecutorClosedError) and self._options.retry_s > 0:
+                self._lost(error)
+            else:
+                self._end(error)
+            return
+        if type_ not in (Type.RESULT, Type.FAILED):
+            return
+        pending = self._sent.get(wire.read_id(content))
+        if pending is None:
+            return
+        reply, results = pending.reply, None
+        if type_ is Type.RESULT and reply is not None:
+            expected = self._expects(pending.call.key)
+            results = matrices(frames, pending.rows, expected.results, expected.dtype)
+        del self._sent[pending.id]
+        self._rows -= pending.rows
+        self._bytes -= pending.size
+        if reply is not None and not reply.done():
+            if results is None:
+                reply.set_exception(wire.error_of(*content[1:3]))
+            else:
+                reply.set_result(results)
+        if self._waiting:
+            self._send_waiting()
+
+    def cancel(self, call: Call) -> None:
+        pending = self._sent.get(call.id)
+        if pending is not None and pending.call is call:
+            if pending.reply is not None:
+                pending.reply = None
+                self._say(wire.pack(Type.CANCEL, call.id))  # it counts until the executor has answered
+        else:
+            self._waiting = deque(pending for pending in self._waiting if pending.call is not call)
+
+    def flush(self) -> None:
+        pass
+
+    def begin_pass(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+        self._in_pass = True
+        self._say(_BEGIN)
+
+    def end_pass(self) -> None:
+        self._in_pass = False
+        self._say(_END)
+
+    def _say(self, message: bytes) -> None:
+        if self._connection is not None:
+            self._connection.send([message])
+
+    # -------------------------------------------------------------------------------------------- connections and ends
+
+    def _use(self, connection: Connection) -> None:
+        self._connection = connection
+        self._rows = self._bytes = 0
+        again = [pending for pending in self._sent.values() if pending.reply is not None]
+        self._sent.clear()
+        self._waiting.extendleft(reversed(again))
+        connection.hand_on(self._received, self._lost)
+        if self._in_pass:
+            self._say(_BEGIN)
+        self._send_waiting()
+
+    def _watch(self) -> None:
+        """Every second or two: is the executor still there?"""
+        self._watcher = self._loop.call_later(WATCH_S, self._watch)
+        connection = self._connection
+        if connection is None:
+            return
+        unheard = time.monotonic() - self._heard
+        if connection.silent():
+            connection.lose(ConnectionLostError(f"there is no sign of life from the executor at {self._address}"))
+        elif self._sent and unheard > SILENT_FOR_S:
+            connection.lose(
+                ConnectionLostError(f"the executor at {self._address} has not answered for {unheard:.0f} s")
+            )
+        elif self._sent and unheard > PING_AFTER_S:
+            self._say(_PING)
+
+    def _lost(self, error: SymbiosisError) -> None:
+        if self._ended is not None or self._connection is None:
+            return
+        self._connection.close()
+        self._connection = None
+        if isinstance(error, WireError):
+            self._end(error)
+        elif self._options.retry_s <= 0:
+            self._end(ConnectionLostError(str(error)))
+        else:
+            self._reconnecting = self._loop.create_task(self._reconnect(error))
+
+    async def _reconnect(self, why: SymbiosisError) -> None:
+        log.warning("executor lost", address=self._address, client=self.client, why=str(why))
+        for delay in backoff(self._options.retry_s):
+            await asyncio.sleep(delay)
+            connection = Connection(self._address, self._options)
+            try:
+                welcome = await connection.open(self.client)
+            except (ConnectionLostError, ExecutorClosedError, RefusedError) as error:
+                why = error  # refused: it may not have noticed yet that we had gone
+                continue
+            except SymbiosisError as error:
+                self._end(error)
+                return
+            if welcome.fingerprint != self.welcome.fingerprint:
+                connection.close()
+                self._end(
+                    RefusedError(f"the executor at {self._address} came back with another model; open a new client")
+                )
+                return
+            self.welcome = welcome
+            log.info("executor is back", address=self._address, client=self.client)
+            self._use(connection)
+            return
+        patience = f"{self._options.retry_s:.0f} s"
+        self._end(
+            ConnectionLostError(f"lost the executor at {self._address} and was not back within {patience}: {why}")
+        )
+
+    def _end(self, error: SymbiosisError) -> None:
+        """Every call that waits ends with ``error``, and every later one."""
+        if self._ended is not None:
+            return
+        self._ended = error
+        for pending in (*self._sent.values(), *self._waiting):
+            if pending.reply is not None and not pending.reply.done():
+                pending.reply.set_exception(error)
+        self._sent.clear()
+        self._waiting.clear()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def close(self) -> None:
+        self._end(ClientClosedError(f"the client {self.client!r} was closed"))
+        if self._reconnecting is not None:
+            self._reconnecting.cancel()
+
+
+class _Thread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="symbiosis-tcp", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine; blocks."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the loop and wait for its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def __enter__(self) -> _Thread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TcpBlockingChannel:
+    """For synchronous code: a :class:`TcpChannel` on a loop of its own."""
+
+    def __init__(self, thread: _Thread, channel: TcpChannel) -> None:
+        self.client = channel.client
+        self.device = channel.device
+        self.layers = channel.layers
+        self.skeleton = channel.skeleton
+        self._thread = thread
+        self._channel = channel
+        self._in_pass = False
+        self._closed = False
+        self._pid = os.getpid()
+
+    @classmethod
+    def open(cls, address: str, client: str, options: Options) -> TcpBlockingChannel:
+        """Join the executor at ``address``."""
+        thread = _Thread()
+        try:
+            if options.progress is not None:
+                return cls(thread, thread.run(TcpChannel.open(address, client, options)))
+            with progress_bar(address) as progress:
+                channel = thread.run(TcpChannel.open(address, client, options._replace(progress=progress)))
+            return cls(thread, channel)
+        except BaseException:
+            thread.close()
+            raise
+
+    def call(self, call: Call) -> Results:
+        self._check()
+        return self._channel.call(call)
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClientClosedError(
+                f"the model of {self.client!r} belongs to the process that opened it, not to its forked child; "
+                "open one of its own there"
+            )
+        if self._closed:
+            raise ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
+
+    def begin_pass(self) -> None:
+        self._walk(True)
+
+    def end_pass(self) -> None:
+        self._walk(False)
+
+    def _walk(self, in_pass: bool) -> None:
+        if self._in_pass != in_pass and not self._closed and os.getpid() == self._pid:
+            self._in_pass = in_pass
+            self._soon(self._channel.begin_pass if in_pass and self._channel._ended is None else self._channel.end_pass)
+
+    def _soon(self, what: Callable[[], None]) -> None:
+        self._thread.loop.call_soon_threadsafe(what)
+
+    def send(self, call: Call) -> asyncio.Future[Results]:
+        raise UsageError("this model was opened for synchronous code; use symbiosis.connect for coroutines")
+
+    def flush(self) -> None:
+        pass
+
+    def cancel(self, call: Call) -> None:
+        pass
+
+    def interrupt(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        """Leave. A call in progress on another thread ends."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            self._soon(self._channel.close)
+            self._thread.close()
+
+
+_BEGIN, _END, _PING = (wire.pack(type_) for type_ in (Type.BEGIN, Type.END, Type.PING))
