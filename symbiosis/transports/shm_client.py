@@ -94,7 +94,8 @@ def _say_hello(address: str, name: str | None) -> tuple[socket.socket, Welcome, 
     try:
         connected.settimeout(ANSWER_WITHIN_S)
         connected.connect(str(socket_path(address)))
-        connected.sendall(frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)))
+        with contextlib.suppress(BrokenPipeError):  # refused before it heard us; it has said why
+            connected.sendall(frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)))
         frames = Frames(wire.MAX_TO_CLIENT)
         first, descriptors, _, _ = socket.recv_fds(connected, 1, 2)
         if not descriptors:
@@ -212,6 +213,7 @@ class ShmBlockingChannel(_ShmChannel):
         super().__init__(address, connection, client, retry_s)
         self._lock = threading.Lock()
         self._closed = False
+        self._arena: Arena | None = None
         self._owed: int | None = None
         """A call whose answer somebody did not wait for."""
         self._use(connection)
@@ -251,11 +253,13 @@ class ShmBlockingChannel(_ShmChannel):
         key, rows = call.key, call.tensors[0].shape[0]
         widths, dtype, results = self._expects(key)
         taken = spread(rows, widths, dtype)
-        if taken + spread(rows, results, dtype) > self._arena.size:
+        arena = self._arena
+        assert arena is not None
+        if taken + spread(rows, results, dtype) > arena.size:
             raise UsageError(
-                f"a call of {rows} rows does not fit in an arena of {self._arena.size} bytes; send fewer tokens at once"
+                f"a call of {rows} rows does not fit in an arena of {arena.size} bytes; send fewer tokens at once"
             )
-        for place, tensor in zip(self._arena.matrices(0, rows, widths, dtype), call.tensors, strict=True):
+        for place, tensor in zip(arena.matrices(0, rows, widths, dtype), call.tensors, strict=True):
             place.copy_(tensor)
         id_ = next(self._ids)
         message = wire.pack_call(CallMessage(id_, key, call.kind, rows, 0, taken))
@@ -264,7 +268,7 @@ class ShmBlockingChannel(_ShmChannel):
         type_, content = self._answer(id_)
         if type_ is Type.FAILED:
             raise wire.error_of(*content[1:3])
-        return tuple([place.clone() for place in self._arena.matrices(taken, rows, results, dtype)])
+        return tuple([place.clone() for place in arena.matrices(taken, rows, results, dtype)])
 
     def _answer(self, id_: int) -> tuple[Type, Sequence[Any]]:
         """RESULT or FAILED of call ``id_``."""
@@ -346,7 +350,9 @@ class ShmBlockingChannel(_ShmChannel):
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with self._lock:  # a call in progress ends first
+            self._socket.close()
+            self._arena = None
 
     def _closed_error(self) -> ClientClosedError:
         if os.getpid() != self._pid:
@@ -385,6 +391,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         super().__init__(address, connection, client, retry_s)
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
+        self._arena: Arena | None = None
         self._ended: SymbiosisError | None = None
         self._transport: Any = None
         self._reconnecting: asyncio.Task[None] | None = None
@@ -431,6 +438,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         widths, dtype, results = self._expects(call.key)
         taken = spread(rows, widths, dtype)
         pending.size = taken + spread(rows, results, dtype)
+        assert self._arena is not None
         pending.place = self._places.take(pending.size)
         for place, tensor in zip(self._arena.matrices(pending.place, rows, widths, dtype), call.tensors, strict=True):
             place.copy_(tensor)
@@ -463,6 +471,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
                 rows = call.tensors[0].shape[0]
                 widths, dtype, results = self._expects(call.key)
                 first = pending.place + spread(rows, widths, dtype)
+                assert self._arena is not None
                 reply.set_result(tuple([one.clone() for one in self._arena.matrices(first, rows, results, dtype)]))
         self._places.give_back(pending.place, pending.size)
 
@@ -507,6 +516,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
             if pending.reply is not None and not pending.reply.done():
                 pending.reply.set_exception(error)
         self._pending.clear()
+        self._arena = None  # its descriptor is closed with the last tensor in it
         if self._transport is not None:
             self._transport.close()
 

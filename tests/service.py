@@ -1,0 +1,94 @@
+"""An executor in a process of its own, started as a user would: ``symbiosis serve``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from symbiosis.core.registry import make_transport
+from symbiosis.errors import SymbiosisError
+from symbiosis.testing import tiny_model
+
+__all__ = ["Service", "save_model"]
+
+WORDS = "the cat dog sat ran on mat log and then what is a list of numbers that grow".split()  # noqa: SIM905
+
+
+def save_model(folder: Path, **options: Any) -> Path:
+    """A small Llama and its tokenizer of words, as a checkpoint."""
+    tiny_model("llama", **options).save_pretrained(folder)
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
+
+
+class Service:
+    """``symbiosis serve`` on an address, to be started, killed and started again."""
+
+    def __init__(self, model: Path, address: str, *options: str, log: Path | None = None) -> None:
+        self.address = address
+        self._command = [sys.executable, "-m", "symbiosis.cli.main", "serve", str(model), "--listen", address]
+        self._command += ["--log-format", "json", *options]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = log or Path(f"{tempfile.mkdtemp()}/service.log")
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        end = time.monotonic() + 60
+        while True:
+            try:
+                make_transport(self.address).look(self.address)
+            except SymbiosisError as error:
+                if time.monotonic() > end or self._process.poll() is not None:
+                    raise AssertionError(f"the service did not start:\n{self.log}") from error
+                time.sleep(0.05)
+            else:
+                return
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(20)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ask it to end; its exit status."""
+        assert self._process is not None
+        self._process.send_signal(number)
+        return self._process.wait(20)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def __enter__(self) -> Service:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()

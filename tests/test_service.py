@@ -1,0 +1,289 @@
+"""Tenants of a ``symbiosis serve`` in another process, with the tools that they know, and when it dies under them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, pipeline
+
+import symbiosis
+from tests.service import WORDS, Service, save_model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*tokenizer.*:UserWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("served") / "model", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path) -> Iterator[Service]:
+    with Service(checkpoint, f"shm://{checkpoint.parent}/s.sock") as running:
+        yield running
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Random sequences of 8 tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.ids = torch.randint(3, 20, (count, 8), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
+
+
+def train(
+    model: Any, folder: Path, resume: str | None = None, each_step: Callable[[int], None] | None = None, **options: Any
+) -> list[float]:
+    """A fine-tuning with HF's Trainer, unmodified; the losses."""
+    torch.manual_seed(0)
+    tuned = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", lora_dropout=0.1))
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if each_step is not None:
+                each_step(state.global_step)
+
+    trainer = Trainer(model=tuned, args=arguments(folder, **options), train_dataset=Tokens(32), callbacks=[Watch()])
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def plain(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_accumulation_steps": 2}, {"dataloader_num_workers": 1}, {"gradient_checkpointing": True}],
+    ids=["plain", "accumulation", "workers", "checkpointing"],
+)
+def test_trainer_gives_plain_pefts_losses(service: Service, checkpoint: Path, tmp_path: Path, options: Any) -> None:
+    expected = train(plain(checkpoint), tmp_path / "plain", **options)
+    with symbiosis.open_model(service.address) as model:
+        losses = train(model, tmp_path / "ours", **options)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+def test_trainer_resumes_from_its_checkpoint(service: Service, checkpoint: Path, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 6}
+    expected = train(plain(checkpoint), tmp_path / "plain", **options)
+    with symbiosis.open_model(service.address) as model:
+        losses = train(model, tmp_path / "ours", **options)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert not list((tmp_path / "ours" / "checkpoint-6").glob("model*.safetensors"))  # adapters only
+    with symbiosis.open_model(service.address) as model:
+        resumed = train(model, tmp_path / "ours", resume=str(tmp_path / "ours" / "checkpoint-6"), **options)
+    assert resumed[-6:] == pytest.approx(expected[-6:], rel=1e-5)
+
+
+def test_pipeline_and_tokenizer_come_from_the_executor(service: Service, checkpoint: Path) -> None:
+    text = "what is a list of"
+    wanted = pipeline("text-generation", model=plain(checkpoint), tokenizer=AutoTokenizer.from_pretrained(checkpoint))
+    with symbiosis.open_model(service.address) as model:
+        made = pipeline("text-generation", model=model, tokenizer=model.tokenizer())
+        options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+        assert made(text, **options) == wanted(text, **options)
+
+
+def test_trl_trains_on_it(service: Service, checkpoint: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+
+    def losses(model: Any, tokenizer: Any, folder: Path) -> list[float]:
+        torch.manual_seed(0)
+        data = datasets.Dataset.from_dict({"text": [" ".join(WORDS[index % 9 :]) for index in range(16)]})
+        args = trl.SFTConfig(
+            output_dir=str(folder),
+            max_steps=5,
+            logging_steps=1,
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            per_device_train_batch_size=2,
+            max_length=16,
+            bf16=False,
+            gradient_checkpointing=False,
+        )
+        trainer = trl.SFTTrainer(
+            model=model,
+            args=args,
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"),
+        )
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = losses(plain(checkpoint), AutoTokenizer.from_pretrained(checkpoint), tmp_path / "plain")
+    with symbiosis.open_model(service.address) as model:
+        assert losses(model, model.tokenizer(), tmp_path / "ours") == pytest.approx(expected, rel=1e-5)
+
+
+def test_executor_killed_in_the_middle_of_a_trainer_run(checkpoint: Path, tmp_path: Path) -> None:
+    """kill -9, a while of nothing, a new process: the loss curve is the undisturbed one."""
+    expected = train(plain(checkpoint), tmp_path / "plain", max_steps=20)
+    with Service(checkpoint, f"shm://{tmp_path}/s.sock") as running:
+
+        def disturb(step: int) -> None:
+            if step in (5, 12):
+                threading.Thread(target=restart).start()
+
+        def restart() -> None:
+            time.sleep(0.01)  # somewhere in the next step
+            running.kill()
+            running.start()
+
+        with symbiosis.open_model(running.address, retry=60.0) as model:
+            losses = train(model, tmp_path / "ours", max_steps=20, each_step=disturb)
+        assert running.log.count('"client joined"') == 3
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_executor_killed_in_the_middle_of_generate(checkpoint: Path, tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 50, "min_new_tokens": 50, "do_sample": True}
+    torch.manual_seed(3)
+    expected = plain(checkpoint).generate(ids, attention_mask=torch.ones_like(ids), **options)
+    with Service(checkpoint, f"shm://{tmp_path}/s.sock") as running:
+        killed = threading.Event()
+
+        class Streamer:
+            count = 0
+
+            def put(self, value: Any) -> None:
+                self.count += 1
+                if self.count == 20:
+                    running.kill()
+                    killed.set()
+                    threading.Thread(target=running.start).start()
+
+            def end(self) -> None: ...
+
+        with symbiosis.open_model(running.address, retry=60.0) as model:
+            torch.manual_seed(3)
+            streamer: Any = Streamer()
+            result = model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **options)
+    assert killed.is_set()
+    assert torch.equal(result, expected)
+
+
+MEMORY = """
+import json, psutil, sys, torch, symbiosis
+torch.set_num_threads(1)
+import transformers, peft, accelerate, safetensors  # what any client loads
+from transformers.models.llama import modeling_llama
+with symbiosis.open_model(sys.argv[1]) as model:
+    pass
+before = psutil.Process().memory_full_info().uss
+with symbiosis.open_model(sys.argv[1]) as model:
+    ids = torch.arange(3, 19)[None]
+    model(input_ids=ids, labels=ids)
+    print(json.dumps({"grown": psutil.Process().memory_full_info().uss - before, "layers": len(list(model.modules()))}))
+"""
+
+
+def test_a_client_process_never_holds_a_base_layer(tmp_path: Path) -> None:
+    """By its memory: the base layers of this model take 150 MB, the client's process grows by a few."""
+    folder = save_model(tmp_path / "wide", hidden_size=512, intermediate_size=2048, num_hidden_layers=9)
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert weights > 120e6
+    with Service(folder, f"shm://{tmp_path}/s.sock") as running:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", MEMORY, running.address],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["grown"] < 30e6
+
+
+def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
+    """finetune, generate and status as a tenant calls them."""
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "symbiosis.cli.main", *command],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"prompt": "what is a", "completion": "list of numbers"}\n' * 3)
+    adapter = tmp_path / "adapter"
+    losses = tmp_path / "losses.json"
+    done = run(
+        *("finetune", service.address, "--data", str(data), "--output", str(adapter), "--json", str(losses)),
+        *("--steps", "30", "--learning-rate", "0.05", "--lora", "r=4,alpha=8,targets=all-linear"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(losses.read_text())["losses"]
+    assert len(found) == 30
+    assert found[-1] < found[0]
+    prompt, count = "what is a", 6
+    done = run(
+        "generate", service.address, "--adapter", str(adapter), "--prompt", prompt, "--max-new-tokens", str(count)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    tuned: Any = PeftModel.from_pretrained(plain(checkpoint), str(adapter))
+    ids = tuned.generate(**inputs, max_new_tokens=count, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert done.stdout.split() == tokenizer.decode(ids, skip_special_tokens=True).split()
+    done = run("status", service.address, "--json")
+    assert json.loads(done.stdout)["model"] == "LlamaForCausalLM"
+    done = run("status", f"shm://{tmp_path}/nobody.sock")
+    assert done.returncode == 1
+    assert "no executor answers" in done.stderr
+    done = run("generate", service.address, "--prompt", "x", "--adapter", str(tmp_path))
+    assert done.returncode == 1
+    assert "adapter_config.json" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> None:
+    running = Service(checkpoint, f"shm://{tmp_path}/s.sock")
+    running.start()
+    assert running.stop(number) == 0
+    assert not (tmp_path / "s.sock").exists()
+    events = [json.loads(line) for line in running.log.splitlines() if line.startswith('{"')]
+    assert any(event["event"] == "listening" for event in events)

@@ -1,0 +1,544 @@
+"""``shm://``: tenants in other processes, or in this one over the same socket."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+import symbiosis
+from symbiosis.core.requests import Key, Kind, Pass
+from symbiosis.errors import (
+    ClientClosedError,
+    ConnectionLostError,
+    PlaceholderError,
+    RefusedError,
+    UsageError,
+)
+from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
+from symbiosis.transports import wire
+from symbiosis.transports.arena import Arena, Places
+from symbiosis.transports.wire import Limits
+from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, lora, prefix
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"shm://{tmp_path}/s.sock"
+
+
+async def in_thread(fn: Callable[..., T], *args: Any) -> T:
+    """A synchronous tenant beside the event loop, with as many threads for torch as this one."""
+    threads = torch.get_num_threads()
+
+    def work() -> T:
+        torch.set_num_threads(threads)
+        return fn(*args)
+
+    return await asyncio.wait_for(asyncio.to_thread(work), 60)
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+# --------------------------------------------------------------------------------------------------------- equivalence
+
+
+@pytest.mark.parametrize("method", [*METHODS, None])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+async def test_coroutines_alone_bit_equal(architecture: str, method: str | None, address: str) -> None:
+    model = tiny_model(architecture)
+    config = METHODS[method](architecture) if method else None
+    expected = run_job_plain(model, copy.deepcopy(config))
+    async with symbiosis.Executor(model) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as base, base.client(config, seed=0) as client:
+            outcome = await run_job(client)
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.bit_equal, comparison
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+async def test_synchronous_code_alone_bit_equal(architecture: str, base_layers: str, address: str) -> None:
+    model = tiny_model(architecture)
+    expected = run_job_plain(model, lora(architecture))
+
+    def tenant() -> Any:
+        with symbiosis.open_model(address) as opened:
+            return run_job_plain(opened, lora(architecture))
+
+    async with symbiosis.Executor(model, base_layers=base_layers) as executor:
+        await executor.listen(address)
+        comparison = Comparison.of(await in_thread(tenant), expected)
+        assert comparison.bit_equal, comparison
+        assert executor.statistics().requests > 100
+
+
+async def test_among_others(address: str) -> None:
+    """Three tenants over the socket beside five in the executor's process."""
+    model = tiny_model("llama")
+    configs = [make("llama") for make in METHODS.values()]
+    expected = [run_job_plain(model, copy.deepcopy(config), seed=seed) for seed, config in enumerate(configs)]
+    others = [(lora(), "train"), (ia3(), "train"), (prefix(), "generate"), (lora(), "generate"), (None, "generate")]
+    async with symbiosis.Executor(model) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as base:
+
+            async def watched(seed: int, config: Any) -> Any:
+                async with base.client(copy.deepcopy(config), seed=seed) as client:
+                    return await run_job(client)
+
+            async with crowd(executor, others):
+                outcomes = await asyncio.gather(*[watched(seed, config) for seed, config in enumerate(configs)])
+    for outcome, wanted in zip(outcomes, expected, strict=True):
+        assert_close(outcome, wanted)
+
+
+async def test_copies_of_a_model_share_its_connection(base: Any, address: str) -> None:
+    expected = base(input_ids=IDS).logits
+
+    def tenant() -> tuple[torch.Tensor, torch.Tensor]:
+        with symbiosis.open_model(address) as model, torch.no_grad():
+            copied = copy.deepcopy(model)
+            return model(input_ids=IDS).logits, copied(input_ids=IDS).logits
+
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        one, two = await in_thread(tenant)
+    assert torch.equal(one, expected)
+    assert torch.equal(two, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+async def test_tied_embeddings_are_the_clients(address: str) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    config = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, modules_to_save=["embed_tokens"])
+    expected = run_job_plain(model, copy.deepcopy(config))
+    async with symbiosis.Executor(model) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as base, base.client(config, seed=0) as client:
+            comparison = Comparison.of(await run_job(client), expected)
+    assert comparison.bit_equal, comparison
+
+
+async def test_what_a_tenant_writes_stays_its_own(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as remote, remote.client() as one, remote.client() as two:
+            one.model.model.norm.weight.mul_(2)
+            assert torch.equal(two.model.model.norm.weight, base.model.norm.weight)
+
+
+async def test_base_weights_are_not_handed_out(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as remote, remote.client() as client:
+            weight = client.model.model.layers[0].self_attn.q_proj.weight
+            assert weight.isnan().all()
+            with pytest.raises(PlaceholderError, match="the provider's"):
+                weight.requires_grad_(True)
+            held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in client.model.parameters()}
+            shared = sum(tensor.nbytes for tensor in executor.share().tensors.values())
+            assert sum(held.values()) <= shared + 16 * len(executor.layers)
+
+
+# ----------------------------------------------------------------------------------------------------------- lifecycle
+
+
+async def test_socket_is_the_owners_alone_and_goes_with_the_executor(base: Any, address: str, tmp_path: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        path = tmp_path / "s.sock"
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with pytest.raises(UsageError, match="another executor does"):
+            await executor.listen(address)
+    assert not path.exists()
+
+
+async def test_socket_of_a_killed_executor_is_replaced_and_nothing_else(base: Any, tmp_path: Path) -> None:
+    stale = socket.socket(socket.AF_UNIX)
+    stale.bind(str(tmp_path / "s.sock"))
+    stale.close()
+    (tmp_path / "file").write_text("precious")
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(f"shm://{tmp_path}/s.sock")
+        with pytest.raises(UsageError, match="is no socket"):
+            await executor.listen(f"shm://{tmp_path}/file")
+        with pytest.raises(UsageError, match="No such file"):
+            await executor.listen(f"shm://{tmp_path}/nowhere/s.sock")
+        with pytest.raises(UsageError, match="shm:///absolute"):
+            await executor.listen("shm://relative.sock")
+        with pytest.raises(UsageError, match="107 bytes"):
+            await executor.listen(f"shm:///{'x' * 120}")
+        with pytest.raises(UsageError, match="no option colour"):
+            await executor.listen(f"shm://{tmp_path}/t.sock", colour="red")
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+async def test_nothing_is_left_open(base: Any, address: str) -> None:
+    async def once() -> None:
+        async with symbiosis.Executor(base) as executor:
+            await executor.listen(address)
+            async with symbiosis.connect(address) as remote, remote.client(lora()) as client:
+                await client.train_step(BATCH, adamw(client.model))
+
+    await once()
+    before = open_descriptors()
+    for _ in range(3):
+        await once()
+    assert open_descriptors() <= before
+
+
+async def test_status_and_tokenizer(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as remote:
+            async with remote.client(name="alice"):
+                status = await remote.status()
+                assert status["clients"] == ["alice"]
+                assert status["model"] == "LlamaForCausalLM"
+            assert remote.config["hidden_size"] == 32
+            with pytest.raises(UsageError, match="no tokenizer"):
+                remote.tokenizer()
+
+
+async def test_closed_model_says_so(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+
+        def tenant() -> Any:
+            with symbiosis.open_model(address) as model:
+                pass
+            return model
+
+        model = await in_thread(tenant)
+        with pytest.raises(ClientClosedError, match="closed"):
+            model(input_ids=IDS)
+
+
+async def test_a_forked_child_is_told_that_the_model_is_its_parents(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+
+        def tenant() -> tuple[int, bool]:
+            with symbiosis.open_model(address) as model, torch.no_grad():
+                expected = model(input_ids=IDS).logits
+                child = os.fork()
+                if child == 0:
+                    try:
+                        model(input_ids=IDS)
+                    except ClientClosedError as error:
+                        os._exit(7 if "process that opened it" in str(error) else 8)
+                    os._exit(9)
+                _, code = os.waitpid(child, 0)
+                return os.waitstatus_to_exitcode(code), torch.equal(model(input_ids=IDS).logits, expected)
+
+        assert await in_thread(tenant) == (7, True)
+
+
+# ------------------------------------------------------------------------------------------------------------ restarts
+
+
+async def test_coroutines_survive_a_restart(base: Any, address: str) -> None:
+    """The executor goes in the middle of training and generating, and comes back: the results are the same."""
+    expected = run_job_plain(base, lora())
+    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
+    await executors[0].start()
+    await executors[0].listen(address)
+    async with symbiosis.connect(address, retry=30.0) as remote, remote.client(lora(), seed=0) as client:
+        job = asyncio.create_task(run_job(client))
+        for old, new in itertools.pairwise(executors):
+            seen = old.statistics().requests
+            while old.statistics().requests < seen + 50 and not job.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await old.close()
+            await asyncio.sleep(0.05)
+            await new.start()
+            await new.listen(address)
+        outcome = await asyncio.wait_for(job, 60)
+    await executors[-1].close()
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.bit_equal, comparison
+
+
+async def test_synchronous_code_survives_a_restart(base: Any, address: str) -> None:
+    expected = run_job_plain(base, lora())
+    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
+    await executors[0].start()
+    await executors[0].listen(address)
+
+    def tenant() -> Any:
+        with symbiosis.open_model(address, retry=30.0) as model:
+            return run_job_plain(model, lora())
+
+    job = asyncio.create_task(in_thread(tenant))
+    for old, new in itertools.pairwise(executors):
+        while old.statistics().requests < 50 and not job.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await old.close()
+        await asyncio.sleep(0.05)
+        await new.start()
+        await new.listen(address)
+    comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
+    await executors[-1].close()
+    assert comparison.bit_equal, comparison
+
+
+async def test_another_model_at_the_same_address_is_not_taken(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        remote = symbiosis.connect(address, retry=10.0)
+        await remote.__aenter__()
+        client = await remote.client().open()
+        await client.forward(input_ids=IDS)
+    async with symbiosis.Executor(tiny_model(seed=1)) as executor:
+        await executor.listen(address)
+        with pytest.raises(RefusedError, match="another model"):
+            await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+        await remote.close()
+
+
+async def test_patience_ends(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        remote = symbiosis.connect(address, retry=0.3)
+        await remote.__aenter__()
+        client = await remote.client().open()
+    with pytest.raises(ConnectionLostError, match="did not come back within"):
+        await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+    await remote.close()
+    with pytest.raises(ConnectionLostError, match="no executor answers"):
+        await symbiosis.connect(address).__aenter__()
+
+
+# ------------------------------------------------------------------------------------------------------ hostile clients
+
+
+class Raw:
+    """A client by hand, for what a real one would not do."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(20)
+        self.socket.connect(address.removeprefix("shm://"))
+        self.frames = wire.Frames(wire.MAX_TO_CLIENT)
+
+    def __del__(self) -> None:
+        self.socket.close()
+
+    def send(self, *messages: bytes) -> None:
+        self.socket.sendall(b"".join(wire.frame(message) for message in messages))
+
+    def hello(self, name: str) -> dict[str, Any]:
+        self.send(wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, name))
+        _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 2)
+        type_, content = self.next()
+        assert type_ is wire.Type.WELCOME
+        self.arena = Arena(descriptors[0], content[0]["arena_bytes"])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return content[0]  # type: ignore[no-any-return]
+
+    def next(self) -> tuple[wire.Type, Any]:
+        while (message := self.frames.next()) is None:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self.frames.feed(data)
+        return wire.unpack_answer(message)
+
+
+def a_call(id_: int, rows: int = 1, place: int = 0, answer: int = 1 << 16, layer: int = 0) -> bytes:
+    return wire.pack_call(wire.CallMessage(id_, Key((layer,), Pass.FORWARD), Kind.DECODE, rows, place, answer))
+
+
+ENDED = wire.Type.ENDED
+BAD = {
+    "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN before HELLO"),
+    "another protocol": ([b"GET / HTTP/1.1\r\n\r\n"], "no message"),
+    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 1"),
+    "a name that is none": ([wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, "a\nb")], "printable"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+async def test_bad_first_messages_are_refused(base: Any, address: str, what: str) -> None:
+    messages, reason = BAD[what]
+
+    def mallory() -> Any:
+        raw = Raw(address)
+        raw.send(*messages)
+        return raw.next()
+
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        type_, content = await in_thread(mallory)
+        assert type_ is ENDED
+        assert reason in content[1]
+
+
+OUTSIDE = {
+    "rows beyond the arena": a_call(1, rows=1 << 40),
+    "a place beyond the arena": a_call(1, place=1 << 50),
+    "an answer beyond the arena": a_call(1, answer=(1 << 30) - 64),
+    "no rows": a_call(1, rows=0),
+    "an odd place": wire.pack(wire.Type.CALL, 1, (0,), 0, 0, 1, 3, 64),
+    "a negative place": wire.pack(wire.Type.CALL, 1, (0,), 0, 0, 1, -64, 64),
+    "a layer that is text": wire.pack(wire.Type.CALL, 1, ("x",), 0, 0, 1, 0, 64),
+    "too many layers": wire.pack(wire.Type.CALL, 1, tuple(range(100)), 0, 0, 1, 0, 64),
+    "an unknown pass": wire.pack(wire.Type.CALL, 1, (0,), 9, 0, 1, 0, 64),
+    "too few fields": wire.pack(wire.Type.CALL, 1),
+    "a bool for a number": wire.pack(wire.Type.CALL, True, (0,), 0, 0, 1, 0, 64),
+    "a second HELLO": wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, "y"),
+    "an executor's message": wire.pack(wire.Type.RESULT, 1),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+async def test_bad_messages_end_that_client_alone(base: Any, address: str, what: str) -> None:
+    expected = base(input_ids=IDS).logits
+
+    def mallory() -> Any:
+        raw = Raw(address)
+        raw.hello("mallory")
+        raw.send(OUTSIDE[what])
+        return raw.next()
+
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as remote, remote.client(name="alice") as alice:
+            type_, content = await in_thread(mallory)
+            assert (type_, content[0]) == (ENDED, "WireError")
+            assert executor.status()["clients"] == ["alice"]
+            assert torch.equal((await alice.forward(input_ids=IDS)).logits, expected)
+
+
+async def test_an_unknown_layer_fails_that_call_alone(base: Any, address: str) -> None:
+    def tenant() -> Any:
+        raw = Raw(address)
+        raw.hello("curious")
+        raw.send(a_call(1, layer=999), a_call(2))
+        return raw.next(), raw.next()
+
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        first, second = await in_thread(tenant)
+        assert first[0] is wire.Type.FAILED
+        assert "there are 15" in first[1][2]
+        assert second == (wire.Type.RESULT, [2])
+
+
+async def test_who_floods_waits_and_others_do_not(base: Any, address: str) -> None:
+    limits = Limits(calls=4)
+    stop = threading.Event()
+
+    def mallory() -> int:
+        raw = Raw(address)
+        raw.hello("mallory")
+        raw.socket.settimeout(0.2)
+        sent = 0
+        while not stop.is_set() and sent < 200_000:
+            try:
+                raw.send(*[a_call(sent + index) for index in range(100)])
+                sent += 100
+            except TimeoutError:
+                continue  # nobody listens: that is the point
+        raw.socket.close()
+        return sent
+
+    async with symbiosis.Executor(base, policy="no-lockstep") as executor:
+        await executor.listen(address, limits=limits)
+        async with symbiosis.connect(address) as remote, remote.client(name="alice") as alice:
+            flood = asyncio.create_task(in_thread(mallory))
+            await asyncio.sleep(0.2)
+            for _ in range(5):
+                await asyncio.wait_for(alice.forward(input_ids=IDS), 20)
+                assert executor.status()["outstanding"] <= limits.calls + 1
+            stop.set()
+            await flood
+
+
+async def test_a_silent_connection_is_closed(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.transports.shm.HELLO_WITHIN_S", 0.1)
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        type_, content = await in_thread(lambda: Raw(address).next())
+        assert type_ is ENDED
+        assert "no HELLO" in content[1]
+
+
+async def test_another_user_is_refused(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.transports.shm.os.geteuid", lambda: 4711)
+    monkeypatch.setattr("symbiosis.transports.shm.struct.unpack", lambda *_: (1, 1234, 1))
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        with pytest.raises(RefusedError, match="user 1234"):
+            await symbiosis.connect(address).__aenter__()
+
+
+# --------------------------------------------------------------------------------------------------------------- arena
+
+
+def test_an_arena_cannot_be_cut_short() -> None:
+    arena, descriptor = Arena.create(1 << 20)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 1 << 21)
+    (matrix,) = arena.matrices(64, 2, [3], torch.float32)
+    matrix.fill_(7)
+    assert Arena(descriptor, 1 << 20).matrices(64, 2, [3], torch.float32)[0].eq(7).all()
+    arena.trim()
+    assert matrix.eq(0).all()
+    os.close(descriptor)
+
+
+def test_places_are_taken_once_and_come_together_again() -> None:
+    places = Places(1 << 12)
+    taken = [places.take(100) for _ in range(32)]
+    assert len(set(taken)) == 32
+    with pytest.raises(UsageError, match="arena_bytes"):
+        places.take(1)
+    for place in taken[::2] + taken[1::2]:
+        places.give_back(place, 100)
+    assert places.in_use == 0
+    assert places.take(1 << 12) == 0
+
+
+def test_peft_on_a_model_that_was_opened(base: Any, address: str) -> None:
+    """Everything from the outside, as a user would write it: a server of one's own on another thread."""
+    ready, done = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with symbiosis.Executor(copy.deepcopy(base)) as executor:
+            await executor.listen(address)
+            ready.set()
+            await asyncio.to_thread(done.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        with symbiosis.open_model(address) as model:
+            tuned = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+            loss = tuned(**BATCH).loss
+            loss.backward()
+            assert all(p.grad is not None for p in tuned.parameters() if p.requires_grad)
+    finally:
+        done.set()
+        thread.join(20)
