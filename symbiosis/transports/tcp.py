@@ -223,13 +223,11 @@ class TcpListener:
 
     def _disconnected(self, link: Link | None) -> None:
         failure, self._failure = self._failure, None
-        if link is None:
-            return
-        if link.peer is not None:
+        if link is not None and link.peer is not None:
             self.peers.pop(link.peer.identity, None)
             link.peer.gone("its connection has ended")
         elif failure is not None:
-            log.warning("client refused", client=None, tenant=str(link), why=failure)
+            log.warning("client refused", client=None, tenant=str(link or "?"), why=failure)
 
     def _sweep(self) -> None:
         """Once a second: end connections that are silent, mute or shown out."""

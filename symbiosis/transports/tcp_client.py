@@ -25,6 +25,7 @@ from symbiosis.errors import (
     ConnectionLostError,
     ExecutorClosedError,
     RefusedError,
+    RequestError,
     SymbiosisError,
     UsageError,
     WireError,
@@ -148,6 +149,8 @@ class TcpChannel:
     def _expects(self, key: Key) -> Expected:
         expected = self._expected.get(key)
         if expected is None:
+            if not key.layers or not all(0 <= layer < len(self.layers) for layer in key.layers):
+                raise RequestError(f"layers {key.layers}; there are {len(self.layers)}, counted from 0")
             specs = [self.layers[layer] for layer in key.layers]
             first = specs[0]
             if key.pass_ is not Pass.BACKWARD:
@@ -165,6 +168,12 @@ class TcpChannel:
             raise self._ended
         rows = call.tensors[0].shape[0]
         widths, dtype, results = self._expects(call.key)
+        if not rows or [(tensor.shape, tensor.dtype) for tensor in call.tensors] != [
+            ((rows, n), dtype) for n in widths
+        ]:
+            wanted = " and ".join(f"[n, {width}]" for width in widths)
+            got = " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in call.tensors)
+            raise RequestError(f"{self.layers[call.key.layers[0]].name} takes {wanted} {dtype} with n ≥ 1, not {got}")
         size = rows * (sum(widths) + sum(results)) * dtype.itemsize
         most = min(self.welcome.limits.arena_bytes, MAX_FRAME_BYTES)
         if size > most:
@@ -320,7 +329,9 @@ class TcpChannel:
             return
         patience = f"{self._options.retry_s:.0f} s"
         self._end(
-            ConnectionLostError(f"lost the executor at {self._address} and was not back within {patience}: {why}")
+            ConnectionLostError(
+                f"lost the executor at {self._address} and it did not come back within {patience}: {why}"
+            )
         )
 
     def _end(self, error: SymbiosisError) -> None:

@@ -1,0 +1,740 @@
+"""``tcp://``: tenants anywhere, with keys and without."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.errors import ClientClosedError, ConnectionLostError, RefusedError, UsageError, WireError
+from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
+from symbiosis.transports import wire
+from symbiosis.transports.chunks import CHUNK, Chunks, ShareFile
+from symbiosis.transports.keys import Keyring, load_key, new_key
+from symbiosis.transports.sockets import resolve
+from symbiosis.transports.wire import CallMessage, Limits, Type
+from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, lora
+
+T = TypeVar("T")
+LOCAL = "tcp://127.0.0.1:0"
+
+
+async def in_thread(fn: Callable[..., T], *args: Any) -> T:
+    """A synchronous tenant beside the event loop, with as many threads for torch as this one."""
+    threads = torch.get_num_threads()
+
+    def work() -> T:
+        torch.set_num_threads(threads)
+        return fn(*args)
+
+    return await asyncio.wait_for(asyncio.to_thread(work), 60)
+
+
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 (what it waits for has no event)
+            await asyncio.sleep(0.01)
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A folder with the keys of an executor, of alice and of bob."""
+    folder = tmp_path / "keys"
+    for name in ("server", "alice", "bob"):
+        new_key(folder, name)
+    return folder
+
+
+@pytest.fixture
+def stranger(tmp_path: Path, keys: Path) -> Path:
+    """A sound key that knows the executor's, but that the executor does not know."""
+    path = new_key(keys, "stranger")
+    (keys / "stranger.public").unlink()
+    return path.rename(tmp_path / "stranger.secret")
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [str(getattr(record, "why", "")) for record in caplog.records if record.getMessage() == "client refused"]
+
+
+# --------------------------------------------------------------------------------------------------------- equivalence
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "curve"])
+@pytest.mark.parametrize("method", [*METHODS, None])
+async def test_coroutines_alone_bit_equal(base: Any, method: str | None, encrypted: bool, keys: Path) -> None:
+    config = METHODS[method]("llama") if method else None
+    expected = run_job_plain(base, copy.deepcopy(config))
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys if encrypted else None)
+        key = keys / "alice.secret" if encrypted else None
+        async with symbiosis.connect(listener.address, key=key) as remote, remote.client(config, seed=0) as client:
+            outcome = await run_job(client)
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.bit_equal, comparison
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "curve"])
+async def test_synchronous_code_alone_bit_equal(base: Any, base_layers: str, encrypted: bool, keys: Path) -> None:
+    expected = run_job_plain(base, lora())
+
+    async with symbiosis.Executor(base, base_layers=base_layers) as executor:
+        listener = await executor.listen(LOCAL, keys=keys if encrypted else None)
+
+        def tenant() -> Any:
+            key = keys / "alice.secret" if encrypted else None
+            with symbiosis.open_model(listener.address, key=key) as opened:
+                return run_job_plain(opened, lora())
+
+        comparison = Comparison.of(await in_thread(tenant), expected)
+        assert comparison.bit_equal, comparison
+        assert executor.statistics().requests > 100
+
+
+async def test_bfloat16(keys: Path) -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    expected = run_job_plain(model, lora())
+    async with symbiosis.Executor(model) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
+            comparison = Comparison.of(await run_job(client), expected)
+    assert comparison.bit_equal, comparison
+
+
+async def test_among_others(base: Any) -> None:
+    expected = run_job_plain(base, lora())
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
+            async with crowd(executor, [(lora(), "train"), (None, "generate")]):
+                outcome = await run_job(client)
+    assert_close(outcome, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------- keys
+
+
+TENANT = """
+import sys, torch, symbiosis
+address, key = sys.argv[1:]
+with symbiosis.open_model(address, key=key, retry=0.0) as model, torch.no_grad():
+    print(model(torch.arange(3, 21).reshape(2, 9)).logits.sum().item())
+"""
+
+
+async def process(address: str, key: Path) -> tuple[int, str, str]:
+    """A tenant in a process of its own: exit status, output, errors."""
+    tenant = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TENANT, address, str(key), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(tenant.communicate(), 60)
+    return tenant.returncode or 0, out.decode(), err.decode()
+
+
+async def test_two_tenants_one_with_a_wrong_key(
+    base: Any, keys: Path, stranger: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        with caplog.at_level(logging.INFO, "symbiosis"):
+            let_in, kept_out = await asyncio.gather(
+                process(listener.address, keys / "alice.secret"), process(listener.address, stranger)
+            )
+        with torch.no_grad():
+            assert float(let_in[1]) == pytest.approx(base(IDS).logits.sum().item(), rel=1e-4)
+    assert let_in[0] == 0
+    assert kept_out[0] == 1
+    public = load_key(stranger).public.decode()
+    assert "RefusedError" in kept_out[2]
+    assert f"does not know the public key {public}" in kept_out[2]
+    (why,) = refusals(caplog)
+    assert public in why
+    joined = [record for record in caplog.records if record.getMessage() == "client joined"]
+    assert [getattr(record, "tenant", None) for record in joined] == ["alice"]
+    secrets = [load_key(path).secret.decode() for path in (stranger, keys / "alice.secret", keys / "server.secret")]
+    shown = "".join(str(vars(record)) for record in caplog.records) + let_in[2] + kept_out[1] + kept_out[2]
+    assert not any(secret in shown for secret in secrets)
+
+
+async def test_another_executors_key(base: Any, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    new_key(tmp_path / "others", "server")
+    mistaken = new_key(tmp_path / "others", "alice")
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        with pytest.raises(RefusedError, match="is not the server-key in this client's key file"):
+            await symbiosis.connect(listener.address, key=mistaken).__aenter__()
+        await until(lambda: refusals(caplog))
+    assert "does not know this executor's public key" in refusals(caplog)[0]
+
+
+async def test_a_key_on_one_side_only(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with symbiosis.Executor(base) as executor:
+        closed = await executor.listen(LOCAL, keys=keys)
+        open_ = await executor.listen(LOCAL)
+        with pytest.raises(RefusedError, match="this client has no key"):
+            await symbiosis.connect(closed.address).__aenter__()
+        with pytest.raises(RefusedError, match="or it runs without keys"):
+            await symbiosis.connect(open_.address, key=keys / "alice.secret").__aenter__()
+        await until(lambda: len(refusals(caplog)) == 2)
+    # Both sides notice at the same time, and whoever hangs up first takes the other's reason away.
+    assert all("one side has CURVE keys" in why or "hung up during" in why for why in refusals(caplog))
+
+
+async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        async with symbiosis.connect(listener.address, key=new_key(keys, "carol")):
+            pass
+        (keys / "carol.public").unlink()
+        with pytest.raises(RefusedError):
+            await symbiosis.connect(listener.address, key=keys / "carol.secret").__aenter__()
+
+
+async def test_a_key_folder_in_trouble_locks_nobody_out_for_good(
+    base: Any, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pyzmq's authenticator dies of an exception in the decision, and then nobody can log in."""
+    alice = {"key": keys / "alice.secret"}
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        with monkeypatch.context() as patch:
+            patch.setattr(Keyring, "name_of", lambda self, public: 1 / 0)
+            with pytest.raises(ConnectionLostError, match="cannot check keys now"):
+                await symbiosis.connect(listener.address, **alice).__aenter__()
+        (keys / "broken.public").write_text("no key")
+        async with symbiosis.connect(listener.address, **alice) as remote:
+            assert (await remote.status())["layers"] == 15
+
+
+async def test_nobody_speaks_for_another(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tenant that takes the ROUTER identity of another, or has it beforehand, does not get at its session."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        with raw(listener.address, keys / "alice.secret", identity=b"alice") as alice:
+            alice.send(hello("a"))
+            assert (await in_thread(receive, alice))[0] is Type.WELCOME
+            with raw(listener.address, keys / "bob.secret", identity=b"alice") as bob:
+                bob.send(hello("b"))
+                bob.send_multipart([a_call(1), rows()])
+                await asyncio.sleep(0.3)
+                assert executor.status()["clients"] == ["a"]
+                assert executor.status()["requests"] == 0
+                assert not bob.poll(0)
+            alice.send_multipart([a_call(1), rows()])
+            assert (await in_thread(receive, alice))[0] is Type.RESULT
+        await until(lambda: not executor.status()["clients"])
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:7000"])
+async def test_plaintext_stays_on_this_host(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(UsageError, match="insecure=True"):
+            await executor.listen(address)
+        with pytest.raises(UsageError, match="insecure=True"):
+            await symbiosis.connect(address).__aenter__()
+        listener = await executor.listen("tcp://0.0.0.0:0", insecure=True)
+        async with symbiosis.connect(listener.address.replace("0.0.0.0", "127.0.0.1")) as remote:
+            assert (await remote.status())["layers"] == 15
+
+
+def test_keys_are_checked(keys: Path, tmp_path: Path) -> None:
+    assert (keys / "alice.secret").stat().st_mode & 0o777 == 0o600
+    assert load_key(keys / "alice.secret").server == load_key(keys / "server.secret").public
+    assert "secret" not in repr(load_key(keys / "alice.secret"))
+    assert zmq.curve_public(load_key(keys / "alice.secret").secret) == load_key(keys / "alice.secret").public
+    with pytest.raises(UsageError, match="exists"):
+        new_key(keys, "alice")
+    with pytest.raises(UsageError, match="cannot be called"):
+        new_key(keys, "../alice")
+    with pytest.raises(UsageError, match=r"no server\.public"):
+        new_key(tmp_path / "nowhere", "alice")
+    with pytest.raises(UsageError, match=r"ends in \.secret"):
+        load_key(keys / "alice.public")
+    with pytest.raises(UsageError, match="cannot read"):
+        load_key(keys / "nobody.secret")
+    with pytest.raises(UsageError, match="public key"):
+        make_transport(LOCAL, key=keys / "server.secret")
+    (keys / "bob.secret").chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        load_key(keys / "bob.secret")
+    text = (keys / "alice.secret").read_text()
+    (keys / "alice.secret").write_text(text.replace(load_key(keys / "alice.secret").public.decode(), "0" * 40))
+    with pytest.raises(UsageError, match="do not belong together"):
+        load_key(keys / "alice.secret")
+
+
+# ----------------------------------------------------------------------------------------------------------- addresses
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://", "tcp://host", "tcp://:7000", "tcp://127.0.0.1:x", "tcp://127.0.0.1:70000"]
+)
+async def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(UsageError, match="write tcp://host:port"):
+        await resolve(address)
+
+
+async def test_nobody_there(base: Any) -> None:
+    with pytest.raises(ConnectionLostError, match="no executor answers on tcp://"):
+        await symbiosis.connect(free_address()).__aenter__()
+    with pytest.raises(ConnectionLostError, match=r"no host 'no\.such\.host\.invalid'"):
+        await symbiosis.connect("tcp://no.such.host.invalid:7000", insecure=True).__aenter__()
+
+
+async def test_a_port_in_use(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        with pytest.raises(UsageError, match="cannot listen"):
+            await executor.listen(listener.address)
+
+
+async def test_ipv6(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen("tcp://[::1]:0")
+        async with symbiosis.connect(listener.address) as remote, remote.client() as client:
+            await client.forward(input_ids=IDS)
+
+
+# ----------------------------------------------------------------------------------------------------- share of a model
+
+
+async def test_share_comes_in_chunks_with_progress(base: Any) -> None:
+    model = tiny_model(vocab_size=40_000)  # an embedding of 5 MB
+    seen: list[tuple[int, int]] = []
+    async with symbiosis.Executor(model) as executor:
+        listener = await executor.listen(LOCAL)
+        transport = make_transport(listener.address, progress=lambda done, total: seen.append((done, total)))
+        channel = await transport.connect(listener.address, "c")
+        channel.close()
+    assert [done for done, _ in seen[:-1]] == [CHUNK * (index + 1) for index in range(len(seen) - 1)]
+    assert seen[-1][0] == seen[-1][1] > 5_000_000
+
+
+def test_chunks_are_a_safetensors_file() -> None:
+    tensors = {
+        "a": torch.randn(300, 1000),
+        "b": torch.randn(7, 3).to(torch.bfloat16),
+        "scalar": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+        "mask": torch.tensor([True, False]),
+        "turned": torch.arange(600_000).reshape(1000, 600).t(),
+    }
+    chunks = Chunks(tensors)
+    file = ShareFile(chunks.size)
+    for start in range(0, chunks.size, CHUNK):
+        file.add(start, chunks.at(start).numpy())
+    found = file.tensors()
+    file.close()
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+    for start in (-CHUNK, 1, chunks.size + CHUNK):
+        with pytest.raises(WireError):
+            chunks.at(start)
+
+
+def test_a_share_that_lies() -> None:
+    for size in (None, "1", -1, 3, 1 << 60):
+        with pytest.raises(WireError):
+            ShareFile(size)
+    file = ShareFile(2 * CHUNK)
+    with pytest.raises(WireError):
+        file.add(CHUNK, bytes(CHUNK))
+    with pytest.raises(WireError):
+        file.add(0, bytes(5))
+    file.add(0, bytes(CHUNK))
+    file.add(CHUNK, bytes(CHUNK))
+    with pytest.raises(WireError, match="cannot be read"):
+        file.tensors()
+    file.close()
+
+
+# -------------------------------------------------------------------------------------------------- restarts and deaths
+
+
+async def restart(address: str, executors: list[symbiosis.Executor], job: asyncio.Future[Any]) -> None:
+    """Close each executor after some work and start the next one on the same port."""
+    for old, new in itertools.pairwise(executors):
+        await until(lambda old=old: old.statistics().requests > 50 or job.done())
+        await old.close()
+        await asyncio.sleep(0.05)
+        await new.start()
+        await new.listen(address)
+
+
+async def test_coroutines_survive_a_restart(base: Any) -> None:
+    expected = run_job_plain(base, lora())
+    address = free_address()
+    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
+    await executors[0].start()
+    await executors[0].listen(address)
+    async with symbiosis.connect(address, retry=30.0) as remote, remote.client(lora(), seed=0) as client:
+        job = asyncio.create_task(run_job(client))
+        await restart(address, executors, job)
+        comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
+    await executors[-1].close()
+    assert comparison.bit_equal, comparison
+
+
+async def test_synchronous_code_survives_a_restart(base: Any) -> None:
+    expected = run_job_plain(base, lora())
+    address = free_address()
+    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(3)]
+    await executors[0].start()
+    await executors[0].listen(address)
+
+    def tenant() -> Any:
+        with symbiosis.open_model(address, retry=30.0) as model:
+            return run_job_plain(model, lora())
+
+    job = asyncio.create_task(in_thread(tenant))
+    await restart(address, executors, job)
+    comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
+    await executors[-1].close()
+    assert comparison.bit_equal, comparison
+
+
+async def test_another_model_at_the_same_address_is_not_taken(base: Any) -> None:
+    address = free_address()
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        remote = symbiosis.connect(address, retry=10.0)
+        await remote.__aenter__()
+        client = await remote.client().open()
+        await client.forward(input_ids=IDS)
+    async with symbiosis.Executor(tiny_model(seed=1)) as executor:
+        await executor.listen(address)
+        with pytest.raises(RefusedError, match="another model"):
+            await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+        await remote.close()
+
+
+async def test_patience_ends(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        remote = symbiosis.connect(listener.address, retry=0.3)
+        await remote.__aenter__()
+        client = await remote.client().open()
+    with pytest.raises(ConnectionLostError, match="did not come back within"):
+        await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+    await remote.close()
+
+
+HANGS = """
+import sys, time, torch, symbiosis
+with symbiosis.open_model(sys.argv[1]) as model:
+    model.base_model.layers[0].register_forward_hook(lambda *_: (print("there", flush=True), time.sleep(600)))
+    model(torch.arange(3, 21).reshape(2, 9))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "within_s"),
+    [(signal.SIGKILL, 3.0), pytest.param(signal.SIGSTOP, 15.0, marks=pytest.mark.slow)],
+    ids=["killed", "frozen"],
+)
+async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: float) -> None:
+    """In the middle of a pass, so that others would wait for it."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        tenant = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", HANGS, listener.address, stdout=subprocess.PIPE
+        )
+        assert tenant.stdout is not None
+        await asyncio.wait_for(tenant.stdout.readline(), 60)
+        assert len(executor.status()["clients"]) == 1
+        os.kill(tenant.pid, how)
+        began = time.monotonic()
+        await until(lambda: not executor.status()["clients"], within_s)
+        assert not listener.peers  # type: ignore[attr-defined]
+        assert time.monotonic() - began < within_s
+        if how is signal.SIGSTOP:
+            tenant.kill()
+        await tenant.wait()
+
+
+async def test_a_closed_model_and_a_forked_child(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+
+        def tenant() -> str:
+            with symbiosis.open_model(listener.address) as model, torch.no_grad():
+                model(input_ids=IDS)
+                reading, writing = os.pipe()
+                child = os.fork()
+                if child == 0:
+                    try:
+                        model(input_ids=IDS)
+                    except ClientClosedError as error:
+                        os.write(writing, str(error).encode())
+                    finally:
+                        os._exit(0)
+                os.waitpid(child, 0)
+                os.close(writing)
+                with os.fdopen(reading) as pipe:
+                    told = pipe.read()
+                model(input_ids=IDS)  # the parent goes on
+            with pytest.raises(ClientClosedError):
+                model(input_ids=IDS)
+            return told
+
+        assert "forked child" in await in_thread(tenant)
+
+
+# ------------------------------------------------------------------------------------------------------ hostile clients
+
+
+def raw(address: str, key: Path | None = None, identity: bytes | None = None) -> Any:
+    """A client by hand, for what a real one would not do."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 0
+    socket.reconnect_ivl = -1
+    if identity is not None:
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+    if key is not None:
+        pair = load_key(key)
+        assert pair.server is not None
+        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = pair.public, pair.secret, pair.server
+    socket.connect(address)
+    return socket
+
+
+def hello(name: str | None) -> bytes:
+    return wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)
+
+
+def a_call(id_: int, n: int = 1, layer: int = 0) -> bytes:
+    return wire.pack_call(CallMessage(id_, Key((layer,), Pass.FORWARD), Kind.DECODE, n, 0, 0))
+
+
+def rows(n: int = 1, width: int = 32) -> bytes:
+    return bytes(4 * n * width)
+
+
+def receive(socket: Any) -> tuple[Type, Any]:
+    assert socket.poll(20_000), "no answer"
+    return wire.unpack_answer(socket.recv_multipart()[0])
+
+
+BAD = {
+    "no message": [b"\xc1"],
+    "empty": [b""],
+    "too long": [bytes(wire.MAX_TO_EXECUTOR + 1)],
+    "second hello": [hello("again")],
+    "no tensors": [a_call(1)],
+    "too many tensors": [a_call(1), rows(), rows()],
+    "too few bytes": [a_call(1, 2), rows(1)],
+    "no rows": [a_call(1, 0), b""],
+    "more rows than there are bytes in the world": [a_call(1, 1 << 62), rows()],
+    "tensors for nobody": [wire.pack(Type.BEGIN), rows()],
+    "answer": [wire.pack(Type.RESULT, 1)],
+    "share at a wrong place": [wire.pack(Type.SHARE, 17)],
+    "share beyond its end": [wire.pack(Type.SHARE, 1 << 40)],
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            with raw(listener.address) as mallory:
+                mallory.send(hello("mallory"))
+                assert (await in_thread(receive, mallory))[0] is Type.WELCOME
+                mallory.send_multipart(BAD[what])
+                type_, content = await in_thread(receive, mallory)
+                assert type_ is Type.ENDED
+                assert content[0] == "WireError"
+                assert executor.status()["clients"] == ["alice"]
+                await alice.forward(input_ids=IDS)
+            await until(lambda: len(listener.peers) == 1)  # type: ignore[attr-defined]
+
+
+async def test_an_unknown_layer_fails_that_call_alone(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        with raw(listener.address) as curious:
+            curious.send(hello("curious"))
+            await in_thread(receive, curious)
+            curious.send_multipart([a_call(1, layer=999), rows()])
+            curious.send_multipart([a_call(2), rows()])
+            first, second = await in_thread(lambda: (receive(curious), receive(curious)))
+    assert first[0] is Type.FAILED
+    assert "there are 15" in first[1][2]
+    assert second == (Type.RESULT, [2])
+
+
+async def test_who_is_shown_out_is_cut_off(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        with raw(listener.address) as mallory:
+            mallory.send(b"?")
+            assert (await in_thread(receive, mallory))[0] is Type.ENDED
+            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+
+
+FRAMES = st.lists(
+    st.one_of(
+        st.binary(max_size=200),
+        st.builds(hello, st.one_of(st.none(), st.text(max_size=3))),
+        st.builds(a_call, st.integers(0, 5), st.integers(0, 3), st.integers(0, 20)),
+        st.builds(rows, st.integers(0, 3)),
+        st.builds(lambda type_, *rest: wire.pack(type_, *rest), st.sampled_from(Type), st.integers(-1, 3)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+async def test_garbage_disturbs_nobody(base: Any) -> None:
+    with torch.no_grad():
+        expected = base(IDS).logits
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+
+        @settings(max_examples=60)
+        @given(st.lists(FRAMES, min_size=1, max_size=6), st.booleans())
+        def throw(messages: list[list[bytes]], polite: bool) -> None:
+            with raw(listener.address) as mallory:
+                for frames in ([[hello("mallory")]] if polite else []) + messages:
+                    mallory.send_multipart(frames)
+                assert mallory.poll(5000) or not polite
+
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            thrown = asyncio.create_task(in_thread(throw))
+            while not thrown.done():
+                out = await asyncio.wait_for(alice.forward(input_ids=IDS), 20)
+                torch.testing.assert_close(out.logits, expected)
+            await thrown
+            await until(lambda: executor.status()["clients"] == ["alice"])
+
+
+async def test_what_is_no_zeromq_is_turned_away(base: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port))) as browser:
+            browser.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            async with symbiosis.connect(listener.address) as remote:
+                assert (await remote.status())["clients"] == []
+        await until(lambda: not listener.links)  # type: ignore[attr-defined]
+
+
+async def test_a_mute_connection_is_closed(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.transports.tcp.HELLO_WITHIN_S", 0.1)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        with raw(listener.address):
+            await until(lambda: listener.links)  # type: ignore[attr-defined]
+            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+
+
+async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys, limits=Limits(clients=1))
+        async with symbiosis.connect(listener.address, key=keys / "alice.secret") as remote, remote.client():
+            with pytest.raises(RefusedError, match="alice has 1 clients here already"):
+                await remote.client().open()
+            async with symbiosis.connect(listener.address, key=keys / "bob.secret") as other, other.client() as bob:
+                await bob.forward(input_ids=IDS)
+
+
+async def test_who_has_too_much_outstanding_waits_and_others_do_not(base: Any) -> None:
+    """A client of ours keeps to the limits: it may ask for any number of calls, and gets them one after another."""
+    limits = Limits(calls=4, rows=64)
+    async with symbiosis.Executor(base, policy="no-lockstep") as executor:
+        listener = await executor.listen(LOCAL, limits=limits)
+        channel = await make_transport(listener.address).connect(listener.address, "greedy")
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            x = torch.randn(20, 32)
+            replies = [channel.send(Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,))) for _ in range(300)]
+            for _ in range(3):
+                await asyncio.wait_for(alice.forward(input_ids=IDS), 20)
+                assert executor.status()["outstanding"] <= limits.calls + 1
+            results = await asyncio.wait_for(asyncio.gather(*replies), 30)
+            (wanted,) = results[0]
+            assert all(torch.equal(result, wanted) for (result,) in results)
+        channel.close()
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["reads", "does not read"])
+async def test_who_floods_is_shown_out_and_others_are_not_hindered(base: Any, reads: bool) -> None:
+    limits = Limits(calls=4, arena_bytes=64 << 20)
+    async with symbiosis.Executor(base, policy="no-lockstep") as executor:
+        listener = await executor.listen(LOCAL, limits=limits)
+
+        def mallory() -> int:
+            sent = 0
+            with raw(listener.address) as socket:
+                socket.sndhwm = 10
+                socket.send(hello("mallory"))
+                receive(socket)
+                while sent < 20_000:
+                    if not socket.poll(2000, zmq.POLLOUT):
+                        break  # nobody listens: that is the point
+                    socket.send_multipart([a_call(sent, 200), rows(200)])
+                    sent += 1
+                    if reads and socket.poll(0):
+                        socket.recv_multipart()
+            return sent
+
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            flood = asyncio.create_task(in_thread(mallory))
+            await asyncio.sleep(0.05)
+            while not flood.done():
+                await asyncio.wait_for(alice.forward(input_ids=IDS), 20)
+                assert executor.status()["outstanding"] <= limits.calls + 1
+            assert flood.result() > 4
+            await until(lambda: executor.status()["clients"] == ["alice"])
+
+
+async def test_a_call_too_large_for_the_limits(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, limits=Limits(arena_bytes=1 << 16))
+        async with symbiosis.connect(listener.address) as remote, remote.client() as client:
+            with pytest.raises(UsageError, match="arena_bytes"):
+                await client.forward(input_ids=IDS.repeat(200, 1))
+            await client.forward(input_ids=IDS)
+        with raw(listener.address) as mallory:
+            mallory.send(hello("mallory"))
+            await in_thread(receive, mallory)
+            mallory.send_multipart([a_call(1, 1024), rows(1024)])  # ZeroMQ itself takes no such frame
+            await until(lambda: not executor.status()["clients"])
+
+
+async def test_training_leaves_nothing_behind(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote:
+            async with remote.client(lora()) as client:
+                optimizer = adamw(client.model)
+                for _ in range(3):
+                    await client.train_step(BATCH, optimizer)
+        await until(lambda: not listener.peers and not listener.links)  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
