@@ -35,6 +35,11 @@ LayersOption = Annotated[
     str, typer.Option(help="What is served: linear, or mlp (whole MLPs too where a tenant adapts nothing inside).")
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are shown.")]
+TransportOption = Annotated[
+    str,
+    typer.Option(help="inproc: clients in the executor's process; shm or tcp: executor and clients in their own."),
+]
+WIRES = ("shm", "tcp")
 COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
 
 
@@ -45,10 +50,11 @@ def overhead(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
+    transport: TransportOption = "inproc",
     json: JsonOption = None,
 ) -> None:
     """One client against plain HF+PEFT: decode step and training step, the paper's four LoRAs."""
-    _show(_measure("overhead", preset, rounds, policy, base_layers, device), json)
+    _show(_measure("overhead", preset, rounds, policy, base_layers, device, transport=transport), json)
 
 
 @app.command()
@@ -59,10 +65,37 @@ def serve(
     base_layers: LayersOption = "mlp",
     device: DeviceOption = "cpu",
     clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
+    transport: TransportOption = "inproc",
     json: JsonOption = None,
 ) -> None:
     """1 to 16 decoding clients with adapters of their own: tokens/s against plain jobs and a mixed-adapter batch."""
-    _show(_measure("serve", preset, rounds, policy, base_layers, device, clients), json)
+    _show(_measure("serve", preset, rounds, policy, base_layers, device, clients, transport), json)
+
+
+@app.command()
+def wire(
+    rounds: RoundsOption = 20,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="Which; repeat for several. By default all between processes.")
+    ] = None,
+    json: JsonOption = None,
+) -> None:
+    """Round trips of a row and of 1 MiB over each transport, beside the raw echo of the same mechanism."""
+    from symbiosis.bench.service import wait_passively
+
+    wait_passively()
+    with console.status("bench wire") as status:
+        from symbiosis.bench.wire import wire as measure
+        from symbiosis.cli.loop import run
+
+        report = run(
+            measure(
+                transports=tuple(transport or WIRES),
+                rounds=rounds,
+                progress=lambda text: status.update(f"bench wire: {text}"),
+            )
+        )
+    _show(report, json)
 
 
 @app.command()
@@ -110,10 +143,15 @@ def _measure(
     base_layers: str,
     device: str,
     clients: list[int] | None = None,
+    transport: str = "inproc",
 ) -> Report:
     import importlib
     import warnings
 
+    if transport != "inproc":
+        from symbiosis.bench.service import wait_passively
+
+        wait_passively()
     import torch
 
     # transformers warns of attributes that PEFT still uses; nobody here can change that.
@@ -126,8 +164,12 @@ def _measure(
         importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark
     )
     options: dict[str, Any] = {"device": torch.device(device), "policy": policy, "base_layers": base_layers}
+    if benchmark != "finetune":
+        options["transport"] = transport
     if benchmark in COUNTS:
-        options["counts"] = tuple(clients or COUNTS[benchmark])
+        options["counts"] = tuple(
+            clients or [count for count in COUNTS[benchmark] if transport == "inproc" or count <= 8]
+        )
     with console.status(f"bench {benchmark} {preset.value}") as status:
 
         def progress(text: str) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from statistics import median
 
 import torch
+from peft import LoraConfig, get_peft_model
 
 import symbiosis
 from symbiosis.bench.jobs import Decoding, now, random_batch
 from symbiosis.bench.models import PAPER_LORA, Preset, build, lora, plain_peft
 from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.service import served
 from symbiosis.core.client import Client
 
 __all__ = ["overhead"]
 
-GOALS = {"decode_ratio": "≤ 1.05 (paper: 1.25 to 1.70)", "train_ratio": "≤ 1.05 (paper: 1.25 to 1.70)"}
+GOALS = {
+    "inproc": {"decode_ratio": "≤ 1.05 (paper: 1.25 to 1.70)", "train_ratio": "≤ 1.05 (paper: 1.25 to 1.70)"},
+    "shm": {"decode_ratio": "≤ 1.15", "train_ratio": "≤ 1.10"},
+    "tcp": {},
+}
 
 
 async def overhead(
@@ -26,44 +32,32 @@ async def overhead(
     policy: str,
     base_layers: str,
     rounds: int,
+    transport: str,
     progress: Callable[[str], None],
 ) -> Report:
-    """One client alone on its executor beside the same job as plain PEFT, turn about, for each LoRA of Table 2."""
+    """One client alone on its executor beside the same job as plain PEFT, turn about, for each LoRA of Table 2.
+
+    Over another ``transport`` than ``inproc`` the executor is a process of its own, and the client synchronous code.
+    """
+    progress("building models")
     base = build(preset, device)
-    report = Report("overhead", preset.name, GOALS)
+    report = Report("overhead", preset.name, GOALS[transport], transport="" if transport == "inproc" else transport)
     all_ratios: dict[str, list[float]] = {"decode": [], "train": []}
-    async with symbiosis.Executor(base, policy=policy, base_layers=base_layers) as executor:
+    async with _tenants(preset, base, transport, policy, base_layers) as tenant:
         for name, (rank, modules) in PAPER_LORA.items():
             progress(f"{name}: warm-up")
-            plain = plain_peft(base, lora(rank, modules))
-            async with executor.client(lora(rank, modules)) as client:
-                times: dict[str, tuple[list[float], list[float]]] = {"decode": ([], []), "train": ([], [])}
-                plain_decoding = Decoding(plain, preset, device)
-                decoding = Decoding(client.model, preset, device)
-                plain_optimizer = _optimizer(plain)
-                optimizer = _optimizer(client.model)
-                batch = random_batch(preset, device)
-                work = {
-                    "decode": (
-                        partial(_decode_plain, plain_decoding, preset.decode_steps, device),
-                        partial(_decode, client, decoding, preset.decode_steps, device),
-                    ),
-                    "train": (
-                        partial(_train_plain, plain, plain_optimizer, batch, device),
-                        partial(_train, client, optimizer, batch, device),
-                    ),
-                }
+            plain = _Plain(plain_peft(base, lora(rank, modules)), preset, device)
+            times: dict[str, tuple[list[float], list[float]]] = {"decode": ([], []), "train": ([], [])}
+            async with tenant(lora(rank, modules), preset, device) as ours:
                 for turn in range(-1, rounds):
                     if turn >= 0:
                         progress(f"{name}: round {turn + 1} of {rounds}")
-                    plain.eval()
-                    client.model.eval()
-                    for job, (theirs, ours) in work.items():
-                        pair = await _in_turn(turn, theirs, ours)
+                    for job in times:
+                        pair = await _in_turn(turn, getattr(plain, job), getattr(ours, job))
                         if turn >= 0:  # the first turn warms up
                             for measured, seconds in zip(times[job], pair, strict=True):
                                 measured.append(seconds)
-            del plain, plain_optimizer, plain_decoding, work
+            del plain, ours
             row: dict[str, object] = {"adapter": name}
             for job, (all_theirs, all_ours) in times.items():
                 scale = preset.decode_steps if job == "decode" else 1
@@ -79,42 +73,94 @@ async def overhead(
         f"Ratios are medians over {rounds} rounds of pairs measured next to each other, each first in "
         f"every other round; headlines are over all "
         f"adapters. Decode: 1 sequence, {preset.prompt}-token prompt; training: batch {preset.batch} × "
-        f"{preset.sequence} tokens, AdamW; policy {policy}, base layers {base_layers!r}."
+        f"{preset.sequence} tokens, AdamW; policy {policy}, base layers {base_layers!r}, {transport}://."
     )
     return report
 
 
-async def _decode_plain(decoding: Decoding, steps: int, device: torch.device) -> float:
-    decoding.prefill()
-    start = now(device)
-    decoding.steps(steps)
-    return now(device) - start
+class _Plain:
+    """A job of synchronous code: plain PEFT, or a model whose base another process serves."""
+
+    def __init__(self, model: torch.nn.Module, preset: Preset, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._steps = preset.decode_steps
+        self._decoding = Decoding(model, preset, device)
+        self._optimizer = _optimizer(model)
+        self._batch = random_batch(preset, device)
+
+    async def decode(self) -> float:
+        """Seconds for the preset's decode steps."""
+        self._model.eval()
+        self._decoding.prefill()
+        start = now(self._device)
+        self._decoding.steps(self._steps)
+        return now(self._device) - start
+
+    async def train(self) -> float:
+        """Seconds for a training step."""
+        self._model.train()
+        start = now(self._device)
+        self._model(**self._batch).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return now(self._device) - start
 
 
-async def _decode(client: Client, decoding: Decoding, steps: int, device: torch.device) -> float:
-    await client.run(decoding.prefill)
-    start = now(device)
-    await client.run(decoding.steps, steps)
-    return now(device) - start
+class _Coroutine:
+    """The same job as a client in the executor's process."""
+
+    def __init__(self, client: Client, preset: Preset, device: torch.device) -> None:
+        self._client = client
+        self._device = device
+        self._steps = preset.decode_steps
+        self._decoding = Decoding(client.model, preset, device)
+        self._optimizer = _optimizer(client.model)
+        self._batch = random_batch(preset, device)
+
+    async def decode(self) -> float:
+        self._client.model.eval()
+        await self._client.run(self._decoding.prefill)
+        start = now(self._device)
+        await self._client.run(self._decoding.steps, self._steps)
+        return now(self._device) - start
+
+    async def train(self) -> float:
+        start = now(self._device)
+        await self._client.train_step(self._batch, self._optimizer)
+        return now(self._device) - start
 
 
-async def _train_plain(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], device: torch.device
-) -> float:
-    model.train()
-    start = now(device)
-    model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return now(device) - start
+Tenant = Callable[[LoraConfig, Preset, torch.device], AbstractAsyncContextManager[_Plain | _Coroutine]]
 
 
-async def _train(
-    client: Client, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], device: torch.device
-) -> float:
-    start = now(device)
-    await client.train_step(batch, optimizer)
-    return now(device) - start
+@asynccontextmanager
+async def _tenants(
+    preset: Preset, base: torch.nn.Module, transport: str, policy: str, base_layers: str
+) -> AsyncIterator[Tenant]:
+    """How to open a tenant of an executor, here or in a process of its own."""
+    if transport == "inproc":
+        async with symbiosis.Executor(base, policy=policy, base_layers=base_layers) as executor:
+
+            @asynccontextmanager
+            async def here(
+                config: LoraConfig, preset: Preset, device: torch.device
+            ) -> AsyncIterator[_Plain | _Coroutine]:
+                async with executor.client(config) as client:
+                    yield _Coroutine(client, preset, device)
+
+            yield here
+    else:
+        with served(preset.name, transport, policy, base_layers) as address:
+
+            @asynccontextmanager
+            async def there(
+                config: LoraConfig, preset: Preset, device: torch.device
+            ) -> AsyncIterator[_Plain | _Coroutine]:
+                with symbiosis.open_model(address) as model:
+                    yield _Plain(get_peft_model(model, config), preset, device)
+
+            yield there
 
 
 async def _in_turn(

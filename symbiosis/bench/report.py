@@ -24,15 +24,26 @@ class Report:
 
     name: str
     preset: str
+    """Of the model; empty where there is none to choose."""
     goals: dict[str, str]
     """Headline key → what is aimed at, in words."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     headline: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=lambda: machine())
+    transport: str = ""
+    """Where the executor is a process of its own."""
+
+    @property
+    def command(self) -> str:
+        """What gives this report."""
+        options = {"--preset": self.preset, "--transport": self.transport}
+        return " ".join(
+            [f"symbiosis bench {self.name}", *(f"{key} {value}" for key, value in options.items() if value)]
+        )
 
     def print(self, console: Console) -> None:
-        table = Table(title=f"symbiosis bench {self.name} --preset {self.preset}")
+        table = Table(title=self.command)
         for column in self.rows[0]:
             table.add_column(column, justify="left" if isinstance(self.rows[0][column], str) else "right")
         for row in self.rows:
@@ -50,7 +61,7 @@ class Report:
         file.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
     def markdown(self) -> str:
-        lines = [f"### `symbiosis bench {self.name} --preset {self.preset}`", ""]
+        lines = [f"### `{self.command}`", ""]
         columns = list(self.rows[0])
         lines += ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
         lines += ["| " + " | ".join(_text(value) for value in row.values()) + " |" for row in self.rows]

@@ -13,6 +13,8 @@ import symbiosis
 from symbiosis.bench.jobs import Decoding, now
 from symbiosis.bench.models import Preset, build, lora, plain_peft
 from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.service import decoding_processes, served
+from symbiosis.core.registry import make_transport
 
 __all__ = ["serve"]
 
@@ -27,12 +29,15 @@ async def serve(
     base_layers: str,
     rounds: int,
     counts: tuple[int, ...],
+    transport: str,
     progress: Callable[[str], None],
 ) -> Report:
     """Clients with different adapters decode at once, against the same jobs as plain PEFT one after another.
 
     Also against PEFT's own mixed-adapter batch (``adapter_names``), which has all adapters in one model, in lockstep.
     """
+    if transport != "inproc":
+        return await _serve_processes(preset, device, policy, base_layers, rounds, counts, transport, progress)
     base = build(preset, device)
     report = Report("serve", preset.name, GOALS)
     steps = preset.decode_steps
@@ -93,6 +98,70 @@ async def serve(
     report.notes.append(
         f"Every client has its own LoRA (r8, qkvo) and decodes {steps} tokens after a {preset.prompt}-token prompt "
         f"(prefill not timed); medians of {rounds} rounds; policy {policy}, base layers {base_layers!r}."
+    )
+    return report
+
+
+async def _serve_processes(
+    preset: Preset,
+    device: torch.device,
+    policy: str,
+    base_layers: str,
+    rounds: int,
+    counts: tuple[int, ...],
+    transport: str,
+    progress: Callable[[str], None],
+) -> Report:
+    """The same with every client, and the executor, in a process of its own; plain jobs take turns in this one."""
+    base = build(preset, device)
+    report = Report("serve", preset.name, {}, transport=transport)
+    steps = preset.decode_steps
+    plain = [Decoding(plain_peft(base, lora()), preset, device, seed) for seed in range(max(counts))]
+    with served(preset.name, transport, policy, base_layers) as address:
+        look = make_transport(address).look
+        for count in counts:
+            progress(f"{count} clients: starting their processes")
+            times: dict[str, list[float]] = {"plain": [], "ours": []}
+            mean_batch: list[float] = []
+            async with decoding_processes(preset.name, address, count) as tenants:
+                for turn in range(-1, rounds):
+                    progress(f"{count} clients: " + (f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up"))
+                    for job in plain[:count]:
+                        job.prefill()
+                    start = now(device)
+                    for job in plain[:count]:
+                        job.steps(steps)
+                    plain_time = now(device) - start
+                    await asyncio.gather(*(tenant.do("prefill") for tenant in tenants))
+                    before = look(address).status
+                    start = now(device)
+                    await asyncio.gather(*(tenant.do(f"steps {steps}") for tenant in tenants))
+                    our_time = now(device) - start
+                    after = look(address).status
+                    if turn >= 0:
+                        times["plain"].append(plain_time)
+                        times["ours"].append(our_time)
+                        mean_batch.append(
+                            (after["requests"] - before["requests"]) / (after["batches"] - before["batches"])
+                        )
+            tokens = count * steps
+            speedup = ratio(times["plain"], times["ours"])
+            report.rows.append(
+                {
+                    "clients": count,
+                    "symbiosis tok/s": tokens / median(times["ours"]),
+                    "plain jobs in turn tok/s": tokens / median(times["plain"]),
+                    "speedup": speedup,
+                    "mean batch": median(mean_batch),
+                    "ms a token and client": median(times["ours"]) / steps * 1e3,
+                }
+            )
+            report.headline[f"{transport}_speedup_{count}"] = speedup
+            report.headline[f"{transport}_mean_batch_{count}"] = median(mean_batch)
+    report.notes.append(
+        f"Every client is a process with its own LoRA (r8, qkvo) that decodes {steps} tokens after a "
+        f"{preset.prompt}-token prompt (prefill not timed); medians of {rounds} rounds; policy {policy}, base layers "
+        f"{base_layers!r}, {transport}://."
     )
     return report
 

@@ -12,7 +12,7 @@ import bisect
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -21,6 +21,8 @@ from symbiosis.transports.wire import ALIGN, align
 
 __all__ = ["Arena", "Places", "seal", "sealed_copy", "spread"]
 
+_VIEWS = 512
+"""Views that an arena keeps, because calls come back to the same places: making one costs two calls of torch."""
 _SEALS = 1033  # F_ADD_SEALS
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE = 1, 2, 4, 8
 
@@ -49,6 +51,7 @@ class Arena:
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
         self._map = mmap.mmap(descriptor, size)
+        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     @classmethod
     def create(cls, size: int) -> tuple[Arena, int]:
@@ -62,12 +65,21 @@ class Arena:
             os.close(descriptor)
             raise
 
-    def matrices(self, place: int, rows: int, widths: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Views of matrices [rows, width] that lie one after another from ``place``.
 
         Raises:
             WireError: they are not wholly inside the arena.
         """
+        key = place, rows, widths, dtype
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            views = self._views[key] = self._make(place, rows, widths, dtype)
+        return views
+
+    def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         itemsize = dtype.itemsize
         found = []
         for width in widths:
@@ -83,7 +95,8 @@ class Arena:
         self._map.madvise(mmap.MADV_REMOVE)
 
 
-def spread(rows: int, widths: Sequence[int], dtype: torch.dtype) -> int:
+@lru_cache(4096)
+def spread(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes that matrices [rows, width] take in an arena, one after another."""
     return sum(align(rows * width * dtype.itemsize) for width in widths)
 

@@ -25,6 +25,9 @@ __all__ = ["Peer"]
 
 log = get_logger(__name__)
 
+_KNOWN = 1024
+"""Calls, but for their ids, that a peer remembers to have checked."""
+
 
 class Peer(ABC):
     """One client of a listener. ``tenant`` is who the transport found it to be."""
@@ -35,6 +38,7 @@ class Peer(ABC):
         self._service = service
         self._limits = limits
         self._calls: dict[int, Call] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._rows = 0
         self._paused = False
         self._gone = False
@@ -76,7 +80,7 @@ class Peer(ABC):
         try:
             type_, content = wire.unpack(data)
             if type_ is Type.CALL and self.session is not None:
-                self._call(self.session, wire.read_call(content))
+                self._call(self.session, self._read(content))
             else:
                 self._control(type_, content)
         except WireError as error:
@@ -118,6 +122,20 @@ class Peer(ABC):
             **self.welcome(hello.name is not None),
         }
         self.send(wire.pack(Type.WELCOME, welcome))
+
+    def _read(self, content: Sequence[Any]) -> CallMessage:
+        """Check a CALL. Most repeat an earlier one in all but their id; those were checked already."""
+        try:
+            known = self._known.get(content[1:])  # type: ignore[call-overload]
+        except TypeError:  # something in it cannot be a key
+            known = None
+        if known is not None and type(content[0]) is int:
+            return CallMessage(wire.read_id(content), *known)
+        message = wire.read_call(content)
+        if len(self._known) >= _KNOWN:
+            self._known.clear()
+        self._known[tuple(content[1:])] = message[1:]
+        return message
 
     def _call(self, session: Session, message: CallMessage) -> None:
         if message.id in self._calls:

@@ -29,7 +29,7 @@ from symbiosis.transports import shm_client, wire
 from symbiosis.transports.arena import Arena, sealed_copy, spread
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.shm_client import socket_path
-from symbiosis.transports.wire import CallMessage, Frames, Limits, Type, frame
+from symbiosis.transports.wire import CallMessage, Frames, Limits, frame
 
 __all__ = ["ShmListener", "ShmTransport"]
 
@@ -175,10 +175,14 @@ class _ShmPeer(Peer, asyncio.Protocol):
             )
 
     def data_received(self, data: bytes) -> None:
-        self._frames.feed(data)
-        self._read()
+        if not self._listening:
+            self._frames.feed(data)
+        elif (message := self._frames.only(data)) is not None:
+            self.received(message)
+        else:
+            self._read_frames()
 
-    def _read(self) -> None:
+    def _read_frames(self) -> None:
         try:
             while self._listening and not self._gone and (message := self._frames.next()) is not None:
                 self.received(message)
@@ -217,7 +221,7 @@ class _ShmPeer(Peer, asyncio.Protocol):
         self._listening = wanted
         if wanted:
             self._transport.resume_reading()
-            asyncio.get_running_loop().call_soon(self._read)
+            asyncio.get_running_loop().call_soon(self._read_frames)
         else:
             self._transport.pause_reading()
 
@@ -245,13 +249,11 @@ class _ShmPeer(Peer, asyncio.Protocol):
 
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
         if self._arena is not None:
-            first = results[0]
-            places = self._arena.matrices(
-                message.answer, message.rows, [result.shape[1] for result in results], first.dtype
-            )
+            widths = tuple([result.shape[1] for result in results])
+            places = self._arena.matrices(message.answer, message.rows, widths, results[0].dtype)
             for place, result in zip(places, results, strict=True):
                 place.copy_(result)
-            self.send(wire.pack(Type.RESULT, message.id))
+            self.send(wire.pack_result(message.id))
 
 
 _HANDLE = b"\0"

@@ -272,22 +272,24 @@ class ShmBlockingChannel(_ShmChannel):
 
     def _answer(self, id_: int) -> tuple[Type, Sequence[Any]]:
         """RESULT or FAILED of call ``id_``."""
-        heard = time.monotonic()
+        heard = 0.0
         while True:
             message = self._frames.next()
             if message is None:
                 try:
                     data = self._socket.recv(1 << 16)
                 except BlockingIOError:
+                    heard = heard or time.monotonic() - PING_AFTER_S
                     if time.monotonic() - heard > SILENT_FOR_S:
                         raise ConnectionLostError(f"{self._address} has been silent for {SILENT_FOR_S:.0f} s") from None
                     self._socket.sendall(_PING)
                     continue
                 if not data:
                     raise ConnectionLostError(f"the executor at {self._address} is gone")
-                heard = time.monotonic()
-                self._frames.feed(data)
-                continue
+                message = self._frames.only(data)
+                if message is None:
+                    heard = time.monotonic()
+                    continue
             type_, content = wire.unpack_answer(message)
             if type_ is Type.ENDED:
                 raise wire.error_of(*content[:2])
@@ -447,9 +449,10 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self._frames.feed(data)
-            while (message := self._frames.next()) is not None:
+            message = self._frames.only(data) or self._frames.next()
+            while message is not None:
                 self._received(*wire.unpack_answer(message))
+                message = self._frames.next()
         except WireError as error:
             self._end(error)
 

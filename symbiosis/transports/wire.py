@@ -36,6 +36,7 @@ __all__ = [
     "pack",
     "pack_call",
     "pack_error",
+    "pack_result",
     "read_call",
     "read_hello",
     "read_id",
@@ -125,6 +126,7 @@ def align(size: int) -> int:
 
 
 _packer = msgpack.Packer(autoreset=True)
+_TYPES = {int(type_): type_ for type_ in Type}
 
 
 def pack(type_: Type, *content: Any) -> bytes:
@@ -138,6 +140,10 @@ def pack_call(call: CallMessage) -> bytes:
         bytes,
         _packer.pack((3, call.id, layers, int(pass_), int(call.kind), call.rows, call.place, call.answer)),
     )
+
+
+def pack_result(id_: int) -> bytes:
+    return cast(bytes, _packer.pack((4, id_)))
 
 
 def pack_error(id_: int, error: BaseException) -> bytes:
@@ -171,7 +177,7 @@ def _unpack(data: bytes | memoryview, max_bytes: int, *, use_list: bool) -> tupl
         raise WireError(f"a message of {len(data)} bytes; at most {max_bytes} are allowed")
     try:
         message = msgpack.unpackb(data, use_list=use_list, max_ext_len=0, strict_map_key=True)
-        return Type(message[0]), message[1:]
+        return _TYPES[message[0]], message[1:]
     except (ValueError, TypeError, IndexError, KeyError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"{len(data)} bytes that are no message: {type(error).__name__}: {error}"[:300]) from None
 
@@ -248,6 +254,14 @@ class Frames:
     def feed(self, data: bytes) -> None:
         """Take what has arrived."""
         self._buffer += data
+
+    def only(self, data: bytes) -> bytes | None:
+        """The message, if ``data`` is one and nothing else is waiting: what a stream of calls and answers looks like.
+        Otherwise None, and ``data`` is fed."""
+        if not self._buffer and len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4 <= self._max:
+            return data[4:]
+        self._buffer += data
+        return None
 
     def next(self) -> bytes | None:
         """The next whole message, if it is there.

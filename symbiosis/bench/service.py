@@ -1,0 +1,148 @@
+"""An executor, and tenants, in processes of their own, for benchmarks over a transport.
+
+``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY LAYERS`` serves a preset until its standard input ends;
+``python -m symbiosis.bench.service decode PRESET ADDRESS SEED`` is a tenant that decodes as it is told there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+__all__ = ["DecodingProcess", "address_for", "decoding_processes", "served", "wait_passively"]
+
+
+def wait_passively() -> None:
+    """Let OpenMP's threads sleep while they have nothing to do, in this process and those that it starts.
+
+    By default they spin for about a millisecond, on the very cores where another process computes: two processes then
+    take turns at less than half the speed. Works only before torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@contextlib.contextmanager
+def address_for(transport: str) -> Iterator[str]:
+    """A free address of a transport."""
+    if transport == "shm":
+        with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
+            yield f"shm://{folder}/executor.sock"
+    else:
+        import socket
+
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        yield f"{transport}://127.0.0.1:{port}"
+
+
+@contextlib.contextmanager
+def served(preset: str, transport: str, policy: str, base_layers: str) -> Iterator[str]:
+    """The address of an executor in another process that serves a preset's model."""
+    with address_for(transport) as address:
+        command = [sys.executable, "-W", "ignore", "-m", __name__, "serve", preset, address, policy, base_layers]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready\n":
+                raise RuntimeError(f"the executor's process ended with status {process.wait()}")
+            yield address
+        finally:
+            process.communicate()
+
+
+class DecodingProcess:
+    """A tenant in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def do(self, command: str) -> None:
+        """``prefill`` or ``steps N``; returns when it is done."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{command}\n".encode())
+        await self._process.stdin.drain()
+        if await self._process.stdout.readline() != b"done\n":
+            raise RuntimeError(f"a tenant's process ended with status {await self._process.wait()}")
+
+    async def end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def decoding_processes(preset: str, address: str, count: int) -> AsyncIterator[list[DecodingProcess]]:
+    """``count`` tenants with adapters of their own."""
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-W", "ignore", "-m", __name__, "decode", preset, address]
+    tenants = [
+        DecodingProcess(await asyncio.create_subprocess_exec(*command, str(seed), stdin=pipe, stdout=pipe))
+        for seed in range(count)
+    ]
+    try:
+        await asyncio.gather(*(tenant.do("prefill") for tenant in tenants))
+        yield tenants
+    finally:
+        await asyncio.gather(*(tenant.end() for tenant in tenants))
+
+
+def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
+    import torch
+
+    from symbiosis.bench.models import PRESETS, build
+    from symbiosis.cli.loop import run
+    from symbiosis.core.executor import Executor
+
+    async def main() -> None:
+        model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
+        async with Executor(model, policy=policy, base_layers=base_layers) as executor:
+            await executor.listen(address)
+            sys.stdout.write("ready\n")
+            sys.stdout.flush()
+            await asyncio.to_thread(sys.stdin.read)
+
+    run(main())
+
+
+def _wire_model() -> Any:
+    """A model whose first layer, of 16 features, costs next to nothing."""
+    from symbiosis.testing import tiny_model
+
+    return tiny_model("llama", hidden_size=16, num_hidden_layers=1)
+
+
+def _decode(preset: str, address: str, seed: str) -> None:
+    import torch
+    from peft import get_peft_model
+
+    from symbiosis.bench.jobs import Decoding
+    from symbiosis.bench.models import PRESETS, lora
+    from symbiosis.core.connect import open_model
+
+    torch.set_num_threads(1)  # a row at a time has nothing for a second thread
+    with open_model(address) as model:
+        decoding = Decoding(get_peft_model(model, lora()).eval(), PRESETS[preset], torch.device("cpu"), int(seed))
+        for line in sys.stdin:
+            command, *count = line.split()
+            if command == "prefill":
+                decoding.prefill()
+            else:
+                decoding.steps(int(count[0]))
+            sys.stdout.write("done\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    wait_passively()
+    if sys.argv[1] == "serve":
+        _serve(*sys.argv[2:])
+    else:
+        _decode(*sys.argv[2:])

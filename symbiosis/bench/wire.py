@@ -1,0 +1,181 @@
+"""Round trips of one call over each transport, beside the raw echo of the same mechanism.
+
+The raw echoes have neither checks nor a layer: over a Unix socket a message of the same size there and back, and for
+matrices a copy into shared memory on either side; over TCP a ZeroMQ ROUTER that sends back what a DEALER sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.service import served
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Kind, Pass
+
+__all__ = ["wire"]
+
+WIDTH = 16
+SIZES = {"1 row": 1, "1 MiB": (1 << 20) // (4 * WIDTH)}
+GOALS = {"shm_vs_echo": "≤ 3", "tcp_1mb_vs_echo": "≤ 1.5"}
+MESSAGE = 24
+"""Bytes of a call's message, about."""
+ROUND = {"1 row": 300, "1 MiB": 40}
+"""Round trips in one measurement."""
+
+
+async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[str], None], **_: Any) -> Report:
+    """Microseconds a round trip: a call through a synchronous client's channel, and the echo, turn about.
+
+    The layer is an ``nn.Linear`` of 16 features, so that it costs next to nothing.
+    """
+    report = Report("wire", "", GOALS)
+    for transport in transports:
+        echo = {"shm": _unix_echo, "tcp": _zmq_echo}[transport]
+        with served("wire", transport, "no-lockstep", "linear") as address, echo() as send:
+            channel = make_transport(address).connect_blocking(address, "bench")
+            for size, rows in SIZES.items():
+                call = partial(channel.call, Call(_KEY, Kind.DECODE, (torch.randn(rows, WIDTH),)))
+                echoed = partial(send, 4 * rows * WIDTH)
+                ours: list[float] = []
+                raw: list[float] = []
+                for turn in range(-1, rounds):
+                    progress(f"{transport}, {size}: round {turn + 1} of {rounds}")
+                    pair = _time(call, ROUND[size]), _time(echoed, ROUND[size])
+                    if turn >= 0:
+                        ours.append(pair[0])
+                        raw.append(pair[1])
+                report.rows.append(
+                    {
+                        "transport": transport,
+                        "rows": size,
+                        "call µs": median(ours) * 1e6,
+                        "raw echo µs": median(raw) * 1e6,
+                        "ratio": ratio(ours, raw),
+                    }
+                )
+                suffix = "" if rows == 1 else "_1mb"
+                report.headline[f"{transport}{suffix}_vs_echo"] = ratio(ours, raw)
+                if rows == 1:
+                    report.headline[f"calls_per_s_{transport}"] = 1 / median(ours)
+            channel.close()
+    report.notes.append(
+        f"Medians of {rounds} rounds; a call is a synchronous client's, forward through a linear layer of {WIDTH} "
+        "features in a process of its own, results copied out."
+    )
+    return report
+
+
+_KEY = Key((0,), Pass.FORWARD)
+
+
+def _time(fn: Callable[[], object], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        fn()
+    return (time.perf_counter() - start) / count
+
+
+@contextlib.contextmanager
+def _echo_process(code: str, *arguments: str, **options: Any) -> Iterator[None]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield
+    finally:
+        process.communicate()
+
+
+_UNIX = """
+import asyncio, mmap, os, sys, threading
+try: from uvloop import run
+except ImportError: from asyncio import run
+path, fd = sys.argv[1], int(sys.argv[2])
+shared = mmap.mmap(fd, 4 << 20)
+class Echo(asyncio.Protocol):
+    def connection_made(self, transport): self.transport = transport
+    def data_received(self, data):
+        size = int.from_bytes(data[:8], "little")
+        if size > 4096: shared[2 << 20 : (2 << 20) + size] = shared[:size]
+        self.transport.write(data)
+async def main():
+    await asyncio.get_running_loop().create_unix_server(Echo, path)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+run(main())
+"""
+
+
+@contextlib.contextmanager
+def _unix_echo() -> Iterator[Callable[[int], object]]:
+    descriptor = os.memfd_create("echo")
+    os.ftruncate(descriptor, 4 << 20)
+    with mmap.mmap(descriptor, 4 << 20) as shared, tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "echo.sock")
+        echo = _echo_process(_UNIX, path, str(descriptor), pass_fds=[descriptor])
+        with echo, socket.socket(socket.AF_UNIX) as connected:
+            connected.connect(path)
+            payload = bytes(1 << 20)
+
+            def send(size: int) -> None:
+                if size > 4096:
+                    shared[:size] = payload
+                connected.sendall(size.to_bytes(8, "little") + bytes(MESSAGE - 8))
+                connected.recv(4096)
+                if size > 4096:
+                    bytearray(shared[2 << 20 : (2 << 20) + size])
+
+            yield send
+    os.close(descriptor)
+
+
+_ZMQ = """
+import sys, threading, zmq
+router = zmq.Context().socket(zmq.ROUTER)
+port = router.bind_to_random_port("tcp://127.0.0.1")
+print(port, flush=True)
+def echo():
+    while True: router.send_multipart(router.recv_multipart(copy=False), copy=False)
+threading.Thread(target=echo, daemon=True).start()
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _zmq_echo() -> Iterator[Callable[[int], object]]:
+    import zmq
+
+    process = subprocess.Popen([sys.executable, "-c", _ZMQ], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    port = int(process.stdout.readline())
+    context: zmq.Context[Any] = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(f"tcp://127.0.0.1:{port}")
+    payload = bytes(1 << 20)
+
+    def send(size: int) -> None:
+        dealer.send_multipart([bytes(MESSAGE), memoryview(payload)[:size]], copy=False)
+        dealer.recv_multipart(copy=False)
+
+    try:
+        yield send
+    finally:
+        context.destroy(linger=0)
+        process.communicate()
