@@ -33,6 +33,7 @@ class DecodeFirst:
     """
 
     name = "decode-first"
+    lone_at_once = True  # a request that is all there is needs no decision
 
     def __init__(self, patience_ms: float = 10.0) -> None:
         self.patience_ms = patience_ms

@@ -198,7 +198,7 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
         ("data.csv", b"a,b\n", "--data takes a .jsonl file"),
         ("latin.txt", b"one\ntwo caf\xe9\n", "line 2: not UTF-8"),
         ("one.jsonl", b'{"prompt": "a", "completion": "b"}\n', "1 pairs are too few"),
-        ("empty.jsonl", b"\n", "0 pairs are too few"),
+        ("empty.jsonl", b"\n", "no pairs of prompt and completion"),
     ],
 )
 def test_wrong_files(tmp_path: Path, name: str, content: bytes | None, complaint: str) -> None:

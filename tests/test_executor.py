@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ import symbiosis
 from symbiosis.core.fibers import current_fiber
 from symbiosis.core.protocols import Decision, Run, View, Wait
 from symbiosis.core.requests import Request
-from symbiosis.errors import LayerError, UnknownNameError, UsageError
+from symbiosis.errors import CannotWaitError, LayerError, UnknownNameError, UsageError
 from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.testing import run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
@@ -240,12 +240,19 @@ async def test_the_model_is_frozen_and_left_as_it_was(base: Any) -> None:
         assert torch.equal(value, before[name])
 
 
+@pytest.fixture
+def soon_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody need be away for a while before a client counts as alone."""
+    monkeypatch.setattr("symbiosis.core.executor._COMPANY_S", 0)
+
+
 class Asked(NoLockstep):
     """Wants to be asked about every request, as one that rations would."""
 
     lone_at_once = False
 
 
+@pytest.mark.usefixtures("soon_alone")
 @pytest.mark.parametrize(("policy", "reason"), [(NoLockstep(), "lone"), (Asked(), "at-once")])
 async def test_a_lone_request_runs_at_once_unless_the_policy_wants_to_be_asked(
     base: Any, policy: NoLockstep, reason: str
@@ -259,6 +266,7 @@ async def test_a_lone_request_runs_at_once_unless_the_policy_wants_to_be_asked(
         assert statistics.rows == sum(client.rows for client in statistics.clients.values())
 
 
+@pytest.mark.usefixtures("soon_alone")
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
 async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_stay_out_of_base_layers(
     base: Any, mode: Any
@@ -284,6 +292,7 @@ async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_stay_out_of_
     assert set(seen) == {(False, False)}
 
 
+@pytest.mark.usefixtures("soon_alone")
 async def test_a_lone_client_leaves_the_loop_its_turns(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         turns = 0
@@ -301,6 +310,7 @@ async def test_a_lone_client_leaves_the_loop_its_turns(base: Any) -> None:
         assert executor.statistics().reasons["lone"] > 100
 
 
+@pytest.mark.usefixtures("soon_alone")
 async def test_a_lone_request_that_fails_says_so_and_the_next_one_is_served(
     base: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -314,3 +324,137 @@ async def test_a_lone_request_that_fails_says_so_and_the_next_one_is_served(
         runner.run_alone = real
         assert "failed on a batch" in caplog.text
         await client.forward(input_ids=IDS)
+
+
+@pytest.mark.usefixtures("soon_alone")
+async def test_threads_of_the_users_own_share_batches(base: Any) -> None:
+    """Models called on threads are in no pass; still one lone request runs at a time and the others are queued."""
+    async with symbiosis.Executor(base) as executor:
+        clients = [await executor.client().open() for _ in range(4)]
+        runner: Any = executor._runner
+        running = most = 0
+        real = runner.run_alone
+
+        def run_alone(call: Any) -> Any:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return real(call)
+            finally:
+                running -= 1
+
+        runner.run_alone = run_alone
+
+        def forward(client: Any) -> None:
+            for _ in range(5):
+                client.model(input_ids=IDS)
+
+        await asyncio.gather(*[asyncio.to_thread(forward, client) for client in clients])
+        assert most <= 2  # one lone, one from the queue
+        for client in clients:
+            await client.close()
+
+
+async def test_a_client_is_not_alone_while_others_take_turns_with_it(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as one, executor.client() as two:
+        for _ in range(3):
+            await one.forward(input_ids=IDS)
+            await two.forward(input_ids=IDS)
+        assert "lone" not in executor.statistics().reasons
+
+
+async def test_modes_of_one_tenant_stay_with_it_at_every_await(base: Any) -> None:
+    """Around train_step, around several operations of one client that wait for one another, around backward."""
+    async with symbiosis.Executor(base) as executor:
+        async with executor.client(LoraConfig(r=2)) as alice, executor.client(LoraConfig(r=2)) as bob:
+            optimizers = [torch.optim.AdamW([p for p in c.model.parameters() if p.requires_grad]) for c in (alice, bob)]
+            batch = {"input_ids": IDS, "labels": IDS}
+            seen: set[tuple[bool, bool, bool]] = set()
+
+            def modes() -> tuple[bool, bool, bool]:
+                return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_inference_mode_enabled()
+
+            async def with_modes() -> None:
+                for _ in range(3):
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        await alice.train_step(batch, optimizers[0])
+                        assert torch.is_autocast_enabled("cpu")
+
+            async def without_grad() -> None:
+                with torch.no_grad():
+                    await alice.forward(input_ids=IDS)
+                    assert not torch.is_grad_enabled()
+
+            async def bobs() -> None:
+                for _ in range(6):
+                    assert (await bob.forward(input_ids=IDS)).logits.dtype is torch.float32
+                    await bob.train_step(batch, optimizers[1])
+                    seen.add(modes())
+
+            await asyncio.gather(with_modes(), *[without_grad() for _ in range(4)], bobs())
+            assert seen == {(True, False, False)}
+            assert modes() == (True, False, False)
+
+
+async def test_hooks_that_one_tenant_forbids_are_not_forbidden_to_others(base: Any) -> None:
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        async with executor.client() as alice, executor.client() as bob:
+
+            def forbidding() -> None:
+                with torch.autograd.graph.disable_saved_tensors_hooks("alice says no"):
+                    alice.model(input_ids=IDS)
+
+            def hooked() -> None:
+                with torch.autograd.graph.save_on_cpu():
+                    bob.model(input_ids=IDS)
+
+            await asyncio.gather(alice.run(forbidding), bob.run(hooked))
+
+
+@pytest.mark.parametrize("policy", ["lockstep", "no-lockstep", "opportunistic"])
+async def test_two_clients_in_one_operation(base: Any, policy: str) -> None:
+    """A reference model, or an assistant: who waits for another client's request is not waited for."""
+    async with symbiosis.Executor(base, policy=policy) as executor:
+        async with executor.client(LoraConfig(r=2, init_lora_weights=False)) as alice, executor.client() as reference:
+
+            def both() -> tuple[torch.Tensor, torch.Tensor]:
+                return alice.model(input_ids=IDS).logits, reference.model(input_ids=IDS).logits
+
+            mine, theirs = await asyncio.wait_for(alice.run(both), 20)
+            assert torch.equal(theirs, base(input_ids=IDS).logits)
+            joint = mine.sum() + (await alice.forward(input_ids=IDS)).logits.sum()
+            await asyncio.wait_for(alice.backward(joint), 20)
+
+
+async def test_a_joint_backward_pass_of_two_clients_is_refused(base: Any) -> None:
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        async with executor.client(LoraConfig(r=2)) as alice, executor.client(LoraConfig(r=2)) as bob:
+            one, two = await asyncio.gather(*[c.forward(input_ids=IDS, labels=IDS) for c in (alice, bob)])
+            with pytest.raises(CannotWaitError, match="two clients"):
+                await asyncio.wait_for(alice.backward(one.loss + two.loss), 20)
+
+
+async def test_a_tensor_subclass_stays_with_its_tenant(base: Any) -> None:
+    class Spy(torch.Tensor):
+        seen: ClassVar[list[Any]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.seen.append((func, args))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        async with executor.client() as alice, executor.client() as bob:
+            embedded = base.model.embed_tokens(IDS).detach().as_subclass(Spy)
+            _, theirs = await asyncio.gather(
+                alice.forward(inputs_embeds=embedded), bob.forward(inputs_embeds=embedded.as_subclass(torch.Tensor))
+            )
+            assert type(theirs.logits) is torch.Tensor
+            assert not any(func is torch.cat and len(args[0]) == 2 and args[0][0].ndim == 2 for func, args in Spy.seen)
+
+
+async def test_vmap_over_the_model_is_refused(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        with pytest.raises(CannotWaitError, match=r"torch\.func"):
+            await client.run(lambda: torch.func.vmap(lambda ids: client.model(input_ids=ids[None]).logits)(IDS))

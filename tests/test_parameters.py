@@ -135,3 +135,30 @@ def test_saved_as_a_plain_parameter() -> None:
     loaded = torch.load(file, weights_only=True)["p"]
     assert type(loaded) in (nn.Parameter, torch.Tensor)
     assert torch.equal(loaded, ORIGINAL)
+
+
+WRITES = {
+    "+=": lambda w: w.__iadd__(1),
+    "*=": lambda w: w.__imul__(2),
+    "/=": lambda w: w.__itruediv__(2),
+    "neg_": lambda w: w.neg_(),
+    "addcmul_": lambda w: w.addcmul_(w, w),
+    "masked_fill_": lambda w: w.masked_fill_(ORIGINAL > 1, 9.0),
+    "index_fill_": lambda w: w.index_fill_(0, torch.tensor([0]), 7.0),
+    "clamp_min_": lambda w: w.clamp_min_(3.0),
+    "random_": lambda w: w.random_(),
+    "pow_": lambda w: w.pow_(2),
+    "init": lambda w: nn.init.trunc_normal_(w),
+    "[...] =": lambda w: w.__setitem__(0, 5.0),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("kind", ["shared", "placeholder"])
+def test_writes_are_the_tenants_own(kind: str, how: str) -> None:
+    original, parameter = make(kind)
+    with torch.no_grad():
+        WRITES[how](parameter)
+    assert parameter.own
+    assert torch.equal(original, ORIGINAL)
+    assert not torch.equal(parameter, ORIGINAL)

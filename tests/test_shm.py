@@ -500,9 +500,9 @@ def test_an_arena_cannot_be_cut_short() -> None:
         os.ftruncate(descriptor, 4096)
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 1 << 21)
-    (matrix,) = arena.matrices(64, 2, [3], torch.float32)
+    (matrix,) = arena.matrices(64, 2, (3,), torch.float32)
     matrix.fill_(7)
-    assert Arena(descriptor, 1 << 20).matrices(64, 2, [3], torch.float32)[0].eq(7).all()
+    assert Arena(descriptor, 1 << 20).matrices(64, 2, (3,), torch.float32)[0].eq(7).all()
     arena.trim()
     assert matrix.eq(0).all()
     os.close(descriptor)

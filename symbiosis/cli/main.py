@@ -10,6 +10,7 @@ from symbiosis._version import __version__
 from symbiosis.bench.commands import app as bench
 from symbiosis.cli.console import CommandGroup
 from symbiosis.cli.demo.command import demo
+from symbiosis.cli.keys import app as keys
 from symbiosis.cli.policies import policies
 from symbiosis.cli.serve import serve, status
 from symbiosis.cli.tenant import finetune, generate
@@ -28,6 +29,7 @@ app.command()(finetune)
 app.command()(generate)
 app.command()(status)
 app.command()(policies)
+app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 
 

@@ -8,8 +8,9 @@ the client's own, because autograd cannot be suspended (:mod:`symbiosis.core.fib
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from types import TracebackType
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from symbiosis.core.adapters import add_adapter, load_adapter, save_adapter
-from symbiosis.core.fibers import RandomStream, current_fiber, run_in_fiber
+from symbiosis.core.fibers import RandomStream, current_fiber, modes_aside, run_in_fiber
 from symbiosis.core.protocols import Channel
-from symbiosis.core.virtlayer import Link
+from symbiosis.core.virtlayer import Link, on_thread
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class Client:
             if self._channel is not None:
                 self._channel.interrupt(self._closed_error())
                 self._channel.close()
-        async with self._turn:  # what was in progress has ended
+        async with self._having_turn():  # what was in progress has ended
             if self._thread is not None:
                 self._thread.shutdown(wait=True)
                 self._thread = None
@@ -139,7 +140,7 @@ class Client:
 
         It runs in a fiber: whatever it calls may call this client's model. It must not call ``loss.backward()``.
         """
-        async with self._turn:
+        async with self._having_turn():
             result = await self._in_fiber(fn, *args, **kwargs)
         if asyncio.iscoroutine(result):
             result.close()
@@ -158,7 +159,7 @@ class Client:
         """``loss.backward(*args, **kwargs)``, on this client's thread."""
         if not isinstance(loss, torch.Tensor):
             raise UsageError(f"loss is {loss!r}, not a tensor; pass the model's own `out.loss`")
-        async with self._turn:
+        async with self._having_turn():
             await self._in_pass_on_thread(loss.backward, *args, **kwargs)
 
     async def train_step(self, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> float:
@@ -175,7 +176,7 @@ class Client:
                 f"train_step takes a batch (the model's arguments by name) and an optimizer, not "
                 f"{type(batch).__name__} and {type(optimizer).__name__}"
             )
-        async with self._turn:
+        async with self._having_turn():
             model = self.model
             if not model.training:
                 model.train()
@@ -230,6 +231,15 @@ class Client:
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
+    @contextlib.asynccontextmanager
+    async def _having_turn(self) -> AsyncIterator[None]:
+        with modes_aside():  # the caller's modes are its own while it waits, too
+            await self._turn.acquire()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     def _link_channel(self) -> Channel:
         if self._link.channel is None:
             raise self._closed_error()
@@ -253,7 +263,7 @@ class Client:
         assert self._stream is not None
         channel.begin_pass()
         try:
-            return await run_in_fiber(self._stream, channel.flush, fn, *args, **kwargs)
+            return await run_in_fiber(self._stream, channel, fn, *args, **kwargs)
         finally:
             self._link.forget()
             channel.end_pass()
@@ -285,8 +295,14 @@ class Client:
     async def _on_thread(self, fn: Callable[..., T], *args: Any) -> T:
         """Run on this client's thread. When cancelled, ends only after the thread is free again."""
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, f"symbiosis-{self.name}")
-        work = asyncio.get_running_loop().run_in_executor(self._thread, fn, *args)
+            self._thread = ThreadPoolExecutor(1, f"symbiosis-{self.name}", initializer=self._on_thread_start)
+        with modes_aside():
+            return await self._end_of(asyncio.get_running_loop().run_in_executor(self._thread, fn, *args))
+
+    def _on_thread_start(self) -> None:
+        on_thread.link = self._link
+
+    async def _end_of(self, work: asyncio.Future[T]) -> T:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

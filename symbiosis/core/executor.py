@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +46,9 @@ Results = tuple[torch.Tensor, ...]
 _numbers = itertools.count(1)
 _now = time.monotonic
 """The executor's clock. Not the loop's: uvloop's counts whole milliseconds."""
+_COMPANY_S = 0.5
+"""A client is alone when no other was at work for so long. Until then requests go through the queue, where clients that
+take turns meet: four that trained at once shared batches of 2.3 without this, of 3.4 with it."""
 _TURN_S = 0.01
 """How long batches may follow one another before everything else on the event loop gets its turn."""
 
@@ -107,6 +111,12 @@ class Executor:
         """When the loop last came round to us."""
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
+        self._last = ""
+        """The client that was last at work."""
+        self._met = 0.0
+        """When it was another one before."""
+        self._running = threading.Lock()
+        """Held by a lone request: there is one at a time, whichever thread it is on."""
         self._share: Share | None = None
         self._source: str | Path | None = None
         """Where the model came from: there its tokenizer is, too."""
@@ -162,7 +172,7 @@ class Executor:
 
     async def start(self) -> None:
         """Open for clients on the running event loop."""
-        if self._loop is not None:
+        if self._loop is not None or self._started:
             raise UsageError(f"the executor at {self._address} was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         self._started = _now()
@@ -306,12 +316,19 @@ class Executor:
         if not self._scheduler.lone(client, rows) or in_modes():  # modes of the tenant's must not reach base layers
             return None
         started = _now()
+        if client != self._last or started - self._met < _COMPANY_S:
+            self._meet(client)
+            return None
         if started - self._turned > _TURN_S and current_fiber() is not None:
             return None  # fibers follow one another without end; whatever else asks gives the loop its turns
+        if not self._running.acquire(blocking=False):
+            return None
         try:
             results = self._runner.run_alone(call)
         except Exception as error:
             raise self._errors(call.key, rows, 1, error)[0] from error
+        finally:
+            self._running.release()
         self._counters.count_lone(call.key, client, rows, _now() - started)
         return results
 
@@ -324,7 +341,13 @@ class Executor:
     def begin_pass(self, client: str) -> None:
         """A client starts to walk the model."""
         self._scheduler.pass_began(client)
+        self._meet(client)
         self._turned = -math.inf  # others may be about to: let the loop turn once before anything runs alone
+
+    def _meet(self, client: str) -> None:
+        if client != self._last:
+            self._last = client
+            self._met = _now()
 
     def leave(self, client: str, error: BaseException) -> None:
         """A client is gone: what it waits for ends with ``error``."""
@@ -476,7 +499,12 @@ class ExecutorSession:
         rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
         if len(tensors) == len(widths) and rows:
             for tensor, width in zip(tensors, widths, strict=True):
-                if tensor.shape != (rows, width) or tensor.dtype is not dtype or tensor.device != self._device:
+                if (
+                    tensor.shape != (rows, width)
+                    or tensor.dtype is not dtype
+                    or tensor.device != self._device
+                    or type(tensor) is not torch.Tensor
+                ):
                     break
             else:
                 return

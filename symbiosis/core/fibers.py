@@ -17,16 +17,17 @@ The autograd engine keeps C++ state per thread that cannot be put aside, so a fi
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
-from collections.abc import Awaitable, Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["Fiber", "RandomStream", "current_fiber", "in_modes", "run_in_fiber"]
+__all__ = ["Fiber", "RandomStream", "current_fiber", "in_modes", "modes_aside", "run_in_fiber"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,6 +75,9 @@ _cpu = torch.default_generator
 _entered = threading.RLock()  # an abandoned fiber that is collected while another runs enters inside it
 
 
+_engine: Any = torch._C._autograd
+
+
 def in_modes() -> bool:
     """Whether this thread is in any torch mode other than the grad mode."""
     return bool(
@@ -81,14 +85,15 @@ def in_modes() -> bool:
         or torch._C._is_any_autocast_enabled()
         or torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
-        or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        or _engine._top_saved_tensors_default_hooks(False) is not None
+        or not _engine._saved_tensors_hooks_is_enabled()
     )
 
 
 class _Modes:
     """torch's modes of a suspended fiber, all but the grad mode, which is so common that it is handled apart."""
 
-    __slots__ = ("_autocast", "_dispatch", "_function", "_hooks", "_inference", "_nesting")
+    __slots__ = ("_autocast", "_dispatch", "_function", "_hooks", "_inference", "_nesting", "_no_hooks")
 
     def __init__(self) -> None:
         """Take the modes off this thread and leave torch's defaults."""
@@ -104,11 +109,13 @@ class _Modes:
         self._nesting = 0
         if self._autocast:
             self._park_autocast()
-        engine: Any = torch._C._autograd
         self._hooks: list[Any] = []
-        while (hooks := engine._top_saved_tensors_default_hooks(False)) is not None:
+        while (hooks := _engine._top_saved_tensors_default_hooks(False)) is not None:
             self._hooks.append(hooks)
-            engine._pop_saved_tensors_default_hooks()
+            _engine._pop_saved_tensors_default_hooks()
+        self._no_hooks: str | None = _engine._saved_tensors_hooks_get_disabled_error_message()
+        if self._no_hooks is not None:
+            _engine._saved_tensors_hooks_enable()
         self._function: list[Any] = [
             torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())
         ]
@@ -131,7 +138,9 @@ class _Modes:
         for mode in reversed(self._function):
             torch._C._push_on_torch_function_stack(mode)
         for pack, unpack in reversed(self._hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+            _engine._push_saved_tensors_default_hooks(pack, unpack)
+        if self._no_hooks is not None:
+            _engine._saved_tensors_hooks_disable(self._no_hooks)
         for device, dtype in self._autocast:
             torch.set_autocast_enabled(device, True)
             torch.set_autocast_dtype(device, dtype)
@@ -149,13 +158,19 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
     """A greenlet that may suspend on the event loop."""
 
     stream: RandomStream
+    walk: Walk
+    """The channel of the client whose pass this is."""
 
-    def wait(self, awaitable: Awaitable[T]) -> T:
+    def wait(self, awaitable: Awaitable[T], channel: Walk | None = None) -> T:
         """Suspend this fiber, which must be the one running, until ``awaitable`` is done; its result or exception.
 
-        Called by a synchronous function that somewhere below runs in :func:`run_in_fiber`.
+        Called by a synchronous function that somewhere below runs in :func:`run_in_fiber`. ``channel`` is what it waits
+        for: if that is another client's, this one is not thinking meanwhile, or both would wait for each other.
         """
         self.stream.leave()
+        elsewhere = channel is not None and channel is not self.walk
+        if elsewhere:
+            self.walk.end_pass()
         grad = torch.is_grad_enabled()
         modes = _Modes() if in_modes() else None
         _set_grad_enabled(True)
@@ -167,6 +182,8 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
             if modes is not None:
                 modes.restore()
             _set_grad_enabled(grad)
+            if elsewhere:
+                self.walk.begin_pass()
             self.stream.enter()
 
 
@@ -176,22 +193,43 @@ def current_fiber() -> Fiber | None:
     return current if isinstance(current, Fiber) else None
 
 
-async def run_in_fiber(
-    stream: RandomStream, flush: Callable[[], None], fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T:
-    """Run a synchronous function in a fiber and await its result. ``flush`` is called whenever it has suspended.
+class Walk(Protocol):
+    """The part of a channel that a fiber needs."""
+
+    def begin_pass(self) -> None: ...
+    def end_pass(self) -> None: ...
+    def flush(self) -> None: ...
+
+
+@contextlib.contextmanager
+def modes_aside() -> Iterator[None]:
+    """Put torch's modes aside, for an ``await`` outside fibers: whatever else runs on this thread must not see them."""
+    grad = torch.is_grad_enabled()
+    modes = _Modes() if in_modes() else None
+    _set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        if modes is not None:
+            modes.restore()
+        _set_grad_enabled(grad)
+
+
+async def run_in_fiber(stream: RandomStream, walk: Walk, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a synchronous function in a fiber and await its result. ``walk`` is flushed whenever it has suspended.
 
     The function starts in, and must leave, the torch modes of the caller. Cancelling the awaiting task raises
     ``CancelledError`` in the function, where it waits.
     """
     fiber = Fiber(_entry)
     fiber.stream = stream
+    fiber.walk = walk
     fiber.gr_context = contextvars.copy_context()
     out: Any = fiber.switch(stream, fn, args, kwargs)
     while not fiber.dead:
         # In a list that the fiber empties: neither a local nor an argument may keep a tenant's rows alive meanwhile.
         try:
-            flush()
+            walk.flush()
             result = [await out]
         except BaseException as error:  # noqa: BLE001 (the fiber is who must see it)
             out = fiber.throw(error)

@@ -7,7 +7,8 @@ reads it shows as NaN instead of a wrong answer (D8).
 
 Either becomes the tenant's own copy at the moment somebody makes it trainable or writes into it (``modules_to_save``,
 ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change. Writes that go round
-the parameter's own methods (``.data.mul_``, ``torch._foreach_*``) cannot be seen, and reach the memory that all share.
+the parameter's own methods (``.data.mul_``, a view's ``w[0].zero_()``, ``out=w``, ``torch._foreach_*``) cannot be
+seen, and reach the memory that all tenants of a process share.
 """
 
 from __future__ import annotations
@@ -105,8 +106,12 @@ def _in_place(name: str) -> Callable[..., SharedParameter]:
     return write
 
 
-for _name in ("add_", "sub_", "mul_", "div_", "fill_", "zero_", "lerp_", "clamp_", "normal_", "uniform_"):
-    setattr(SharedParameter, _name, _in_place(_name))
+_KEEP = {"requires_grad_", "detach_", "share_memory_", "rename_", "copy_"}
+"""Methods that end in an underscore and write nothing, and one that is defined above."""
+for _name in dir(torch.Tensor):
+    _writes = _name.endswith("_") and not _name.startswith("_")
+    if (_writes and _name not in _KEEP) or (_name.startswith("__i") and f"__{_name[3:]}" in dir(torch.Tensor)):
+        setattr(SharedParameter, _name, _in_place(_name))
 
 
 def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> SharedParameter:

@@ -35,6 +35,10 @@ from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
 __all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "virtualize"]
 
 
+on_thread = threading.local()
+"""``link``: whose backward thread this is."""
+
+
 class Link:
     """What the VirtLayers of one client share: the channel, how to wait on it, and which layers are siblings."""
 
@@ -89,11 +93,13 @@ class Link:
                     f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
                     "return the loss and `await client.backward(loss)` instead"
                 )
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise CannotWaitError(f"{name}: torch.func transforms (vmap, grad, jvp…) cannot be used on this model")
             reply = channel.send(call)
             if reply.done():
                 return reply.result()
             try:
-                return fiber.wait(reply)
+                return fiber.wait(reply, channel)
             except BaseException:
                 channel.cancel(call)
                 raise
@@ -105,6 +111,11 @@ class Link:
             )
         if self.interrupted is not None:
             raise self.interrupted
+        if getattr(on_thread, "link", self) is not self:
+            raise CannotWaitError(
+                f"{name}: this backward pass goes through the models of two clients; each has a thread of its own, so "
+                "detach the one from the other, or call backward for each"
+            )
         if self.stream_on_thread is None:
             return channel.call(call)
         self.stream_on_thread.leave()
@@ -235,6 +246,8 @@ class VirtLayer(nn.Module):
         else:
             kind = Kind.DECODE if x.ndim < 3 or x.shape[-2] == 1 else Kind.PREFILL
         rows = (x.detach() if x.requires_grad else x).reshape(-1, self.spec.in_features)
+        if type(rows) is not torch.Tensor:  # a subclass would take part in what the executor computes for others
+            rows = rows.as_subclass(torch.Tensor)
         return self._link.request(key, kind, (rows,), self.spec.name)
 
     def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
@@ -243,7 +256,7 @@ class VirtLayer(nn.Module):
         shape = (*dy.shape[:-1], spec.in_features)
         if dy.numel() == 0:
             return dy.new_empty(shape)
-        rows = dy.reshape(-1, spec.out_features)
+        rows = dy.reshape(-1, spec.out_features).as_subclass(torch.Tensor)
         tensors = (rows,) if x is None else (x.reshape(-1, spec.in_features), rows)
         if self._link.backward_began is not None:
             self._link.backward_began()

@@ -106,7 +106,7 @@ def _read(path: Path) -> dict[str, bytes]:
     except (KeyError, ValueError):
         sound = False
     if not sound:
-        raise UsageError(f"{path} is no key file; symbiosis.transports.keys.new_key makes them")
+        raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")
     return found
 
 

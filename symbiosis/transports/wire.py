@@ -135,6 +135,7 @@ def pack(type_: Type, *content: Any) -> bytes:
 
 
 def pack_call(call: CallMessage) -> bytes:
+    """CALL."""
     layers, pass_ = call.key
     return cast(
         bytes,
@@ -143,6 +144,7 @@ def pack_call(call: CallMessage) -> bytes:
 
 
 def pack_result(id_: int) -> bytes:
+    """RESULT."""
     return cast(bytes, _packer.pack((4, id_)))
 
 

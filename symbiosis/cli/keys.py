@@ -1,0 +1,65 @@
+"""``symbiosis keys``: key pairs for ``tcp://``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from symbiosis.cli.console import console
+from symbiosis.errors import UsageError
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Make and list the keys of tenants who come over tcp://.")
+
+FolderOption = Annotated[Path, typer.Option("--keys", help="The provider's folder of keys.")]
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="The tenant's name.", show_default=False)],
+    keys: FolderOption = Path("keys"),
+    secret: Annotated[
+        Path | None, typer.Option(help="Where to write the secret key (default: NAME.secret here).", show_default=False)
+    ] = None,
+) -> None:
+    """Make a tenant's CURVE key pair: the public key stays in the provider's folder, the secret one is the tenant's.
+
+    The first time, the executor's own pair is made as well. Tenants are let in and kept out without a restart.
+
+    Example: symbiosis keys new alice --keys keys/
+    """
+    from symbiosis.transports.keys import SERVER, new_key
+
+    target = secret or Path(f"{name}.secret")
+    if target.exists():
+        raise UsageError(f"{target} exists; remove it first if this key is to be replaced, or give another --secret")
+    out = console()
+    if not (keys / f"{SERVER}.secret").exists():
+        new_key(keys, SERVER)
+        out.print(f"made the executor's own key in {escape(str(keys))}")
+    made = new_key(keys, name)
+    content = made.read_text()
+    try:
+        target.touch(mode=0o600, exist_ok=False)
+        target.write_text(content)
+    except OSError as error:
+        raise UsageError(f"cannot write {target} ({error.strerror}); the secret key is in {made}") from error
+    made.unlink()
+    out.print(f"{escape(str(target))}: for {escape(name)} alone; connect with --key {escape(str(target))}")
+    out.print(f"{escape(str(keys / f'{name}.public'))}: lets {escape(name)} in; delete it to keep {escape(name)} out")
+
+
+@app.command("list")
+def list_keys(keys: FolderOption = Path("keys")) -> None:
+    """List the tenants that are let in."""
+    from symbiosis.transports.keys import SERVER
+
+    names = sorted(file.stem for file in keys.glob("*.public") if file.stem != SERVER)
+    if not names:
+        raise UsageError(f"{keys} has no tenants' keys; make one with `symbiosis keys new NAME --keys {keys}`")
+    for name in names:
+        console().print(escape(name))

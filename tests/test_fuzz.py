@@ -1,0 +1,140 @@
+"""Garbage at an executor's door: it goes on, others do not notice, and nothing is allocated for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.testing import tiny_model
+from symbiosis.transports import wire
+from symbiosis.transports.wire import CallMessage, Type
+
+
+class Door:
+    """An executor on a thread of its own, with one honest tenant inside."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.model = tiny_model()
+        self.executor = symbiosis.Executor(self.model)
+        self._ready, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),))
+        self._thread.start()
+        assert self._ready.wait(30)
+        self.honest: Any = make_transport(address).connect_blocking(address, "honest")
+
+    async def _serve(self) -> None:
+        async with self.executor:
+            await self.executor.listen(self.address)
+            self._ready.set()
+            await asyncio.to_thread(self._over.wait)
+
+    def check(self) -> None:
+        """The honest tenant is served, and rightly."""
+        x = torch.randn(3, 32)
+        (y,) = self.honest.call(Call(Key((0,), Pass.FORWARD), Kind.DECODE, (x,)))
+        torch.testing.assert_close(y, self.model.model.layers[0].self_attn.q_proj(x))
+        assert "honest" in self.executor.status()["clients"]
+
+    def close(self) -> None:
+        self.honest.close()
+        self._over.set()
+        self._thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    door = Door(f"shm://{tmp_path_factory.mktemp('fuzz')}/s.sock")
+    yield door
+    door.close()
+
+
+hello = st.builds(lambda name: wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name), st.text(max_size=4))
+sound_calls = st.builds(
+    lambda id_, layer, pass_, rows: wire.pack_call(
+        CallMessage(id_, Key((layer,), pass_), Kind.FINETUNE, rows, 0, 1 << 20)
+    ),
+    st.integers(0, 3),
+    st.integers(0, 16),
+    st.sampled_from(Pass),
+    st.integers(0, 20),
+)
+others = st.sampled_from([wire.pack(type_, *content) for type_ in Type for content in ((), (1,), (1, 2, 3))])
+sound = st.one_of(hello, sound_calls, sound_calls, others)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A recording of a session with some of its bytes changed, cut, repeated or put in."""
+    stream = bytearray(b"".join(wire.frame(message) for message in draw(st.lists(sound, max_size=6))))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(stream)))
+        what = draw(st.sampled_from(["change", "cut", "repeat", "insert"]))
+        if what == "change" and at < len(stream):
+            stream[at] ^= draw(st.integers(1, 255))
+        elif what == "cut":
+            del stream[at : at + draw(st.integers(1, 8))]
+        elif what == "repeat":
+            stream[at:at] = stream[at : at + draw(st.integers(1, 40))]
+        else:
+            stream[at:at] = draw(st.binary(max_size=12))
+    return bytes(stream)
+
+
+@settings(max_examples=150)
+@given(first=st.booleans(), stream=mutated())
+def test_mutated_sessions(door: Door, first: bool, stream: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(0.02)
+        connection.connect(door.address.removeprefix("shm://"))
+        descriptors: list[int] = []
+        with contextlib.suppress(OSError):  # it may hang up at any moment
+            if first:
+                connection.sendall(wire.frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, "mallory")))
+            connection.sendall(stream)
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+            while connection.recv(1 << 16):
+                pass
+        for descriptor in descriptors:
+            os.close(descriptor)
+    door.check()
+
+
+def test_nothing_is_left_of_them(door: Door) -> None:
+    """Descriptors and memory of a thousand rude visits: none."""
+    process = psutil.Process()
+
+    def visit(count: int) -> None:
+        for number in range(count):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(10)
+                connection.connect(door.address.removeprefix("shm://"))
+                connection.sendall(wire.frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, f"visitor-{number}")))
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                with contextlib.suppress(OSError):
+                    connection.sendall((0xFFFFFFFF).to_bytes(4, "little") + b"x" * 100)
+        door.check()
+
+    visit(50)
+    files, memory = len(list(Path("/proc/self/fd").iterdir())), process.memory_full_info().uss
+    visit(300)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files + 2
+    assert process.memory_full_info().uss < memory + (32 << 20)
+    assert door.executor.status()["clients"] == ["honest"]

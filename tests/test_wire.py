@@ -1,0 +1,120 @@
+"""The wire format by itself: what is written is read, and whatever else arrives is refused and nothing worse."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis import errors
+from symbiosis.core.requests import Key, Kind, Pass
+from symbiosis.errors import BrokenError, LayerError, WireError
+from symbiosis.transports import wire
+from symbiosis.transports.wire import CallMessage, Frames, Type
+
+sixty_three = st.integers(0, (1 << 63) - 1)
+places = st.integers(0, 1 << 50).map(lambda place: place * wire.ALIGN)
+calls = st.builds(
+    CallMessage,
+    id=sixty_three,
+    key=st.builds(Key, st.lists(st.integers(0, 5000), min_size=1, max_size=8).map(tuple), st.sampled_from(Pass)),
+    kind=st.sampled_from(Kind),
+    rows=sixty_three,
+    place=places,
+    answer=places,
+)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(calls)
+def test_calls_come_back(call: CallMessage) -> None:
+    type_, content = wire.unpack(wire.pack_call(call))
+    assert type_ is Type.CALL
+    assert wire.read_call(content) == call
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    try:
+        type_, content = wire.unpack(data)
+    except WireError:
+        return
+    assert isinstance(type_, Type)
+    for read in (wire.read_call, wire.read_hello, wire.read_id):
+        with contextlib.suppress(WireError):
+            read(content)
+
+
+@given(st.lists(plain, max_size=9))
+def test_any_content_is_a_call_or_refused(content: list[Any]) -> None:
+    try:
+        call = wire.read_call(tuple(content))
+    except WireError:
+        return
+    assert all(type(value) is int and value >= 0 for value in (call.id, call.rows, call.place, call.answer))
+    assert call.place % wire.ALIGN == call.answer % wire.ALIGN == 0
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        msgpack.packb(7),
+        msgpack.packb([]),
+        msgpack.packb([99]),
+        msgpack.packb(["x"]),
+        msgpack.packb([[1]]),
+        msgpack.packb(msgpack.ExtType(1, b"x")),
+        b"\x91" * 60_000,  # nested deeper than any parser goes
+        b"\xdd\xff\xff\xff\xff",  # an array said to have 4 billion elements
+        b"\xc6\xff\xff\xff\xff",  # 4 GB of bytes, it says
+        msgpack.packb([1, b"x" * (64 << 10)]),
+    ],
+    ids=range(11),
+)
+def test_what_is_no_message(data: bytes) -> None:
+    with pytest.raises(WireError):
+        wire.unpack(data)
+
+
+@given(st.lists(st.binary(max_size=60), max_size=8), st.data())
+def test_frames_are_cut_the_same_however_they_arrive(messages: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(wire.frame(message) for message in messages)
+    frames, found = Frames(1000), []
+    while stream:
+        size = data.draw(st.integers(1, len(stream)))
+        if (message := frames.only(stream[:size])) is not None:
+            found.append(message)
+        while (message := frames.next()) is not None:
+            found.append(message)
+        stream = stream[size:]
+    assert found == messages
+
+
+def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come() -> None:
+    frames = Frames(100)
+    assert frames.only((101).to_bytes(4, "little")) is None
+    with pytest.raises(WireError, match="101 bytes is announced"):
+        frames.next()
+
+
+@pytest.mark.parametrize("name", [*errors.__all__, "OSError", "__class__", None, 7])
+def test_errors_come_back_as_their_class_and_no_other(name: Any) -> None:
+    error = wire.error_of(name, "why")
+    assert type(error) is (getattr(errors, name) if name in errors.__all__ else BrokenError)
+    assert str(error) == "why"
+
+
+def test_a_failure_tells_its_class() -> None:
+    _, content = wire.unpack_answer(wire.pack_error(4, LayerError("x failed")))
+    assert content == [4, "LayerError", "x failed"]
+    _, content = wire.unpack_answer(wire.pack_error(4, ZeroDivisionError("y")))
+    assert content == [4, "BrokenError", "y"]
