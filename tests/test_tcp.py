@@ -514,6 +514,7 @@ def raw(address: str, key: Path | None = None, identity: bytes | None = None) ->
     """A client by hand, for what a real one would not do."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
+    socket.sndtimeo = 5000
     socket.reconnect_ivl = -1
     if identity is not None:
         socket.setsockopt(zmq.ROUTING_ID, identity)
@@ -538,8 +539,11 @@ def rows(n: int = 1, width: int = 32) -> bytes:
 
 
 def receive(socket: Any) -> tuple[Type, Any]:
-    assert socket.poll(20_000), "no answer"
-    return wire.unpack_answer(socket.recv_multipart()[0])
+    while True:
+        assert socket.poll(20_000), "no answer"
+        type_, content = wire.unpack_answer(socket.recv_multipart()[0])
+        if type_ is not Type.PONG:  # with which the executor makes sure that a new client is there
+            return type_, content
 
 
 BAD = {
@@ -624,7 +628,7 @@ async def test_garbage_disturbs_nobody(base: Any) -> None:
             with raw(listener.address) as mallory:
                 for frames in ([[hello("mallory")]] if polite else []) + messages:
                     mallory.send_multipart(frames)
-                assert mallory.poll(5000) or not polite
+                assert not polite or receive(mallory)[0] in (Type.WELCOME, Type.ENDED)
 
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
             thrown = asyncio.create_task(in_thread(throw))
@@ -696,9 +700,10 @@ async def test_who_floods_is_shown_out_and_others_are_not_hindered(base: Any, re
                 socket.send(hello("mallory"))
                 receive(socket)
                 while sent < 20_000:
-                    if not socket.poll(2000, zmq.POLLOUT):
+                    try:
+                        socket.send_multipart([a_call(sent, 200), rows(200)])
+                    except zmq.Again:
                         break  # nobody listens: that is the point
-                    socket.send_multipart([a_call(sent, 200), rows(200)])
                     sent += 1
                     if reads and socket.poll(0):
                         socket.recv_multipart()

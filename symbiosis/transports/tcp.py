@@ -26,7 +26,7 @@ from symbiosis.transports.chunks import Chunks, Progress
 from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Reader, configure, monitor, peer_of, resolve
 from symbiosis.transports.tcp_peer import Link, TcpPeer
-from symbiosis.transports.wire import Limits
+from symbiosis.transports.wire import Limits, Type
 from symbiosis.transports.zap import Doorkeeper
 
 __all__ = ["TcpListener", "TcpTransport"]
@@ -186,6 +186,8 @@ class TcpListener:
         if link is None:
             return  # its connection has ended
         identity = frames[0].bytes
+        if identity not in self.peers and not self._alive(identity):
+            return
         user = None if self._keys is None else str(frames[1].get("User-Id"))
         peer = self.peers.get(identity)
         if peer is None:
@@ -195,6 +197,19 @@ class TcpListener:
         else:
             log.warning("message refused", tenant=peer.tenant, why=f"another connection, {link}, speaks in its name")
             link.cut()
+
+    def _alive(self, identity: bytes) -> bool:
+        """Whether a client that we do not know yet is still connected.
+
+        A connection may end before we have read what it sent, and its descriptor be another's by now; such a message
+        must not be taken for the other's. ZeroMQ tells by refusing to send there.
+        """
+        self._reader.socket.getsockopt(zmq.EVENTS)  # has it take notice of all that has happened; sending alone may not
+        try:
+            self._reader.send([identity, _PONG])
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _new_peer(self, identity: bytes, link: Link, user: str | None) -> TcpPeer:
         tenant = link.remote[0] if user is None or self._keys is None else self._keys.name_of(user.encode())
@@ -264,6 +279,7 @@ class TcpListener:
         await asyncio.to_thread(self._context.term)
 
 
+_PONG = wire.pack(Type.PONG)
 _FAILURES = {
     int(zmq.Event.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): "one side has CURVE keys and the other has none",
     int(zmq.Event.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): "it does not know this executor's public key",
