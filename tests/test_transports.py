@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.testing.transport import TransportConformance
+from symbiosis.transports.keys import new_key
 
 _names = itertools.count(1)
 
@@ -24,3 +25,18 @@ class TestInProc(TransportConformance):
 class TestShm(TransportConformance):
     def address(self, folder: Path) -> str:
         return f"shm://{folder}/s.sock"
+
+
+class TestTcp(TransportConformance):
+    def address(self, folder: Path) -> str:
+        return "tcp://127.0.0.1:0"
+
+
+class TestTcpWithKeys(TestTcp):
+    def listen_options(self, folder: Path) -> dict[str, Any]:
+        new_key(folder, "server")
+        new_key(folder, "alice")
+        return {"keys": folder}
+
+    def connect_options(self, folder: Path) -> dict[str, Any]:
+        return {**super().connect_options(folder), "key": folder / "alice.secret"}
