@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.errors import SymbiosisError
 from symbiosis.testing import tiny_model
 
-__all__ = ["Service", "save_model"]
+__all__ = ["Service", "free_port", "save_model"]
 
 WORDS = "the cat dog sat ran on mat log and then what is a list of numbers that grow".split()  # noqa: SIM905
 
@@ -36,6 +36,13 @@ def save_model(folder: Path, **options: Any) -> Path:
     return folder
 
 
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class Service:
     """``symbiosis serve`` on an address, to be started, killed and started again."""
 
@@ -44,7 +51,7 @@ class Service:
         self._command = [sys.executable, "-m", "symbiosis.cli.main", "serve", str(model), "--listen", address]
         self._command += ["--log-format", "json", *options]
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = log or Path(f"{tempfile.mkdtemp()}/service.log")
+        self._log = log or model.parent / f"service-{time.monotonic_ns()}.log"
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
@@ -78,6 +85,11 @@ class Service:
         assert self._process is not None
         self._process.send_signal(number)
         return self._process.wait(20)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def log(self) -> str:

@@ -1,0 +1,89 @@
+"""A tenant's process for the chaos test: does its job again and again until told to stop, and checks each result.
+
+``python -m tests.chaos_job ADDRESS METHOD CHECKPOINT``: a line ``done N`` for each job that ended well; exit status 1
+with the reason on standard error otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.errors import ConnectionLostError
+from symbiosis.testing import Job, Outcome, run_job, run_job_plain
+from tests.helpers import METHODS, assert_close
+
+JOB = Job(steps=30, new_tokens=12)
+
+
+def stop() -> bool:
+    """Whether a line has come on standard input, or its end."""
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def main(address: str, method: str, checkpoint: str) -> None:
+    torch.set_num_threads(1)
+    config: Any = METHODS[method.removesuffix("-async")]("llama")
+    expected = run_job_plain(AutoModelForCausalLM.from_pretrained(checkpoint), config, JOB)
+
+    def report(outcome: Outcome, count: int) -> None:
+        assert_close(outcome, expected)
+        sys.stdout.write(f"done {count}\n")
+        sys.stdout.flush()
+
+    async def coroutine() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            base = await stack.enter_async_context(symbiosis.connect(address, retry=90.0))
+            count = 0
+            while count == 0 or not stop():
+                count += 1
+                client = await entered(lambda: base.client(METHODS[method.removesuffix("-async")]("llama"), seed=0))
+                try:
+                    report(await run_job(client, JOB), count)
+                finally:
+                    await client.close()
+
+    async def entered(make: Any) -> Any:
+        """A client; opened again while nobody is there."""
+        while True:
+            try:
+                return await make().open()
+            except ConnectionLostError:
+                await asyncio.sleep(0.2)
+
+    wait_for(address)
+    if method.endswith("-async"):
+        asyncio.run(coroutine())
+        return
+    with symbiosis.open_model(address, retry=90.0) as model:
+        count = 0
+        while count == 0 or not stop():
+            count += 1
+            report(run_job_plain(model, config, JOB), count)
+
+
+def wait_for(address: str) -> None:
+    """Until the executor is there: ``retry`` is for one that was lost, not for one that never was."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            make_transport(address).look(address)
+        except ConnectionLostError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+        else:
+            return
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

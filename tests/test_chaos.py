@@ -1,0 +1,103 @@
+"""A minute of kill -9: tenants of mixed kinds over shm:// and tcp://, clients and executors dying at random."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from symbiosis.core.registry import make_transport
+from tests.service import Service, free_port, save_model
+
+SECONDS = 60
+KINDS = ["lora", "ia3-async", "prefix", "lora-async", "ia3", "prefix-async"]
+
+
+class Tenant:
+    """One place for a tenant's process; whoever is killed there is followed by another."""
+
+    def __init__(self, address: str, kind: str, checkpoint: Path, folder: Path) -> None:
+        self._command = [sys.executable, "-W", "ignore", "-m", "tests.chaos_job", address, kind, str(checkpoint)]
+        self._errors = folder / f"{kind}.err"
+        self.killed = 0
+        self.start()
+
+    def start(self) -> None:
+        with self._errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.killed += 1
+        self.start()
+
+    def finish(self) -> int:
+        """Let it end its job; how many it has done."""
+        out, _ = self.process.communicate(timeout=150)
+        assert self.process.returncode == 0, self._errors.read_text()[-3000:]
+        return len(out.splitlines())
+
+
+def descriptors(pid: int) -> int:
+    return psutil.Process(pid).num_fds()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_chaos(tmp_path: Path) -> None:
+    checkpoint = save_model(tmp_path / "model", num_hidden_layers=2)
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    shm, tcp = f"shm://{folder}/s.sock", f"tcp://127.0.0.1:{free_port()}"
+    rng = random.Random(0)
+    with Service(checkpoint, shm, "--listen", tcp, log=tmp_path / "service.log") as service:
+        tenants = [
+            Tenant((shm, tcp)[index % 2 if index < 4 else index // 2 % 2], kind, checkpoint, tmp_path)
+            for index, kind in enumerate(KINDS)
+        ]
+        end = time.monotonic() + SECONDS
+        restarts = 0
+        while time.monotonic() < end:
+            time.sleep(rng.uniform(3, 6))
+            if rng.random() < 0.5:
+                service.kill()
+                service.start()
+                restarts += 1
+            else:
+                rng.choice(tenants).kill()
+        done = [tenant.finish() for tenant in tenants]
+        assert all(done), done
+        assert restarts >= 2
+        assert sum(tenant.killed for tenant in tenants) >= 2
+        # Nothing is left of any of them: what a fresh visitor leaves behind is nothing either.
+        look = make_transport(shm).look
+        deadline = time.monotonic() + 30
+        while look(shm).status["clients"] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert look(shm).status["clients"] == []
+        assert look(shm).status["outstanding"] == 0
+        pid = service.pid
+        before, memory = descriptors(pid), psutil.Process(pid).memory_full_info().uss
+        for kind in KINDS[:2]:
+            visitor = Tenant((shm, tcp)[KINDS.index(kind)], kind, checkpoint, tmp_path)
+            visitor.finish()
+        time.sleep(2)
+        assert descriptors(pid) <= before + 1
+        assert psutil.Process(pid).memory_full_info().uss < memory + (64 << 20)
+        assert [path.name for path in folder.iterdir()] == ["s.sock"]
+        assert service.stop() == 0
+    assert not list(folder.iterdir())
+    assert not [entry for entry in Path("/dev/shm").iterdir() if "symbiosis" in entry.name]
