@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -164,3 +165,14 @@ async def test_a_listener_forgets_clients_that_left(executor: symbiosis.Executor
         (await connect(f"c{number}")).close()
     (listener,) = executor._listeners
     assert len(listener._channels) < 20  # type: ignore[attr-defined]
+
+
+async def test_a_tenant_cannot_fill_the_executors_memory_with_groups_of_siblings(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        session = executor.join("mallory")
+        mates = [spec.layer for spec in executor.layers if spec.in_features == executor.layers[0].in_features]
+        groups = [group for size in range(1, 5) for group in itertools.combinations(mates, size)]
+        with pytest.raises(RequestError, match="too many"):
+            for group in groups:
+                session.expects(Key(group, Pass.FORWARD))
+        session.close()

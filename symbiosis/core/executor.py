@@ -16,23 +16,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from symbiosis.core.client import Client
 from symbiosis.core.fibers import current_fiber, in_modes
-from symbiosis.core.protocols import Expected, Listener, Policy
+from symbiosis.core.protocols import Listener, Policy
 from symbiosis.core.registry import make_policy, make_transport
-from symbiosis.core.requests import Batch, Call, Key, LayerSpec, Pass, Request
+from symbiosis.core.requests import Batch, Call, Key, LayerSpec, Request
 from symbiosis.core.runner import Runner
 from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.session import ExecutorSession
 from symbiosis.core.share import Share
 from symbiosis.core.splitting import SplitModel
 from symbiosis.core.statistics import Counters, Statistics
 from symbiosis.core.virtlayer import Link
-from symbiosis.errors import ClientClosedError, ExecutorClosedError, LayerError, RequestError, UsageError
+from symbiosis.errors import ExecutorClosedError, LayerError, UsageError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -344,6 +345,11 @@ class Executor:
         self._meet(client)
         self._turned = -math.inf  # others may be about to: let the loop turn once before anything runs alone
 
+    def end_pass(self, client: str) -> None:
+        """A client is idle."""
+        self._scheduler.pass_ended(client)
+        self.pump_soon()
+
     def _meet(self, client: str) -> None:
         if client != self._last:
             self._last = client
@@ -439,103 +445,6 @@ class Executor:
                     self._policy_failures,
                     exc_info=error.__cause__,
                 )
-
-
-class ExecutorSession:
-    """One admitted client. Checks every call against the layer table before anything is queued."""
-
-    def __init__(self, executor: Executor, client: str, specs: Sequence[LayerSpec]) -> None:
-        self.client = client
-        self._executor = executor
-        self._specs = specs
-        self._device = executor.device
-        self._expected: dict[Key, Expected] = {}
-        """What was found for the keys seen so far; valid keys only, so their number is bounded by the layer table."""
-        self._ended: BaseException | None = None
-
-    def submit(self, call: Call) -> asyncio.Future[Results]:
-        self._check(call)
-        return self._executor.submit(self.client, call)
-
-    def at_once(self, call: Call) -> Results | None:
-        self._check(call)
-        return self._executor.at_once(self.client, call)
-
-    def expects(self, key: Key) -> Expected:
-        expected = self._expected.get(key)
-        if expected is None:
-            expected = self._expected[key] = self._check_key(key)
-        return expected
-
-    def _check_key(self, key: Key) -> Expected:
-        (layers, pass_), specs = key, self._specs
-        if not layers or not all(0 <= layer < len(specs) for layer in layers):
-            self._refuse(f"layers {layers}; there are {len(specs)}, counted from 0")
-        chosen = [specs[layer] for layer in layers]
-        first = chosen[0]
-        if len(layers) > 1 and (
-            pass_ is Pass.BACKWARD
-            or any(a >= b for a, b in itertools.pairwise(layers))
-            or any((spec.in_features, spec.dtype) != (first.in_features, first.dtype) for spec in chosen)
-        ):
-            self._refuse(
-                f"layers {layers} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
-            )
-        if pass_ is Pass.FORWARD_WITHOUT_BIAS and not all(spec.linear for spec in chosen):
-            self._refuse(f"{first.name} is served whole and has no single bias to leave out")
-        if pass_ is not Pass.BACKWARD:
-            return Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in chosen))
-        widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
-        return Expected(widths, first.dtype, (first.in_features,))
-
-    def _check(self, call: Call) -> None:
-        if self._ended is not None:
-            raise self._ended
-        expected = self._expected.get(call.key)
-        if expected is None:
-            expected = self.expects(call.key)
-        widths, dtype, _ = expected
-        tensors = call.tensors
-        rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
-        if len(tensors) == len(widths) and rows:
-            for tensor, width in zip(tensors, widths, strict=True):
-                if (
-                    tensor.shape != (rows, width)
-                    or tensor.dtype is not dtype
-                    or tensor.device != self._device
-                    or type(tensor) is not torch.Tensor
-                ):
-                    break
-            else:
-                return
-        name = self._specs[call.key.layers[0]].name
-        wanted = " and ".join(f"[n, {width}]" for width in widths)
-        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in tensors)
-        self._refuse(f"{name} {call.key.pass_.name} takes {wanted} {dtype} on {self._device} with n ≥ 1, not {got}")
-
-    def _refuse(self, problem: str) -> NoReturn:
-        raise RequestError(f"request of {self.client!r} refused: {problem}")
-
-    def flush(self) -> None:
-        self._executor.pump_now()
-
-    def cancel(self, call: Call) -> None:
-        self._executor.cancel(call)
-
-    def begin_pass(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-        self._executor.begin_pass(self.client)
-
-    def end_pass(self) -> None:
-        if self._ended is None:
-            self._executor._scheduler.pass_ended(self.client)
-            self._executor.pump_soon()
-
-    def close(self, error: BaseException | None = None) -> None:
-        if self._ended is None:
-            self._ended = error or ClientClosedError(f"the client {self.client!r} was closed")
-            self._executor.leave(self.client, self._ended)
 
 
 def _config_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from symbiosis.core.requests import Call, Key, LayerSpec, Request
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Request
 
 if TYPE_CHECKING:
     import torch
@@ -133,16 +133,6 @@ class Policy(Protocol):
 
 
 # -------------------------------------------------------------------------------------------------------- transports
-
-
-class Expected(NamedTuple):
-    """The matrices of a call and of its answer, all with the same number of rows."""
-
-    widths: tuple[int, ...]
-    """Columns of each matrix that the call brings."""
-    dtype: torch.dtype
-    results: tuple[int, ...]
-    """Columns of each matrix of the answer."""
 
 
 class Session(Protocol):

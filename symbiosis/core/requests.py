@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
+
+from symbiosis.errors import RequestError
 
 if TYPE_CHECKING:
     import asyncio
 
     import torch
 
-__all__ = ["Batch", "Call", "Key", "Kind", "LayerSpec", "Pass", "Request", "Slice"]
+__all__ = ["Batch", "Call", "Expected", "Key", "Kind", "LayerSpec", "Pass", "Request", "Slice", "expected"]
 
 
 class Pass(IntEnum):
@@ -60,6 +63,43 @@ class LayerSpec(NamedTuple):
     dtype: torch.dtype
     bias: bool
     linear: bool
+
+
+class Expected(NamedTuple):
+    """The matrices of a call and of its answer, all with the same number of rows."""
+
+    widths: tuple[int, ...]
+    """Columns of each matrix that the call brings."""
+    dtype: torch.dtype
+    results: tuple[int, ...]
+    """Columns of each matrix of the answer."""
+
+
+def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
+    """What a call for ``key`` brings and gets, by the layer table.
+
+    Raises:
+        RequestError: the table has no such key.
+    """
+    indices, pass_ = key
+    if not indices or not all(0 <= index < len(layers) for index in indices):
+        raise RequestError(f"layers {indices}; there are {len(layers)}, counted from 0")
+    chosen = [layers[index] for index in indices]
+    first = chosen[0]
+    if len(indices) > 1 and (
+        pass_ is Pass.BACKWARD
+        or any(a >= b for a, b in pairwise(indices))
+        or any((spec.in_features, spec.dtype) != (first.in_features, first.dtype) for spec in chosen)
+    ):
+        raise RequestError(
+            f"layers {indices} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
+        )
+    if pass_ is Pass.FORWARD_WITHOUT_BIAS and not all(spec.linear for spec in chosen):
+        raise RequestError(f"{first.name} is served whole and has no single bias to leave out")
+    if pass_ is not Pass.BACKWARD:
+        return Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in chosen))
+    widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
+    return Expected(widths, first.dtype, (first.in_features,))
 
 
 @dataclass(slots=True, eq=False)

@@ -13,6 +13,11 @@ from symbiosis.core.requests import Batch, Key, Request
 __all__ = ["ClientStatistics", "LayerStatistics", "Statistics"]
 
 
+MAX_KEYS = 20_000
+MAX_CLIENTS = 4096
+"""Beyond so many, those that came first are forgotten: in a long-lived executor clients come and go."""
+
+
 class LayerStatistics(NamedTuple):
     """One layer (or group of siblings) in one pass. ``wait_s``: time requests spent queued, summed, in seconds."""
 
@@ -54,7 +59,7 @@ class Statistics(NamedTuple):
     layers: Mapping[str, LayerStatistics]
     """By name and pass, as in ``"model.layers.0.self_attn.q_proj+k_proj+v_proj forward"``."""
     clients: Mapping[str, ClientStatistics]
-    """Including those that have left."""
+    """Including those that have left, up to some thousands."""
 
     @property
     def mean_batch(self) -> float:
@@ -114,7 +119,9 @@ class Counters:
         self.reasons[reason] += 1
         layer = self.layers.get(key)
         if layer is None:
-            layer = self.layers[key] = _Layer()
+            if len(self.layers) >= MAX_KEYS:
+                key = Key(key.layers[:1], key.pass_)  # nobody makes so many groups of siblings in good faith
+            layer = self.layers.setdefault(key, _Layer())
         layer.batches += 1
         layer.rows += rows
         layer.members += size
@@ -125,6 +132,8 @@ class Counters:
         layer.wait_s += wait
         client = self.clients.get(name)
         if client is None:
+            if len(self.clients) >= MAX_CLIENTS:
+                del self.clients[next(iter(self.clients))]
             client = self.clients[name] = _Client()
         client.requests += 1
         client.rows += rows

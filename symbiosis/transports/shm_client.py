@@ -19,8 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from symbiosis.core.protocols import Expected, Look
-from symbiosis.core.requests import Call, Key, LayerSpec, Pass
+from symbiosis.core.protocols import Look
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Hollow
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import (
@@ -193,17 +193,10 @@ class _ShmChannel:
         return self._hollow.skeleton(link)
 
     def _expects(self, key: Key) -> Expected:
-        expected = self._expected.get(key)
-        if expected is None:
-            specs = [self.layers[layer] for layer in key.layers]
-            first = specs[0]
-            if key.pass_ is not Pass.BACKWARD:
-                expected = Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in specs))
-            else:
-                widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
-                expected = Expected(widths, first.dtype, (first.in_features,))
-            self._expected[key] = expected
-        return expected
+        found = self._expected.get(key)
+        if found is None:
+            found = self._expected[key] = expected(self.layers, key)
+        return found
 
 
 class ShmBlockingChannel(_ShmChannel):
