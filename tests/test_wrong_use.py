@@ -27,6 +27,9 @@ def lora(**options: Any) -> LoraConfig:
         (lambda: symbiosis.Executor("llama"), "from_pretrained"),
         (lambda: symbiosis.Executor(tiny_model(), dtype="bf17"), "dtype is 'bf17'"),
         (lambda: symbiosis.Executor(tiny_model(), base_layers=None), "base_layers is None"),
+        (lambda: symbiosis.Executor(tiny_model(), base_layers=5), "base_layers is 5"),
+        (lambda: symbiosis.Executor(tiny_model(), dtype=5), "dtype is 5"),
+        (lambda: symbiosis.Executor(tiny_model(), max_rows="8"), "max_rows is '8'"),
     ],
 )
 def test_executor(make: Callable[[], Any], complaint: str) -> None:

@@ -88,11 +88,9 @@ class Executor:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"model is {model!r}, not a module; for a folder or hub id use Executor.from_pretrained")
-        if isinstance(dtype, str):
-            named = getattr(torch, dtype, None)
-            if not isinstance(named, torch.dtype):
-                raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32' or 'bfloat16'")
-            dtype = named
+        dtype = _dtype(dtype)
+        if type(max_rows) is not int:
+            raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
@@ -154,7 +152,7 @@ class Executor:
             architecture = (config.architectures or [""])[0]
             model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
         if dtype is not None:
-            options["dtype"] = dtype
+            options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
         loaded = model_class.from_pretrained(model, **options)
         executor = cls(loaded, policy=policy, base_layers=base_layers, device=device, max_rows=max_rows, name=name)
         executor._source = model
@@ -445,6 +443,13 @@ class Executor:
                     self._policy_failures,
                     exc_info=error.__cause__,
                 )
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(named, torch.dtype):
+        raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32' or 'bfloat16'")
+    return named
 
 
 def _config_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]
         whole = [name for name, module in modules.items() if _is_mlp(name, module)]
         chosen = {*linear, *whole}
         return [name for name in modules if name in chosen]
-    patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers or ())
+    patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers if _is_several(base_layers) else ())
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(
             f"base_layers is {base_layers!r}; give 'linear', 'mlp', or one or more module names or patterns"
@@ -140,6 +140,10 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]
                 f"base_layers: no module matches {pattern!r}; module names look like {', '.join(map(repr, linear[:3]))}"
             )
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _is_several(value: object) -> bool:
+    return isinstance(value, Iterable)
 
 
 def _is_mlp(name: str, module: nn.Module) -> bool:

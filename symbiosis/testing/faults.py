@@ -1,0 +1,189 @@
+"""A bad connection, for tests of transports: latency, cuts, answers out of order, flipped bits.
+
+A :class:`FaultyProxy` stands between clients and an executor whose transport runs on a stream socket (``shm://``,
+``tcp://``), passes on what it hears, descriptors included, and now and then does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from symbiosis.errors import UsageError, WireError
+from symbiosis.transports import wire
+from symbiosis.transports.wire import Frames, Type
+
+__all__ = ["FaultyProxy", "Faults"]
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, and how often.
+
+    Args:
+        latency_s: added to each piece of data on its way, on average, in seconds.
+        cut: probability that a piece of data cuts its connection instead of arriving.
+        corrupt: probability that a bit of a piece of data is flipped.
+        reorder: answers that come close together are handed on in any order (``shm://`` only).
+        spare: pieces of data at the start of each connection that nothing happens to, so that it comes about at all.
+        seed: of all this chance.
+    """
+
+    latency_s: float = 0.0
+    cut: float = 0.0
+    corrupt: float = 0.0
+    reorder: bool = False
+    spare: int = 4
+    seed: int = 0
+
+
+class FaultyProxy:
+    """Listens on an address of its own and passes data on to ``target``; ``with`` starts and ends it.
+
+    Args:
+        target: the executor's address, ``shm://`` or ``tcp://``.
+        address: of the proxy, of the same kind.
+        faults: see :class:`Faults`.
+    """
+
+    def __init__(self, target: str, address: str, faults: Faults) -> None:
+        self.address = address
+        self.faults = faults
+        self.cuts = 0
+        """Connections that were cut so far."""
+        self._target = _endpoint(target)
+        self._own = _endpoint(address)
+        if self._own[0] != self._target[0]:
+            raise UsageError(f"{address} and {target} are of different kinds; a proxy passes on what it hears")
+        self._rng = random.Random(faults.seed)
+        self._open: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def __enter__(self) -> FaultyProxy:
+        self._listening = socket.socket(self._own[0], socket.SOCK_STREAM)
+        self._listening.bind(self._own[1])
+        self._listening.listen()
+        self._start(self._accept)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed = True
+        for one in (self._listening, *self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join(10)
+        if self._own[0] == socket.AF_UNIX:
+            Path(str(self._own[1])).unlink(missing_ok=True)
+
+    def _start(self, fn: object, *arguments: object) -> None:
+        thread = threading.Thread(target=fn, args=arguments, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                near, _ = self._listening.accept()
+            except OSError:
+                return
+            far = socket.socket(self._target[0], socket.SOCK_STREAM)
+            try:
+                far.connect(self._target[1])
+            except OSError:  # nobody there: neither are we
+                near.close()
+                far.close()
+                continue
+            self._open |= {near, far}
+            self._start(self._pump, near, far, None)
+            self._start(self._pump, far, near, Frames(wire.MAX_TO_CLIENT) if self.faults.reorder else None)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, frames: Frames | None) -> None:
+        """Pass on what comes from ``source``; ``frames``: put answers out of order."""
+        faults, pieces = self.faults, 0
+        with contextlib.suppress(OSError):
+            while True:
+                data, descriptors = _receive(source)
+                if not data:
+                    break
+                pieces += 1
+                try:
+                    if faults.latency_s:
+                        time.sleep(self._rng.expovariate(1 / faults.latency_s))
+                    if pieces > faults.spare:
+                        if self._rng.random() < faults.cut:
+                            self.cuts += 1
+                            break
+                        if self._rng.random() < faults.corrupt:
+                            data = _flip(data, self._rng)
+                        if frames is not None:
+                            data = self._shuffle(data, frames, source)
+                    _send(sink, data, descriptors)
+                finally:
+                    for descriptor in descriptors:
+                        socket.close(descriptor)
+        for one in (source, sink):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+            self._open.discard(one)
+
+    def _shuffle(self, data: bytes, frames: Frames, source: socket.socket) -> bytes:
+        """Answers that are here, or come within a moment, in any order."""
+        frames.feed(data)
+        source.settimeout(0.002)
+        with contextlib.suppress(TimeoutError):
+            for _ in range(4):
+                frames.feed(source.recv(1 << 16))
+        source.settimeout(None)
+        messages = []
+        with contextlib.suppress(WireError):
+            while (message := frames.next()) is not None:
+                messages.append(message)
+        if all(wire.unpack_answer(message)[0] in (Type.RESULT, Type.FAILED) for message in messages):
+            self._rng.shuffle(messages)
+        return b"".join(map(wire.frame, messages))
+
+
+Endpoint = tuple[socket.AddressFamily, str | tuple[str, int]]
+
+
+def _endpoint(address: str) -> Endpoint:
+    scheme, _, rest = address.partition("://")
+    if scheme == "shm":
+        return socket.AF_UNIX, rest
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        return socket.AF_INET, (host, int(port))
+    raise UsageError(f"{address!r}: a proxy knows shm:// and tcp://")
+
+
+def _receive(source: socket.socket) -> tuple[bytes, list[int]]:
+    if source.family == socket.AF_UNIX:
+        data, descriptors, _, _ = socket.recv_fds(source, 1 << 16, 4)
+        return data, descriptors
+    return source.recv(1 << 16), []
+
+
+def _send(sink: socket.socket, data: bytes, descriptors: list[int]) -> None:
+    if descriptors:
+        sent = socket.send_fds(sink, [data], descriptors)
+        data = data[sent:]
+    if data:
+        sink.sendall(data)
+
+
+def _flip(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
