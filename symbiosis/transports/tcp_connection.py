@@ -201,8 +201,13 @@ class Connection:
 
     def send(self, parts: Sequence[Any]) -> None:
         """Send a message and its matrices. Nothing happens on a connection that is lost."""
-        if self._reader is not None and self._error is None:
+        if self._reader is None or self._monitor is None or self._error is not None:
+            return
+        try:
             self._reader.send(parts)
+        except zmq.Again:  # nothing bounds what may be sent, so there is nobody to send it to any more
+            self._monitor.drain()  # which tells why
+            self.lose(ConnectionLostError(f"the executor at {self.address} is gone"))
 
     def _take(self, frames: list[zmq.Frame]) -> None:
         try:
