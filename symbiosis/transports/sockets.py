@@ -165,7 +165,8 @@ class Event(NamedTuple):
 
 
 def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened: Callable[[Event], None]) -> Reader:
-    """Hear of the connections of a socket; to be closed before it."""
+    """Hear of the connections of a socket. At the end, ``socket.disable_monitor()`` comes first, then this is closed:
+    ZeroMQ waits, for ever, where an event has no receiver. For the same reason there is no bound on events unread."""
     kinds = (
         zmq.Event.ACCEPTED
         | zmq.Event.CONNECTED
@@ -181,7 +182,12 @@ def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened
         message = parse_monitor_message([frame.bytes for frame in frames])
         happened(Event(zmq.Event(message["event"]), int(message["value"])))
 
-    return Reader(socket.get_monitor_socket(int(kinds)), loop, received)
+    address = f"inproc://monitor-{id(socket)}"
+    socket.monitor(address, int(kinds))
+    events = socket.context.socket(zmq.PAIR)
+    events.setsockopt(zmq.RCVHWM, 0)
+    events.connect(address)
+    return Reader(events, loop, received)
 
 
 # -------------------------------------------------------------------------------------------------- the TCP connection

@@ -130,11 +130,12 @@ class TcpListener:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # the doorkeeper's is one per context
         self._door = None if self._keys is None else Doorkeeper(self._context, loop, self._keys)
         socket = self._context.socket(zmq.ROUTER)
+        self._configure(socket)
+        self._monitor = monitor(socket, loop, self._happened)
         try:
-            self._configure(socket)
-            self._monitor = monitor(socket, loop, self._happened)
             socket.bind(str(self._endpoint))
         except zmq.ZMQError as error:
+            socket.disable_monitor()
             self._monitor.close()
             socket.close()
             if self._door is not None:
@@ -269,8 +270,8 @@ class TcpListener:
             peer.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
         self._closed = True
         self._sweeper.cancel()
-        self._monitor.close()
         self._reader.socket.disable_monitor()
+        self._monitor.close()
         self._reader.close(LINGER_MS)
         if self._door is not None:
             self._door.close()

@@ -244,10 +244,9 @@ class Connection:
         self._received = self._lost = None
         if self._error is None:
             self._error = ConnectionLostError(f"the connection to {self.address} was closed")
-        if self._monitor is not None:
-            self._monitor.close()
-        if self._reader is not None:
+        if self._reader is not None and self._monitor is not None:
             if not self._reader.socket.closed:
                 self._reader.socket.disable_monitor()
+            self._monitor.close()
             self._reader.close()
         self._context.term()
