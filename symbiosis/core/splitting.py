@@ -46,6 +46,7 @@ class SplitModel:
                 f"the base model must be on one device, with its weights loaded; its parameters are on {found}"
             )
         self.model = model.requires_grad_(False).eval()
+        (self.device,) = devices
         self.layers: list[BaseLayer] = [
             base_layer(index, name, model.get_submodule(name)) for index, name in enumerate(_choose(model, base_layers))
         ]
@@ -60,10 +61,6 @@ class SplitModel:
     def specs(self) -> list[LayerSpec]:
         """The layer table: base layers in the order in which the model defines them."""
         return [layer.spec for layer in self.layers]
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def skeleton(self, link: Link) -> nn.Module:
         """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``.
