@@ -15,7 +15,14 @@ import symbiosis
 from symbiosis.core.fibers import current_fiber
 from symbiosis.core.protocols import Decision, Run, View, Wait
 from symbiosis.core.requests import Request
-from symbiosis.errors import CannotWaitError, LayerError, UnknownNameError, UsageError
+from symbiosis.errors import (
+    CannotWaitError,
+    ClientClosedError,
+    ExecutorClosedError,
+    LayerError,
+    UnknownNameError,
+    UsageError,
+)
 from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.testing import run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
@@ -458,3 +465,59 @@ async def test_vmap_over_the_model_is_refused(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         with pytest.raises(CannotWaitError, match=r"torch\.func"):
             await client.run(lambda: torch.func.vmap(lambda ids: client.model(input_ids=ids[None]).logits)(IDS))
+
+
+async def test_vmap_on_a_thread_is_refused_as_well(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        layer = client.model.model.layers[0].self_attn.o_proj
+        with pytest.raises(CannotWaitError, match=r"torch\.func"):
+            await asyncio.to_thread(torch.func.vmap(layer), torch.randn(3, 4, 32))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+async def test_dual_tensors_do_not_reach_other_tenants(base: Any) -> None:
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        async with executor.client() as alice, executor.client() as bob:
+
+            def dual() -> None:
+                layer = alice.model.model.layers[0].self_attn.q_proj
+                with torch.autograd.forward_ad.dual_level():
+                    layer(torch.autograd.forward_ad.make_dual(torch.randn(2, 32), torch.ones(2, 32)))
+
+            refused, served = await asyncio.gather(alice.run(dual), bob.forward(input_ids=IDS), return_exceptions=True)
+            assert isinstance(refused, CannotWaitError)
+            torch.testing.assert_close(served.logits, base(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("who", ["client", "executor"])
+async def test_closed_while_it_waits_for_another_clients_request(base: Any, who: str) -> None:
+    executor = symbiosis.Executor(base)
+    await executor.start()
+    alice, bob = await executor.client().open(), await executor.client().open()
+
+    def forever() -> None:
+        while True:
+            bob.model(input_ids=IDS)
+
+    task = asyncio.create_task(alice.run(forever))
+    await asyncio.sleep(0.05)
+    await (alice.close() if who == "client" else executor.close())
+    with pytest.raises((ClientClosedError, ExecutorClosedError)):
+        await asyncio.wait_for(task, 20)
+    await alice.close()
+    await bob.close()
+    await executor.close()
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
+    class Plain(torch.Tensor):
+        pass
+
+    async with (
+        symbiosis.Executor(base, base_layers=base_layers) as executor,
+        executor.client(LoraConfig(r=2)) as client,
+    ):
+        embedded = base.model.embed_tokens(IDS).detach().as_subclass(Plain)
+        out = await client.forward(inputs_embeds=embedded, labels=IDS)
+        await client.backward(out.loss)

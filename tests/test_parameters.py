@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from symbiosis.core.parameters import SharedParameter, placeholder, share
+from symbiosis.errors import PlaceholderError
 
 ORIGINAL = torch.arange(6.0).reshape(2, 3)
 
@@ -32,12 +33,14 @@ def by_attribute(parameter: nn.Parameter) -> None:
 
 def by_copy(parameter: nn.Parameter) -> None:
     with torch.no_grad():
+        parameter.copy_(ORIGINAL + 1)
         parameter.copy_(ORIGINAL)
 
 
 def by_load_state_dict(parameter: nn.Parameter) -> None:
     module = nn.Module()
     module.register_parameter("p", parameter)
+    module.load_state_dict({"p": ORIGINAL + 1})
     module.load_state_dict({"p": ORIGINAL})
 
 
@@ -162,3 +165,48 @@ def test_writes_are_the_tenants_own(kind: str, how: str) -> None:
     assert parameter.own
     assert torch.equal(original, ORIGINAL)
     assert not torch.equal(parameter, ORIGINAL)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+def test_a_state_dict_comes_back_as_it_was(how: str) -> None:
+    """Best weights put aside and loaded again: what is shared stays shared, placeholders stay placeholders."""
+    module = nn.Module()
+    original, shared = make("shared")
+    _, hole = make("placeholder")
+    trained = share(torch.ones(3))
+    trained.requires_grad_(True)
+    for name, parameter in (("shared", shared), ("hole", hole), ("trained", trained)):
+        module.register_parameter(name, parameter)
+    if how == "deepcopy":
+        state = copy.deepcopy(module.state_dict())
+    else:
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file)
+    with torch.no_grad():
+        trained.add_(1)
+    module.load_state_dict(state)
+    assert torch.equal(trained, torch.ones(3))
+    assert not shared.own
+    assert hole.is_placeholder
+    with pytest.raises(PlaceholderError, match="never here"), torch.no_grad():
+        shared.copy_(state["hole"])
+    assert torch.equal(original, shared)
+
+
+def test_values_that_a_tenant_put_there_are_kept() -> None:
+    for kind in ("shared", "placeholder"):
+        _, parameter = make(kind)
+        parameter.data = torch.full((2, 3), 5.0)
+        parameter.requires_grad_(True)
+        assert parameter.eq(5).all()
+
+
+def test_a_shallow_copy_is_as_careful() -> None:
+    original, parameter = make("shared")
+    copied = copy.copy(parameter)
+    with torch.no_grad():
+        copied.mul_(3)
+    assert torch.equal(original, ORIGINAL)
+    assert torch.equal(parameter, ORIGINAL)

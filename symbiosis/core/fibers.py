@@ -182,9 +182,9 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
             if modes is not None:
                 modes.restore()
             _set_grad_enabled(grad)
-            if elsewhere:
-                self.walk.begin_pass()
             self.stream.enter()
+            if elsewhere:
+                self.walk.begin_pass()  # last, because it raises when this client was closed meanwhile
 
 
 def current_fiber() -> Fiber | None:

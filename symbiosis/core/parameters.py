@@ -48,7 +48,7 @@ class SharedParameter(nn.Parameter):
         """Replace the shared values, or the placeholder, by a copy of this tenant's own."""
         fetch = self._fetch
         if fetch is not None:
-            values = fetch()
+            values = fetch() if self.is_placeholder else self.data.clone()
             self._fetch = None
             self.data = values.to(device=self.device, dtype=self.dtype)
 
@@ -69,7 +69,24 @@ class SharedParameter(nn.Parameter):
         _requires_grad.__set__(self, value)
 
     def copy_(self, *args: Any, **kwargs: Any) -> SharedParameter:
-        """Write values, as ``load_state_dict`` does: into this tenant's own copy."""
+        """Write values, as ``load_state_dict`` does: into this tenant's own copy.
+
+        What changes nothing makes no copy: the shared values again, or a placeholder onto a placeholder (a state dict
+        of this model).
+
+        Raises:
+            PlaceholderError: a placeholder has no values to write.
+        """
+        source = args[0] if args else kwargs.get("other", kwargs.get("src"))
+        if isinstance(source, torch.Tensor):
+            if _is_placeholder(source):
+                if self.is_placeholder:
+                    return self
+                raise PlaceholderError(
+                    "these values were never here: they stand for a base layer's weights, which belong to the executor"
+                )
+            if not self.own and not self.is_placeholder and _same(source, self.data):
+                return self
         self.make_own()
         super().copy_(*args, **kwargs)
         return self
@@ -77,6 +94,9 @@ class SharedParameter(nn.Parameter):
     def __setitem__(self, index: Any, value: Any) -> None:
         self.make_own()
         super().__setitem__(index, value)
+
+    def __copy__(self) -> SharedParameter:
+        return _make(self.data, self._fetch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameter:
         if id(self) in memo:
@@ -93,6 +113,19 @@ class SharedParameter(nn.Parameter):
 
 
 _requires_grad: Any = torch.Tensor.requires_grad
+
+
+def _is_placeholder(values: torch.Tensor) -> bool:
+    return (
+        values.numel() > 1
+        and values.is_floating_point()
+        and values.stride() == (0,) * values.ndim
+        and bool(values[(0,) * values.ndim].isnan())
+    )
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device and one.equal(other)
 
 
 def _in_place(name: str) -> Callable[..., SharedParameter]:

@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from greenlet import getcurrent
 from torch import nn
+from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.fibers import Fiber, RandomStream
@@ -85,6 +86,11 @@ class Link:
         return self._wait(channel, Call(key, kind, tensors), name)
 
     def _wait(self, channel: Channel, call: Call, name: str) -> tuple[torch.Tensor, ...]:
+        # What such transforms wrap would be merged with other tenants' rows, and theirs would come back wrapped.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CannotWaitError(f"{name}: torch.func transforms (vmap, grad, jvp…) cannot be used on this model")
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, call.tensors)):
+            raise CannotWaitError(f"{name}: forward-mode differentiation cannot be used on this model")
         backward = call.key.pass_ is Pass.BACKWARD
         fiber = getcurrent()
         if isinstance(fiber, Fiber):
@@ -93,8 +99,6 @@ class Link:
                     f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
                     "return the loss and `await client.backward(loss)` instead"
                 )
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                raise CannotWaitError(f"{name}: torch.func transforms (vmap, grad, jvp…) cannot be used on this model")
             reply = channel.send(call)
             if reply.done():
                 return reply.result()
@@ -139,6 +143,10 @@ class Link:
         self._run_of_siblings = [layer]
         self._pass_of_siblings = pass_
         self._last_input = weakref.ref(x)
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class Siblings:
@@ -257,7 +265,7 @@ class VirtLayer(nn.Module):
         if dy.numel() == 0:
             return dy.new_empty(shape)
         rows = dy.reshape(-1, spec.out_features).as_subclass(torch.Tensor)
-        tensors = (rows,) if x is None else (x.reshape(-1, spec.in_features), rows)
+        tensors = (rows,) if x is None else (x.reshape(-1, spec.in_features).as_subclass(torch.Tensor), rows)
         if self._link.backward_began is not None:
             self._link.backward_began()
         (dx,) = self._link.request(self._keys[Pass.BACKWARD], Kind.FINETUNE, tensors, spec.name)

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from symbiosis.core.protocols import Expected, Look
-from symbiosis.core.requests import Call, Key, LayerSpec, Pass
+from symbiosis.core.protocols import Look
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Hollow
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import (
@@ -147,19 +147,10 @@ class TcpChannel:
         return self._hollow.skeleton(link)
 
     def _expects(self, key: Key) -> Expected:
-        expected = self._expected.get(key)
-        if expected is None:
-            if not key.layers or not all(0 <= layer < len(self.layers) for layer in key.layers):
-                raise RequestError(f"layers {key.layers}; there are {len(self.layers)}, counted from 0")
-            specs = [self.layers[layer] for layer in key.layers]
-            first = specs[0]
-            if key.pass_ is not Pass.BACKWARD:
-                expected = Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in specs))
-            else:
-                widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
-                expected = Expected(widths, first.dtype, (first.in_features,))
-            self._expected[key] = expected
-        return expected
+        found = self._expected.get(key)
+        if found is None:
+            found = self._expected[key] = expected(self.layers, key)
+        return found
 
     # ---------------------------------------------------------------------------------------------------------- calls
 
@@ -224,8 +215,8 @@ class TcpChannel:
             return
         reply, results = pending.reply, None
         if type_ is Type.RESULT and reply is not None:
-            expected = self._expects(pending.call.key)
-            results = matrices(frames, pending.rows, expected.results, expected.dtype)
+            _, dtype, widths = self._expects(pending.call.key)
+            results = matrices(frames, pending.rows, widths, dtype)
         del self._sent[pending.id]
         self._rows -= pending.rows
         self._bytes -= pending.size
