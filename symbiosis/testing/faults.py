@@ -19,7 +19,7 @@ from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.wire import Frames, Type
 
-__all__ = ["FaultyProxy", "Faults"]
+__all__ = ["Faults", "FaultyProxy"]
 
 
 @dataclass(frozen=True)
