@@ -75,9 +75,9 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
             channel.close()
     report.notes.append(
         f"Medians of {rounds} rounds; a call is a synchronous client's, forward through a linear layer of {WIDTH} "
-        "features in a process of its own, results copied out. The raw Unix-socket echo takes some 12 µs while the kernel "
-        "keeps both its ends on one core and 54 µs while it does not; which of the two is a matter of chance, so look at "
-        "the times as well as at the ratio."
+        "features in a process of its own, results copied out. The raw Unix-socket echo takes some 12 µs while the "
+        "kernel keeps both its ends on one core and 54 µs while it does not; which of the two is a matter of chance, "
+        "so look at the times as well as at the ratio."
     )
     return report
 
