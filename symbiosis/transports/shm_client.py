@@ -300,8 +300,8 @@ class ShmBlockingChannel(_ShmChannel):
         """What comes within some microseconds.
 
         A core that has gone to sleep takes 40 µs to wake up (measured in a virtual machine: a call of one row took 92
-        µs asleep, 41 awake). Done only where the last answer came soon: while the executor is at a large matrix product,
-        it needs all cores.
+        µs asleep, 41 awake). Done only where the last answer came soon: while the executor is at a large matrix
+        product, it needs all cores.
         """
         recv = self._socket.recv
         end = time.perf_counter() + SPIN_S
