@@ -51,7 +51,7 @@ def _plot(report: Report, folder: Path) -> Path | None:
     axes.set_title(f"{report.name}, {report.preset} ({report.machine.get('gpu') or report.machine['cpu']})")
     axes.grid(alpha=0.3)
     axes.legend()
-    path = folder / f"{report.preset}-{report.name}.png"
+    path = folder / f"{'-'.join(filter(None, (report.preset, report.name, report.transport)))}.png"
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return path
