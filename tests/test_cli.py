@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import stat
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from symbiosis.cli.console import CommandGroup
 from symbiosis.cli.main import app
 from symbiosis.core import registry
 from symbiosis.errors import UsageError
+from symbiosis.transports.keys import load_key
 
 
 @pytest.fixture
@@ -34,7 +38,7 @@ def test_version(runner: CliRunner) -> None:
 def test_help_names_the_commands(runner: CliRunner) -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("demo", "policies", "bench"):
+    for command in ("demo", "serve", "status", "keys", "finetune", "generate", "policies", "bench"):
         assert command in result.output
 
 
@@ -47,6 +51,63 @@ def test_help_needs_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
     assert "--data" in result.stdout
+
+
+def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "symbiosis.cli.main", *command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def test_keys(tmp_path: Path) -> None:
+    done = run("keys", "new", "alice", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    secret = tmp_path / "alice.secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert load_key(secret).server is not None
+    assert sorted(file.name for file in (tmp_path / "keys").iterdir()) == [
+        "alice.public",
+        "server.public",
+        "server.secret",
+    ]
+    assert run("keys", "list", folder=tmp_path).stdout == "alice\n"
+    done = run("keys", "new", "alice", folder=tmp_path)
+    assert done.returncode == 1
+    assert "alice.secret exists" in done.stderr
+    done = run("keys", "list", "--keys", "nowhere", folder=tmp_path)
+    assert done.returncode == 1
+    assert "symbiosis keys new" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "cannot be loaded"),
+        (["serve", "nowhere", "--listen", "carrier-pigeon://x"], "unknown transport"),
+        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--policy", "whim"], "unknown policy"),
+        (["status", "tcp://127.0.0.1:1"], "no executor answers"),
+        (["status", "shm:///tmp/x.sock", "--key", "k.secret"], "no option key"),
+        (["finetune", "shm:///tmp/x.sock", "--data", "none.txt", "--output", "out"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_done_says_why(command: list[str], reason: str, tmp_path: Path) -> None:
+    done = run(*command, folder=tmp_path)
+    assert done.returncode == 1
+    assert reason in done.stderr.replace("\n", " ")
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_wire(tmp_path: Path) -> None:
+    done = run("bench", "wire", "--rounds", "1", "--json", "wire.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "wire.json").read_text())
+    assert {"shm_vs_echo", "tcp_1mb_vs_echo", "calls_per_s_shm"} <= set(found["headline"])
+    assert all(row["call µs"] > 0 for row in found["rows"])
 
 
 def test_the_package_offers_what_it_exports() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
@@ -81,7 +83,7 @@ def wire(
     json: JsonOption = None,
 ) -> None:
     """Round trips of a row and of 1 MiB over each transport, beside the raw echo of the same mechanism."""
-    from symbiosis.bench.service import wait_passively
+    from symbiosis.cli.loop import wait_passively
 
     wait_passively()
     with console.status("bench wire") as status:
@@ -120,18 +122,30 @@ def run_all(
     preset: Annotated[list[PresetName] | None, typer.Option(help="Model sizes; all by default.")] = None,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Everything, on every preset: writes a page with tables and plots. Takes about half an hour on 2 cores.
+    """Everything, on every preset: writes a page with tables and plots. Takes three quarters of an hour on 2 cores.
 
     Results of other presets that lie beside the page from earlier runs stay in it.
     """
     from symbiosis.bench.page import write_page
 
+    folder = output.parent / "benchmarks"
+    work = [(folder / "wire.json", ["wire"])]
     for name in preset or list(PresetName):
-        for benchmark, rounds, layers in (("overhead", 6, "linear"), ("serve", 3, "mlp"), ("finetune", 2, "linear")):
-            report = _measure(benchmark, name, rounds, "opportunistic", layers, device)
-            report.print(console)
-            report.save(output.parent / "benchmarks" / f"{name.value}-{benchmark}.json")
-            write_page(output)  # after each, so that an interrupted run leaves what it has
+        size = ["--preset", name.value]
+        for benchmark, rounds in (("overhead", 6), ("serve", 3), ("finetune", 2)):
+            options = [benchmark, *size, "--rounds", str(rounds), "--device", device]
+            work.append((folder / f"{name.value}-{benchmark}.json", options))
+        work.append((folder / f"{name.value}-overhead-shm.json", ["overhead", *size, "--transport", "shm"]))
+        work.append(
+            (
+                folder / f"{name.value}-serve-shm.json",
+                ["serve", *size, "--rounds", "2", "--transport", "shm", "--policy", "opportunistic:wait_ms=5"],
+            )
+        )
+    for file, options in work:
+        # Each in a process of its own: what one leaves in memory or in OpenMP's settings is not the next one's.
+        subprocess.run([sys.executable, "-m", "symbiosis.cli.main", "bench", *options, "--json", str(file)], check=True)
+        write_page(output)  # after each, so that an interrupted run leaves what it has
     console.print(f"wrote {output}")
 
 
@@ -149,7 +163,7 @@ def _measure(
     import warnings
 
     if transport != "inproc":
-        from symbiosis.bench.service import wait_passively
+        from symbiosis.cli.loop import wait_passively
 
         wait_passively()
     import torch

@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-__all__ = ["DecodingProcess", "address_for", "decoding_processes", "served", "wait_passively"]
+from symbiosis.cli.loop import run, wait_passively
 
-
-def wait_passively() -> None:
-    """Let OpenMP's threads sleep while they have nothing to do, in this process and those that it starts.
-
-    By default they spin for about a millisecond, on the very cores where another process computes: two processes then
-    take turns at less than half the speed. Works only before torch is imported.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+__all__ = ["DecodingProcess", "address_for", "decoding_processes", "served"]
 
 
 @contextlib.contextmanager
@@ -98,7 +90,6 @@ def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
     import torch
 
     from symbiosis.bench.models import PRESETS, build
-    from symbiosis.cli.loop import run
     from symbiosis.core.executor import Executor
 
     async def main() -> None:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.cli.console import console
+from symbiosis.cli.loop import run, wait_passively
 from symbiosis.core.registry import make_policy, make_transport
 from symbiosis.errors import UsageError
 
@@ -68,10 +69,11 @@ def serve(
 
     Example: symbiosis serve ./llama --listen shm:///run/symbiosis.sock --policy opportunistic
     """
+    if any(address.startswith("shm://") for address in listen):
+        wait_passively()
     make_policy(policy)
     for address in listen:
         make_transport(address)  # a typing mistake should show at once, not after the model is loaded
-    from symbiosis.cli.loop import run
     from symbiosis.log import render
 
     render(log_format is LogFormat.JSON)

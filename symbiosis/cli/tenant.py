@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from symbiosis.cli.console import console
+from symbiosis.cli.loop import wait_passively
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.errors import UsageError
 
@@ -47,6 +48,8 @@ def finetune(
 
     Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
     """
+    if address.startswith("shm://"):
+        wait_passively()
     from symbiosis.cli.data import read_corpus
 
     corpus = read_corpus(data)
@@ -128,6 +131,8 @@ def generate(
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json)")
     text = sys.stdin.read() if prompt == "-" else prompt
+    if address.startswith("shm://"):
+        wait_passively()
     import torch
     from peft import PeftModel
     from transformers import TextStreamer
