@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, pipeline
 
 import symbiosis
@@ -122,7 +122,8 @@ def test_pipeline_and_tokenizer_come_from_the_executor(service: Service, checkpo
         assert made(text, **options) == wanted(text, **options)
 
 
-def test_trl_trains_on_it(service: Service, checkpoint: Path, tmp_path: Path) -> None:
+def test_trl_trains_on_it(checkpoint: Path, tmp_path: Path) -> None:
+    """SFTTrainer multiplies by ``lm_head.weight`` itself, so the provider must leave that layer to the tenants."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
@@ -152,8 +153,9 @@ def test_trl_trains_on_it(service: Service, checkpoint: Path, tmp_path: Path) ->
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     expected = losses(plain(checkpoint), AutoTokenizer.from_pretrained(checkpoint), tmp_path / "plain")
-    with symbiosis.open_model(service.address) as model:
-        assert losses(model, model.tokenizer(), tmp_path / "ours") == pytest.approx(expected, rel=1e-5)
+    with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--base-layers", "*_proj") as running:
+        with symbiosis.open_model(running.address) as model:
+            assert losses(model, model.tokenizer(), tmp_path / "ours") == pytest.approx(expected, rel=1e-5)
 
 
 def test_executor_killed_in_the_middle_of_a_trainer_run(checkpoint: Path, tmp_path: Path) -> None:
@@ -287,3 +289,25 @@ def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> No
     assert not (tmp_path / "s.sock").exists()
     events = [json.loads(line) for line in running.log.splitlines() if line.startswith('{"')]
     assert any(event["event"] == "listening" for event in events)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers(service: Service, checkpoint: Path, context: str) -> None:
+    """Batches from other processes, made while the model is open."""
+
+    def losses(model: Any) -> list[float]:
+        torch.manual_seed(0)
+        tuned: Any = get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM"))
+        optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-2)
+        found = []
+        for batch in DataLoader(Tokens(8), batch_size=2, num_workers=1, multiprocessing_context=context):
+            loss = tuned(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected = losses(plain(checkpoint))
+    with symbiosis.open_model(service.address) as model:
+        assert losses(model) == pytest.approx(expected, rel=1e-5)
