@@ -118,3 +118,8 @@ def test_a_failure_tells_its_class() -> None:
     assert content == [4, "LayerError", "x failed"]
     _, content = wire.unpack_answer(wire.pack_error(4, ZeroDivisionError("y")))
     assert content == [4, "BrokenError", "y"]
+
+
+def test_a_failure_without_a_reason_is_a_failure_all_the_same() -> None:
+    for content in ([], ["LayerError"], [7, 8]):
+        assert isinstance(wire.error_of(*content[:2]), errors.SymbiosisError)

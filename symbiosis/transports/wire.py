@@ -154,8 +154,8 @@ def pack_error(id_: int, error: BaseException) -> bytes:
     return pack(Type.FAILED, id_, name if name in errors.__all__ else "BrokenError", str(error)[:2000])
 
 
-def error_of(name: Any, text: Any) -> SymbiosisError:
-    """The error that a FAILED or ENDED message tells of."""
+def error_of(name: Any = None, text: Any = "it gave no reason") -> SymbiosisError:
+    """The error that a FAILED or ENDED message tells of, as far as it does."""
     cls = getattr(errors, name, BrokenError) if isinstance(name, str) and name in errors.__all__ else BrokenError
     return cast(SymbiosisError, cls(str(text)[:2000]))
 
