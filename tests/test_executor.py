@@ -417,6 +417,7 @@ async def test_hooks_that_one_tenant_forbids_are_not_forbidden_to_others(base: A
                     bob.model(input_ids=IDS)
 
             await asyncio.gather(alice.run(forbidding), bob.run(hooked))
+            assert executor.statistics().mean_batch > 1  # they did run side by side
 
 
 @pytest.mark.parametrize("policy", ["lockstep", "no-lockstep", "opportunistic"])
@@ -521,3 +522,4 @@ async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
         embedded = base.model.embed_tokens(IDS).detach().as_subclass(Plain)
         out = await client.forward(inputs_embeds=embedded, labels=IDS)
         await client.backward(out.loss)
+        assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
