@@ -503,8 +503,6 @@ def test_an_arena_cannot_be_cut_short() -> None:
     (matrix,) = arena.matrices(64, 2, (3,), torch.float32)
     matrix.fill_(7)
     assert Arena(descriptor, 1 << 20).matrices(64, 2, (3,), torch.float32)[0].eq(7).all()
-    arena.trim()
-    assert matrix.eq(0).all()
     os.close(descriptor)
 
 

@@ -37,11 +37,27 @@ LayersOption = Annotated[
     str, typer.Option(help="What is served: linear, or mlp (whole MLPs too where a tenant adapts nothing inside).")
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are shown.")]
+
+
+class TransportName(StrEnum):
+    """Where executor and clients are."""
+
+    INPROC = "inproc"
+    SHM = "shm"
+    TCP = "tcp"
+
+
+class WireName(StrEnum):
+    """Transports between processes."""
+
+    SHM = "shm"
+    TCP = "tcp"
+
+
 TransportOption = Annotated[
-    str,
+    TransportName,
     typer.Option(help="inproc: clients in the executor's process; shm or tcp: executor and clients in their own."),
 ]
-WIRES = ("shm", "tcp")
 COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
 
 
@@ -52,11 +68,11 @@ def overhead(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
-    transport: TransportOption = "inproc",
+    transport: TransportOption = TransportName.INPROC,
     json: JsonOption = None,
 ) -> None:
     """One client against plain HF+PEFT: decode step and training step, the paper's four LoRAs."""
-    _show(_measure("overhead", preset, rounds, policy, base_layers, device, transport=transport), json)
+    _show(_measure("overhead", preset, rounds, policy, base_layers, device, transport=transport.value), json)
 
 
 @app.command()
@@ -67,18 +83,18 @@ def serve(
     base_layers: LayersOption = "mlp",
     device: DeviceOption = "cpu",
     clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
-    transport: TransportOption = "inproc",
+    transport: TransportOption = TransportName.INPROC,
     json: JsonOption = None,
 ) -> None:
     """1 to 16 decoding clients with adapters of their own: tokens/s against plain jobs and a mixed-adapter batch."""
-    _show(_measure("serve", preset, rounds, policy, base_layers, device, clients, transport), json)
+    _show(_measure("serve", preset, rounds, policy, base_layers, device, clients, transport.value), json)
 
 
 @app.command()
 def wire(
     rounds: RoundsOption = 20,
     transport: Annotated[
-        list[str] | None, typer.Option(help="Which; repeat for several. By default all between processes.")
+        list[WireName] | None, typer.Option(help="Which; repeat for several. By default all between processes.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
@@ -92,7 +108,7 @@ def wire(
 
         report = run(
             measure(
-                transports=tuple(transport or WIRES),
+                transports=tuple(name.value for name in transport or WireName),
                 rounds=rounds,
                 progress=lambda text: status.update(f"bench wire: {text}"),
             )

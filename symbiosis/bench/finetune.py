@@ -50,8 +50,8 @@ async def finetune(
         f"{rounds} rounds; policy {policy}, base layers {base_layers!r}. Memory: peak of a process of its own above "
         "what the imports alone take; plain jobs are separate processes, so n of them take n times one. An extra "
         "client takes more than its adapter, gradients, optimizer and activations: the rest is temporaries of its "
-        "backward pass, which all tenants of a process may hold at once. On a model as small as tiny, where there is "
-        "little to share, that alone makes many tenants larger than one job after another."
+        "backward pass, which all tenants of a process may hold at once. On tiny there is little to share, "
+        "and many tenants take more than as many jobs; which part takes it was not looked into."
     )
     return report
 

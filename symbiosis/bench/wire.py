@@ -38,7 +38,7 @@ ROUND = {"1 row": 300, "1 MiB": 40}
 """Round trips in one measurement."""
 
 
-async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[str], None], **_: Any) -> Report:
+async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[str], None]) -> Report:
     """Microseconds a round trip: a call through a synchronous client's channel, and the echo, turn about.
 
     The layer is an ``nn.Linear`` of 16 features, so that it costs next to nothing.

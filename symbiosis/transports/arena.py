@@ -90,10 +90,6 @@ class Arena:
             place += align(count * itemsize)
         return tuple(found)
 
-    def trim(self) -> None:
-        """Give back the memory, not the address space."""
-        self._map.madvise(mmap.MADV_REMOVE)
-
 
 @lru_cache(4096)
 def spread(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> int:

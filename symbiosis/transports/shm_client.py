@@ -57,6 +57,10 @@ _CPU = torch.device("cpu")
 Results = tuple[torch.Tensor, ...]
 
 
+class _OtherModelError(RefusedError):
+    """There is no point in asking again."""
+
+
 @dataclass(frozen=True)
 class _Connection:
     """What a handshake gives."""
@@ -148,7 +152,7 @@ def _connect(address: str, name: str, fingerprint: str | None = None) -> _Connec
         if len(descriptors) != 2:
             raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
         if fingerprint is not None and welcome.fingerprint != fingerprint:
-            raise RefusedError(f"the executor at {address} came back with another model; open a new client")
+            raise _OtherModelError(f"the executor at {address} came back with another model; open a new client")
         size = welcome.content.get("arena_bytes")
         if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
             raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
@@ -165,7 +169,7 @@ def _connect(address: str, name: str, fingerprint: str | None = None) -> _Connec
 def _may_return(error: BaseException) -> bool:
     """Whether an executor that refused a reconnect may let us in later: it may not have noticed that we had gone."""
     return isinstance(error, ConnectionLostError | ExecutorClosedError) or (
-        isinstance(error, RefusedError) and "another model" not in str(error)
+        isinstance(error, RefusedError) and not isinstance(error, _OtherModelError)
     )
 
 
