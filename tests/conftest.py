@@ -61,6 +61,9 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_nothing_left_on_the_loop")
     yield
+    for thread in threading.enumerate():
+        if thread.name == "symbiosis-dist":  # it ends by itself, soon
+            thread.join(20)
     assert not client_threads(), f"threads left behind: {client_threads()}"
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()

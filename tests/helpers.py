@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
@@ -14,6 +14,7 @@ from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 import symbiosis
 from symbiosis.testing import Comparison, Job, Outcome
 
+T = TypeVar("T")
 CAUSAL = "CAUSAL_LM"
 
 
@@ -95,3 +96,20 @@ async def crowd(
         finally:
             stop.set()
     assert all(task.result() > 0 for task in tasks)
+
+
+async def in_thread(fn: Callable[..., T], *args: Any) -> T:
+    """A synchronous tenant beside the event loop, with as many threads for torch as this one."""
+    threads = torch.get_num_threads()
+
+    def work() -> T:
+        torch.set_num_threads(threads)
+        return fn(*args)
+
+    return await asyncio.wait_for(asyncio.to_thread(work), 60)
+
+
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 (what it waits for has no event)
+            await asyncio.sleep(0.01)

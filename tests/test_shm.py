@@ -9,7 +9,6 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +29,7 @@ from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain,
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.wire import Limits
-from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, lora, prefix
+from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, in_thread, lora, prefix
 
 T = TypeVar("T")
 
@@ -38,17 +37,6 @@ T = TypeVar("T")
 @pytest.fixture
 def address(tmp_path: Path) -> str:
     return f"shm://{tmp_path}/s.sock"
-
-
-async def in_thread(fn: Callable[..., T], *args: Any) -> T:
-    """A synchronous tenant beside the event loop, with as many threads for torch as this one."""
-    threads = torch.get_num_threads()
-
-    def work() -> T:
-        torch.set_num_threads(threads)
-        return fn(*args)
-
-    return await asyncio.wait_for(asyncio.to_thread(work), 60)
 
 
 def open_descriptors() -> int:

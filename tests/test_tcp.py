@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,28 +30,12 @@ from symbiosis.transports import wire
 from symbiosis.transports.chunks import CHUNK, Chunks, ShareFile
 from symbiosis.transports.keys import Keyring, load_key, new_key
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.wire import CallMessage, Limits, Type
-from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, lora
+from symbiosis.transports.wire import Limits, Type
+from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, until
+from tests.raw import a_call, hello, raw, receive, rows
 
 T = TypeVar("T")
 LOCAL = "tcp://127.0.0.1:0"
-
-
-async def in_thread(fn: Callable[..., T], *args: Any) -> T:
-    """A synchronous tenant beside the event loop, with as many threads for torch as this one."""
-    threads = torch.get_num_threads()
-
-    def work() -> T:
-        torch.set_num_threads(threads)
-        return fn(*args)
-
-    return await asyncio.wait_for(asyncio.to_thread(work), 60)
-
-
-async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 (what it waits for has no event)
-            await asyncio.sleep(0.01)
 
 
 def free_address() -> str:
@@ -507,42 +490,6 @@ async def test_a_closed_model_and_a_forked_child(base: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ hostile clients
-
-
-def raw(address: str, key: Path | None = None, identity: bytes | None = None) -> Any:
-    """A client by hand, for what a real one would not do."""
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger = 0
-    socket.sndtimeo = 5000
-    socket.reconnect_ivl = -1
-    if identity is not None:
-        socket.setsockopt(zmq.ROUTING_ID, identity)
-    if key is not None:
-        pair = load_key(key)
-        assert pair.server is not None
-        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = pair.public, pair.secret, pair.server
-    socket.connect(address)
-    return socket
-
-
-def hello(name: str | None) -> bytes:
-    return wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)
-
-
-def a_call(id_: int, n: int = 1, layer: int = 0) -> bytes:
-    return wire.pack_call(CallMessage(id_, Key((layer,), Pass.FORWARD), Kind.DECODE, n, 0, 0))
-
-
-def rows(n: int = 1, width: int = 32) -> bytes:
-    return bytes(4 * n * width)
-
-
-def receive(socket: Any) -> tuple[Type, Any]:
-    while True:
-        assert socket.poll(20_000), "no answer"
-        type_, content = wire.unpack_answer(socket.recv_multipart()[0])
-        if type_ is not Type.PONG:  # with which the executor makes sure that a new client is there
-            return type_, content
 
 
 BAD = {

@@ -40,3 +40,15 @@ class TestTcpWithKeys(TestTcp):
 
     def connect_options(self, folder: Path) -> dict[str, Any]:
         return {**super().connect_options(folder), "key": folder / "alice.secret"}
+
+
+class TestDist(TransportConformance):
+    """Over gloo; NCCL takes two GPUs."""
+
+    def address(self, folder: Path) -> str:
+        return "dist://127.0.0.1:0"
+
+
+class TestDistWithKeys(TestTcpWithKeys):
+    def address(self, folder: Path) -> str:
+        return "dist://127.0.0.1:0"

@@ -31,6 +31,7 @@ _BUILT_IN = {
         "inproc": "symbiosis.transports.inproc:InProcTransport",
         "shm": "symbiosis.transports.shm:ShmTransport",
         "tcp": "symbiosis.transports.tcp:TcpTransport",
+        "dist": "symbiosis.transports.dist:DistTransport",
     },
 }
 

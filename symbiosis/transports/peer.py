@@ -16,7 +16,7 @@ import torch
 
 from symbiosis.core.protocols import Expected, Service, Session
 from symbiosis.core.requests import Call
-from symbiosis.errors import ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import ClientClosedError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.wire import CallMessage, Limits, Type
@@ -141,13 +141,19 @@ class Peer(ABC):
         if message.id in self._calls:
             raise WireError(f"call {message.id} is outstanding already")
         try:
-            expected = session.expects(message.key)
-            tensors = self.tensors(message, expected)
-            call = Call(message.key, message.kind, tensors)
-            reply = session.submit(call)
+            tensors = self.tensors(message, session.expects(message.key))
         except SymbiosisError as error:
             if isinstance(error, WireError):
                 raise
+            self.send(wire.pack_error(message.id, error))
+            return
+        self._submit(session, message, tensors)
+
+    def _submit(self, session: Session, message: CallMessage, tensors: tuple[torch.Tensor, ...]) -> None:
+        call = Call(message.key, message.kind, tensors)
+        try:
+            reply = session.submit(call)
+        except SymbiosisError as error:
             self.send(wire.pack_error(message.id, error))
             return
         if reply.done():  # it was run at once
@@ -155,8 +161,7 @@ class Peer(ABC):
             return
         self._calls[message.id] = call
         self._rows += message.rows
-        if len(self._calls) >= self._limits.calls or self._rows >= self._limits.rows:
-            self._pause(True)
+        self._pause_if_full()
         reply.add_done_callback(partial(self._done, message))
 
     def _done(self, message: CallMessage, reply: asyncio.Future[tuple[torch.Tensor, ...]]) -> None:
@@ -166,8 +171,7 @@ class Peer(ABC):
             return
         self._rows -= message.rows
         self._reply(message, reply)
-        if self._paused and len(self._calls) < self._limits.calls and self._rows < self._limits.rows:
-            self._pause(False)
+        self._pause_if_full()
 
     def _reply(self, message: CallMessage, reply: asyncio.Future[tuple[torch.Tensor, ...]]) -> None:
         error = reply.exception()
@@ -182,12 +186,18 @@ class Peer(ABC):
             return  # the answer is on its way
         self._rows -= call.tensors[0].shape[0]
         self.session.cancel(call)
-        self.send(wire.pack(Type.FAILED, id_, "ClientClosedError", "the call was cancelled"))
+        self.send(wire.pack_error(id_, ClientClosedError("the call was cancelled")))
+        self._pause_if_full()
 
-    def _pause(self, paused: bool) -> None:
-        if self._paused != paused:
-            self._paused = paused
-            self.listen(not paused)
+    def _outstanding(self) -> int:
+        return len(self._calls)
+
+    def _pause_if_full(self) -> None:
+        """Stop listening to a client at its limits; go on when it is within them."""
+        full = self._outstanding() >= self._limits.calls or self._rows >= self._limits.rows
+        if self._paused != full:
+            self._paused = full
+            self.listen(not full)
 
     def refuse(self, error: SymbiosisError) -> None:
         """Say why, and hang up."""

@@ -27,7 +27,18 @@ from zmq.utils.monitor import parse_monitor_message
 from symbiosis.errors import ConnectionLostError, UsageError, WireError
 from symbiosis.transports.wire import ALIGN
 
-__all__ = ["Endpoint", "Reader", "configure", "matrices", "monitor", "payload", "resolve", "silent_s", "the_connection"]
+__all__ = [
+    "Endpoint",
+    "Reader",
+    "configure",
+    "local_ip",
+    "matrices",
+    "monitor",
+    "payload",
+    "resolve",
+    "silent_s",
+    "the_connection",
+]
 
 HEARTBEAT_MS = 1500
 SILENT_S = 6.0
@@ -43,7 +54,7 @@ Frames = Sequence[zmq.Frame]
 
 
 class Endpoint(NamedTuple):
-    """Where ``tcp://host:port`` is."""
+    """Where ``tcp://host:port`` or ``dist://host:port`` is; as text, ``host:port``."""
 
     ip: str
     port: int
@@ -58,20 +69,21 @@ class Endpoint(NamedTuple):
         return ":" in self.ip
 
     def __str__(self) -> str:
-        return f"tcp://[{self.ip}]:{self.port}" if self.v6 else f"tcp://{self.ip}:{self.port}"
+        return f"[{self.ip}]:{self.port}" if self.v6 else f"{self.ip}:{self.port}"
 
 
 async def resolve(address: str) -> Endpoint:
-    """``tcp://host:port`` → its IP address and port.
+    """``scheme://host:port`` → its IP address and port.
 
     Raises:
         UsageError: it is not of this form.
         ConnectionLostError: there is no such host.
     """
-    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    scheme, _, where = address.partition("://")
+    host, colon, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise UsageError(f"{address!r}: write tcp://host:port, such as tcp://127.0.0.1:7000")
+        raise UsageError(f"{address!r}: write {scheme}://host:port, such as {scheme}://127.0.0.1:7000")
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=sockets.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -200,6 +212,12 @@ def peer_of(descriptor: int) -> tuple[str, int] | None:
             return tuple(connection.getpeername()[:2])
     except OSError:
         return None
+
+
+def local_ip(descriptor: int) -> str:
+    """IP address at our end of a connection."""
+    with sockets.socket(fileno=os.dup(descriptor)) as connection:
+        return str(connection.getsockname()[0])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ over the very TCP connection, and with the very public key, that the conversatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from symbiosis.transports.zap import Doorkeeper
 __all__ = ["TcpListener", "TcpTransport"]
 
 log = get_logger(__name__)
+
+PeerFactory = Callable[["TcpListener", bytes, Link, str | None, str], TcpPeer]
 
 MAX_CONNECTIONS = 1024
 HELLO_WITHIN_S = 10.0
@@ -57,6 +59,9 @@ class TcpTransport:
         UsageError: a key file that is none.
     """
 
+    _channel: type[tcp_client.TcpChannel] = tcp_client.TcpChannel
+    _peer: PeerFactory = TcpPeer
+
     def __init__(
         self,
         key: str | Path | None = None,
@@ -77,23 +82,27 @@ class TcpTransport:
 
     async def listen(self, address: str, service: Service) -> TcpListener:
         endpoint = await resolve(address)
-        if self._keys is None and not endpoint.loopback and not self._insecure:
+        if not endpoint.loopback and not self._insecure:
+            self._check_exposed(address)
+        listener = TcpListener(endpoint, service, self._limits, self._keys, self._peer)
+        listener.open(address)
+        return listener
+
+    def _check_exposed(self, address: str) -> None:
+        if self._keys is None:
             raise UsageError(
                 f"{address} can be reached from other hosts; give keys=folder (symbiosis.transports.keys.new_key makes "
                 "them), or insecure=True if everybody on the network may read along and use the executor"
             )
-        listener = TcpListener(endpoint, service, self._limits, self._keys)
-        listener.open(address)
-        return listener
 
     def _options(self) -> tcp_client.Options:
         return tcp_client.Options(self._key, self._insecure, self._retry_s, self._progress)
 
     async def connect(self, address: str, client: str) -> Channel:
-        return await tcp_client.TcpChannel.open(address, client, self._options())
+        return await self._channel.open(address, client, self._options())
 
     def connect_blocking(self, address: str, client: str) -> Channel:
-        return tcp_client.TcpBlockingChannel.open(address, client, self._options())
+        return tcp_client.TcpBlockingChannel.open(address, client, self._options(), self._channel)
 
     def look(self, address: str) -> Look:
         return tcp_client.look(address, self._options())
@@ -102,8 +111,10 @@ class TcpTransport:
 class TcpListener:
     """A bound port and the clients that came through it."""
 
-    def __init__(self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None) -> None:
-        self.address = str(endpoint)
+    def __init__(
+        self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None, peer: PeerFactory
+    ) -> None:
+        self.address = ""
         self.service = service
         self.limits = limits
         self.peers: dict[bytes, TcpPeer] = {}
@@ -112,6 +123,7 @@ class TcpListener:
         """By descriptor."""
         self._endpoint = endpoint
         self._keys = keys
+        self._peer = peer
         self._failure: str | None = None
         """Why the last handshake failed, until we hear whose it was."""
         self._chunks: Chunks | None = None
@@ -133,7 +145,7 @@ class TcpListener:
         self._configure(socket)
         self._monitor = monitor(socket, loop, self._happened)
         try:
-            socket.bind(str(self._endpoint))
+            socket.bind(f"tcp://{self._endpoint}")
         except zmq.ZMQError as error:
             socket.disable_monitor()
             self._monitor.close()
@@ -143,7 +155,7 @@ class TcpListener:
             self._context.term()
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = str(self._endpoint._replace(port=int(bound.rpartition(":")[2])))
+        self.address = f"{address.partition(':')[0]}://{self._endpoint._replace(port=int(bound.rpartition(':')[2]))}"
         self._reader = Reader(socket, loop, self._received)
         self._swept = loop.time()
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
@@ -214,7 +226,7 @@ class TcpListener:
 
     def _new_peer(self, identity: bytes, link: Link, user: str | None) -> TcpPeer:
         tenant = link.remote[0] if user is None or self._keys is None else self._keys.name_of(user.encode())
-        peer = self.peers[identity] = link.peer = TcpPeer(self, identity, link, user, tenant or "?")
+        peer = self.peers[identity] = link.peer = self._peer(self, identity, link, user, tenant or "?")
         if tenant is None:
             peer.refuse(WireError("its key was taken away"))
         return peer

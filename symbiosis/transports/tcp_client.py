@@ -34,13 +34,13 @@ from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.backoff import backoff
 from symbiosis.transports.chunks import ShareFile, progress_bar
-from symbiosis.transports.sockets import matrices, payload
+from symbiosis.transports.sockets import Frames, matrices, payload
 from symbiosis.transports.tcp_connection import MAX_FRAME_BYTES, Connection, Message, Options
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import CallMessage, Type
 
-__all__ = ["Options", "TcpBlockingChannel", "TcpChannel", "look"]
+__all__ = ["Options", "Pending", "TcpBlockingChannel", "TcpChannel", "look"]
 
 log = get_logger(__name__)
 
@@ -72,21 +72,21 @@ def look(address: str, options: Options) -> Look:
         return thread.run(see())
 
 
-async def _hollow(connection: Connection, welcome: Welcome, options: Options) -> Hollow:
+async def _hollow(connection: Connection, welcome: Welcome, options: Options, device: torch.device) -> Hollow:
     """The model, with the client's share of it from the executor unless this process has it."""
-    hollow = welcome.known(_CPU)
+    hollow = welcome.known(device)
     if hollow is None:
         share = ShareFile(welcome.content.get("share_bytes"))
         try:
             await connection.fetch(share, options.progress)
-            hollow = welcome.hollow(share.tensors, _CPU)
+            hollow = welcome.hollow(share.tensors, device)
         finally:
             share.close()
     return hollow
 
 
 @dataclass(slots=True, eq=False)
-class _Pending:
+class Pending:
     """A call that was sent, or is to be."""
 
     id: int
@@ -107,7 +107,7 @@ class TcpChannel:
 
     def __init__(self, connection: Connection, welcome: Welcome, hollow: Hollow, client: str, options: Options) -> None:
         self.client = client
-        self.device = _CPU
+        self.device = self.device_for(welcome)
         self.welcome = welcome
         self.layers: Sequence[LayerSpec] = hollow.layers
         self._hollow = hollow
@@ -117,8 +117,8 @@ class TcpChannel:
         self._ids = itertools.count(1)
         self._expected: dict[Key, Expected] = {}
         self._in_pass = False
-        self._waiting: deque[_Pending] = deque()
-        self._sent: dict[int, _Pending] = {}
+        self._waiting: deque[Pending] = deque()
+        self._sent: dict[int, Pending] = {}
         self._rows = self._bytes = 0
         """Of what was sent."""
         self._ended: SymbiosisError | None = None
@@ -138,10 +138,16 @@ class TcpChannel:
         connection = Connection(address, options)
         welcome = await connection.open(client)
         try:
-            return cls(connection, welcome, await _hollow(connection, welcome, options), client, options)
+            hollow = await _hollow(connection, welcome, options, cls.device_for(welcome))
+            return cls(connection, welcome, hollow, client, options)
         except BaseException:
             connection.close()
             raise
+
+    @staticmethod
+    def device_for(welcome: Welcome) -> torch.device:
+        """Where the client's tensors are."""
+        return _CPU
 
     def skeleton(self, link: Link) -> nn.Module:
         return self._hollow.skeleton(link)
@@ -174,7 +180,7 @@ class TcpChannel:
             )
         call.id = next(self._ids)
         reply: asyncio.Future[Results] = self._loop.create_future()
-        self._waiting.append(_Pending(call.id, call, reply, rows, size))
+        self._waiting.append(Pending(call.id, call, reply, rows, size))
         self._send_waiting()
         return reply
 
@@ -194,9 +200,12 @@ class TcpChannel:
             self._sent[pending.id] = pending
             self._rows += pending.rows
             self._bytes += pending.size
-            call = pending.call
-            message = wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))
-            self._connection.send([message, *map(payload, call.tensors)])
+            self._transmit(self._connection, pending)
+
+    def _transmit(self, connection: Connection, pending: Pending) -> None:
+        call = pending.call
+        message = wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))
+        connection.send([message, *map(payload, call.tensors)])
 
     def _received(self, message: Message) -> None:
         self._heard = time.monotonic()
@@ -213,18 +222,28 @@ class TcpChannel:
         pending = self._sent.get(wire.read_id(content))
         if pending is None:
             return
-        reply, results = pending.reply, None
-        if type_ is Type.RESULT and reply is not None:
+        if type_ is Type.FAILED:
+            self._settle(pending, wire.error_of(*content[1:3]))
+        else:
+            self._take_results(pending, frames)
+
+    def _take_results(self, pending: Pending, frames: Frames) -> None:
+        if pending.reply is None:
+            self._settle(pending, ())
+        else:
             _, dtype, widths = self._expects(pending.call.key)
-            results = matrices(frames, pending.rows, widths, dtype)
+            self._settle(pending, matrices(frames, pending.rows, widths, dtype))
+
+    def _settle(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
         del self._sent[pending.id]
         self._rows -= pending.rows
         self._bytes -= pending.size
+        reply = pending.reply
         if reply is not None and not reply.done():
-            if results is None:
-                reply.set_exception(wire.error_of(*content[1:3]))
+            if isinstance(outcome, tuple):
+                reply.set_result(outcome)
             else:
-                reply.set_result(results)
+                reply.set_exception(outcome)
         if self._waiting:
             self._send_waiting()
 
@@ -398,14 +417,16 @@ class TcpBlockingChannel:
         self._pid = os.getpid()
 
     @classmethod
-    def open(cls, address: str, client: str, options: Options) -> TcpBlockingChannel:
+    def open(
+        cls, address: str, client: str, options: Options, channel_class: type[TcpChannel] = TcpChannel
+    ) -> TcpBlockingChannel:
         """Join the executor at ``address``."""
         thread = _Thread()
         try:
             if options.progress is not None:
-                return cls(thread, thread.run(TcpChannel.open(address, client, options)))
+                return cls(thread, thread.run(channel_class.open(address, client, options)))
             with progress_bar(address) as progress:
-                channel = thread.run(TcpChannel.open(address, client, options._replace(progress=progress)))
+                channel = thread.run(channel_class.open(address, client, options._replace(progress=progress)))
             return cls(thread, channel)
         except BaseException:
             thread.close()

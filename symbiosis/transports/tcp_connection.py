@@ -19,6 +19,7 @@ from symbiosis.transports.sockets import (
     Frames,
     Reader,
     configure,
+    local_ip,
     monitor,
     peer_of,
     resolve,
@@ -95,7 +96,8 @@ class Connection:
     async def _connect(self) -> None:
         endpoint = await resolve(self.address)
         key = self._options.key
-        if key is None and not endpoint.loopback and not self._options.insecure:
+        private = key is not None and not self.address.startswith("dist:")
+        if not private and not endpoint.loopback and not self._options.insecure:
             raise UsageError(
                 f"{self.address} is on another host; give key=file (yours, from whoever runs the executor), or "
                 "insecure=True if everybody on the network may read along"
@@ -112,7 +114,7 @@ class Connection:
             socket.setsockopt(zmq.CURVE_SERVERKEY, key.server or b"")
         self._monitor = monitor(socket, self._loop, self._happened)
         self._reader = Reader(socket, self._loop, self._take)
-        socket.connect(str(endpoint))
+        socket.connect(f"tcp://{endpoint}")
 
     def _happened(self, event: Event) -> None:
         kind, value = event
@@ -145,6 +147,19 @@ class Connection:
                 "give its owner your .public file"
             )
         return ConnectionLostError(f"the executor at {self.address} cannot check keys now (status {status})")
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """IP addresses of this end and the other.
+
+        Raises:
+            ConnectionLostError: it has ended.
+        """
+        try:
+            assert self._remote is not None
+            return local_ip(self._remote[0]), self._remote[1][0]
+        except OSError as error:
+            raise ConnectionLostError(f"the executor at {self.address} is gone") from error
 
     async def next(self) -> Message:
         """The next message.

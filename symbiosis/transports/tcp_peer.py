@@ -164,8 +164,6 @@ class TcpPeer(Peer):
     def _cancel(self, id_: int) -> None:
         self._held_bytes -= self._sizes.pop(id_, 0)
         super()._cancel(id_)
-        if self._paused and len(self._calls) < self._limits.calls and self._rows < self._limits.rows:
-            self._pause(False)
 
     # ------------------------------------------------------------------------------------------------ what goes out
 

@@ -40,6 +40,7 @@ __all__ = [
     "read_call",
     "read_hello",
     "read_id",
+    "read_rendezvous",
     "unpack",
     "unpack_answer",
 ]
@@ -54,12 +55,14 @@ MAX_TO_CLIENT = 128 << 20
 """Bytes of a message to a client: the welcome brings the layer table and the tokenizer's files."""
 MAX_NAME = 128
 MAX_SIBLINGS = 64
+MAX_RENDEZVOUS = 4096
+"""Bytes of what NCCL needs to know."""
 _INT63 = (1 << 63) - 1
 
 
 class Type(IntEnum):
     """What a message is. To the executor: HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE. To the client: the
-    others; STATUS and SHARE are answered with the same type."""
+    others; STATUS and SHARE are answered with the same type. RENDEZVOUS goes both ways."""
 
     HELLO = 1
     WELCOME = 2
@@ -74,6 +77,7 @@ class Type(IntEnum):
     ENDED = 11
     STATUS = 12
     SHARE = 13
+    RENDEZVOUS = 14
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,18 @@ _KINDS = {int(kind): kind for kind in Kind}
 def read_id(content: Sequence[Any]) -> int:
     """The id of a call that a message is about, its first field."""
     return _integer(content[0] if content else None, 0, _INT63, "id")
+
+
+def read_rendezvous(content: Sequence[Any]) -> tuple[int, str, int | bytes]:
+    """Check a RENDEZVOUS: [lane, key, value]."""
+    if len(content) != 3:
+        raise WireError(f"a RENDEZVOUS has 3 fields, not {len(content)}")
+    lane, key, value = content
+    if type(key) is not str or len(key) > MAX_NAME:
+        raise WireError(f"a RENDEZVOUS's key has at most {MAX_NAME} characters")
+    if type(value) is bytes and len(value) <= MAX_RENDEZVOUS:
+        return _integer(lane, 0, 1, "lane"), key, value
+    return _integer(lane, 0, 1, "lane"), key, _integer(value, 1, 65535, "port")
 
 
 def _integer(value: Any, low: int, high: int, what: str) -> int:

@@ -1,0 +1,250 @@
+"""``dist://host:port``: tensors by ``torch.distributed``, point to point: NCCL between GPUs, gloo between CPUs.
+
+All but the tensors is as over ``tcp://``: ZeroMQ carries the messages, CURVE keys say which tenant one comes from, the
+limits are the same. The tensors travel by :mod:`symbiosis.transports.lanes`: of a CALL after its message, of a RESULT
+too.
+
+What torch.distributed sends is neither encrypted nor made for strangers: whoever reaches its ports can disturb it. So
+beyond this host it must be told ``insecure=True``, keys or not; it is for clusters whose hosts trust each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from symbiosis.core.protocols import Session
+from symbiosis.errors import ClientClosedError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.transports import wire
+from symbiosis.transports.chunks import Progress
+from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes, Note
+from symbiosis.transports.sockets import Frames, local_ip
+from symbiosis.transports.tcp import TcpTransport
+from symbiosis.transports.tcp_client import Pending, TcpChannel
+from symbiosis.transports.tcp_connection import Connection, Message
+from symbiosis.transports.tcp_peer import Link, TcpPeer
+from symbiosis.transports.welcome import Welcome
+from symbiosis.transports.wire import CallMessage, Limits, Type
+
+if TYPE_CHECKING:
+    from symbiosis.transports.tcp import TcpListener
+
+__all__ = ["DistChannel", "DistPeer", "DistTransport"]
+
+MAX_FAILURES = 5
+
+
+class DistPeer(TcpPeer):
+    """The executor's side of one connection."""
+
+    def __init__(
+        self, listener: TcpListener, identity: bytes, link: Link, user: str | None, tenant: str, backend: str
+    ) -> None:
+        super().__init__(listener, identity, link, user, tenant)
+        self._backend = backend
+        self._lanes: Lanes | None = None
+        self._arriving: dict[int, bool] = {}
+        """Calls whose tensors are on their way, by id: whether they were cancelled."""
+
+    def welcome(self, session: bool) -> dict[str, Any]:
+        return {**super().welcome(session), "backend": self._backend}
+
+    def _control(self, type_: Type, content: Sequence[Any]) -> None:
+        if type_ is Type.RENDEZVOUS and self.session is not None:
+            self._open().met(Note(*wire.read_rendezvous(content)))
+        else:
+            super()._control(type_, content)
+
+    def _open(self) -> Lanes:
+        if self._lanes is None:
+            try:
+                local = local_ip(self.link.descriptor)
+            except OSError as error:
+                raise WireError("its connection has ended") from error
+            remote = self.link.remote[0]
+            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, remote, self._tell, self._broken)
+        return self._lanes
+
+    @property
+    def _device(self) -> torch.device:
+        return self._service.device if self._backend == "nccl" else torch.device("cpu")
+
+    def _tell(self, note: Note) -> None:
+        self.send(wire.pack(Type.RENDEZVOUS, *note))
+
+    def _broken(self, error: SymbiosisError) -> None:
+        self._drop(str(error))
+
+    def _call(self, session: Session, message: CallMessage) -> None:
+        if self._frames:
+            raise WireError("over dist:// a CALL brings no frames")
+        if message.id in self._calls or message.id in self._arriving:
+            raise WireError(f"call {message.id} is outstanding already")
+        try:
+            widths, dtype, _ = session.expects(message.key)
+        except SymbiosisError as error:
+            raise WireError(str(error)) from error  # what comes next on the lane nobody could tell
+        size = message.rows * sum(widths) * dtype.itemsize
+        if not size:
+            raise WireError("a CALL has 1 row at least")
+        if self._held_bytes + size > self._limits.arena_bytes:
+            raise self._too_much(self._held_bytes + size)
+        tensors = tuple([torch.empty(message.rows, width, dtype=dtype, device=self._device) for width in widths])
+        self._arriving[message.id] = False
+        self._sizes[message.id] = size
+        self._held_bytes += size
+        self._rows += message.rows
+        self._pause_if_full()
+        self._open().receive(tensors, partial(self._arrived, message, tensors))
+
+    def _arrived(self, message: CallMessage, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self._gone or self.session is None:
+            return
+        cancelled = self._arriving.pop(message.id)
+        self._rows -= message.rows
+        if cancelled:
+            self.send(wire.pack_error(message.id, ClientClosedError("the call was cancelled")))
+        else:
+            device = self._service.device
+            self._submit(self.session, message, tuple([tensor.to(device) for tensor in tensors]))
+        if message.id not in self._calls:  # answered already
+            self._held_bytes -= self._sizes.pop(message.id, 0)
+        self._pause_if_full()
+
+    def _outstanding(self) -> int:
+        return len(self._calls) + len(self._arriving)
+
+    def _cancel(self, id_: int) -> None:
+        if id_ in self._arriving:
+            self._arriving[id_] = True
+        else:
+            super()._cancel(id_)
+
+    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
+        if self._gone or self._lanes is None:
+            return
+        size = sum(result.nbytes for result in results)
+        self._unsent_bytes += size
+        self._send([wire.pack(Type.RESULT, message.id)])
+        self._lanes.send([result.to(self._device).contiguous() for result in results], partial(self._sent, size))
+
+    def _sent(self, size: int) -> None:
+        self._unsent_bytes -= size
+
+    def gone(self, why: str) -> None:
+        super().gone(why)
+        self._arriving.clear()
+        if self._lanes is not None:
+            self._lanes.close()
+
+
+class DistChannel(TcpChannel):
+    """The client's side, for coroutines; :class:`~symbiosis.transports.tcp_client.TcpBlockingChannel` makes it one for
+    synchronous code."""
+
+    _lanes: Lanes | None = None
+    _failures = 0
+    """Of lanes, in a row."""
+
+    @staticmethod
+    def device_for(welcome: Welcome) -> torch.device:
+        backend = welcome.content.get("backend")
+        if backend == "gloo":
+            return torch.device("cpu")
+        if backend != "nccl":
+            raise WireError(f"the executor wants to send tensors by {backend!r}")
+        if not torch.cuda.is_available():
+            raise RefusedError("this executor's tensors travel by NCCL, and there is no GPU here; use tcp://")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def _use(self, connection: Connection) -> None:
+        local, remote = connection.ends
+        backend = self.welcome.content["backend"]
+
+        def tell(note: Note) -> None:
+            connection.send([wire.pack(Type.RENDEZVOUS, *note)])
+
+        self._close_lanes()
+        self._lanes = Lanes(backend, TENANT, self.device, local, remote, tell, self._broken)
+        super()._use(connection)
+
+    def _broken(self, error: SymbiosisError) -> None:
+        self._failures += 1
+        if self._failures > MAX_FAILURES:  # messages come through, tensors do not: no use in another connection
+            self._end(error)
+        else:
+            self._lost(error)
+
+    def _transmit(self, connection: Connection, pending: Pending) -> None:
+        assert self._lanes is not None
+        call = pending.call
+        connection.send([wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))])
+        self._lanes.send([tensor.detach().to(self.device).contiguous() for tensor in call.tensors])
+
+    def _received(self, message: Message) -> None:
+        if message.type is Type.RENDEZVOUS and self._lanes is not None:
+            self._lanes.met(Note(*wire.read_rendezvous(message.content)))
+        else:
+            super()._received(message)
+
+    def _take_results(self, pending: Pending, frames: Frames) -> None:
+        assert self._lanes is not None
+        _, dtype, widths = self._expects(pending.call.key)
+        self._failures = 0
+        results = tuple([torch.empty(pending.rows, width, dtype=dtype, device=self.device) for width in widths])
+        self._lanes.receive(results, partial(self._settle, pending, results))
+
+    def _lost(self, error: SymbiosisError) -> None:
+        self._close_lanes()
+        super()._lost(error)
+
+    def _end(self, error: SymbiosisError) -> None:
+        self._close_lanes()
+        super()._end(error)
+
+    def _close_lanes(self) -> None:
+        if self._lanes is not None:
+            self._lanes.close()
+
+
+class DistTransport(TcpTransport):
+    """Listen on, or connect to, a TCP port; the options are those of ``tcp://``, and one more.
+
+    Args:
+        backend: "nccl" or "gloo", for a listener; by default NCCL where the executor is on CUDA. Over gloo, tensors on
+            CUDA go through host memory.
+    """
+
+    _channel = DistChannel
+
+    def __init__(
+        self,
+        key: str | Path | None = None,
+        keys: str | Path | None = None,
+        insecure: bool = False,
+        retry: float = 60.0,
+        limits: Limits | None = None,
+        progress: Progress | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__(key, keys, insecure, retry, limits, progress)
+        if backend not in (None, *BACKENDS):
+            raise UsageError(f"backend is {backend!r}; it can be {' or '.join(BACKENDS)}")
+        if not torch.distributed.is_available():
+            raise UsageError("this build of torch has no torch.distributed; use tcp://")
+        self._backend = backend
+        self._peer = self._make_peer
+
+    def _check_exposed(self, address: str) -> None:
+        raise UsageError(
+            f"{address} can be reached from other hosts, and what torch.distributed sends is not encrypted, with keys "
+            "or without; give insecure=True if all hosts on the network may be trusted, or use tcp://"
+        )
+
+    def _make_peer(self, listener: TcpListener, identity: bytes, link: Link, user: str | None, tenant: str) -> TcpPeer:
+        backend = self._backend or ("nccl" if listener.service.device.type == "cuda" else "gloo")
+        return DistPeer(listener, identity, link, user, tenant, backend)

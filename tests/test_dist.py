@@ -1,0 +1,427 @@
+"""``dist://``: messages by ZeroMQ, tensors by torch.distributed (gloo here; NCCL takes two GPUs)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
+from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
+from symbiosis.transports import lanes, wire
+from symbiosis.transports.keys import new_key
+from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes, Note
+from symbiosis.transports.wire import Limits, Type
+from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, until
+from tests.raw import a_call, hello, raw, receive, rows
+from tests.service import free_port
+
+LOCAL = "dist://127.0.0.1:0"
+CPU = torch.device("cpu")
+
+
+# --------------------------------------------------------------------------------------------------------- equivalence
+
+
+@pytest.mark.parametrize("method", [*METHODS, None])
+async def test_coroutines_alone_bit_equal(base: Any, method: str | None) -> None:
+    config = METHODS[method]("llama") if method else None
+    expected = run_job_plain(base, copy.deepcopy(config))
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(config, seed=0) as client:
+            outcome = await run_job(client)
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.bit_equal, comparison
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+async def test_synchronous_code_alone_bit_equal(base: Any, base_layers: str) -> None:
+    expected = run_job_plain(base, lora())
+    async with symbiosis.Executor(base, base_layers=base_layers) as executor:
+        listener = await executor.listen(LOCAL)
+
+        def tenant() -> Any:
+            with symbiosis.open_model(listener.address) as opened:
+                return run_job_plain(opened, lora())
+
+        comparison = Comparison.of(await in_thread(tenant), expected)
+        assert comparison.bit_equal, comparison
+        assert executor.statistics().requests > 100
+
+
+async def test_bfloat16() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    expected = run_job_plain(model, lora())
+    async with symbiosis.Executor(model) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
+            comparison = Comparison.of(await run_job(client), expected)
+    assert comparison.bit_equal, comparison
+
+
+async def test_among_others(base: Any) -> None:
+    expected = run_job_plain(base, lora())
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
+            async with crowd(executor, [(lora(), "train"), (None, "generate")]):
+                outcome = await run_job(client)
+    assert_close(outcome, expected)
+
+
+async def test_ipv6(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen("dist://[::1]:0")
+        async with symbiosis.connect(listener.address) as remote, remote.client() as client:
+            await client.forward(input_ids=IDS)
+
+
+# ----------------------------------------------------------------------------------------------------------- addresses
+
+
+async def test_tensors_stay_on_this_host_unless_told(base: Any, tmp_path: Path) -> None:
+    """Keys or not: torch.distributed encrypts nothing."""
+    new_key(tmp_path, "server")
+    key = new_key(tmp_path, "alice")
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(UsageError, match="not encrypted"):
+            await executor.listen("dist://0.0.0.0:0", keys=tmp_path)
+        with pytest.raises(UsageError, match="insecure=True"):
+            await symbiosis.connect("dist://192.0.2.1:7000", key=key).__aenter__()
+        listener = await executor.listen("dist://0.0.0.0:0", keys=tmp_path, insecure=True)
+        address = listener.address.replace("0.0.0.0", "127.0.0.1")
+        async with symbiosis.connect(address, key=key) as remote, remote.client() as client:
+            await client.forward(input_ids=IDS)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(UsageError, match="gloo or nccl"):
+        make_transport(LOCAL, backend="mpi")
+
+
+async def test_nccl_without_a_gpu(base: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, backend="nccl")
+        async with symbiosis.connect(listener.address) as remote:
+            with pytest.raises(symbiosis.errors.RefusedError, match="no GPU here; use tcp://"):
+                await remote.client().open()
+
+
+# -------------------------------------------------------------------------------------------------- restarts and deaths
+
+
+async def restart(address: str, executors: list[symbiosis.Executor], job: asyncio.Future[Any]) -> None:
+    for old, new in itertools.pairwise(executors):
+        await until(lambda old=old: old.statistics().requests > 50 or job.done())
+        await old.close()
+        await asyncio.sleep(0.05)
+        await new.start()
+        await new.listen(address)
+
+
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+async def test_survives_a_restart(base: Any, kind: str) -> None:
+    expected = run_job_plain(base, lora())
+    address = f"dist://127.0.0.1:{free_port()}"
+    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(3)]
+    await executors[0].start()
+    await executors[0].listen(address)
+
+    async def coroutine() -> Any:
+        async with symbiosis.connect(address, retry=30.0) as remote, remote.client(lora(), seed=0) as client:
+            return await run_job(client)
+
+    def synchronous() -> Any:
+        with symbiosis.open_model(address, retry=30.0) as model:
+            return run_job_plain(model, lora())
+
+    job = asyncio.create_task(coroutine() if kind == "coroutines" else in_thread(synchronous))
+    await restart(address, executors, job)
+    comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
+    await executors[-1].close()
+    assert comparison.bit_equal, comparison
+
+
+async def test_patience_ends(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        remote = symbiosis.connect(listener.address, retry=0.3)
+        await remote.__aenter__()
+        client = await remote.client().open()
+    with pytest.raises(ConnectionLostError, match="did not come back within"):
+        await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+    await remote.close()
+
+
+HANGS = """
+import sys, time, torch, symbiosis
+with symbiosis.open_model(sys.argv[1]) as model:
+    model.base_model.layers[0].register_forward_hook(lambda *_: (print("there", flush=True), time.sleep(600)))
+    model(torch.arange(3, 21).reshape(2, 9))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "within_s"),
+    [(signal.SIGKILL, 3.0), pytest.param(signal.SIGSTOP, 15.0, marks=pytest.mark.slow)],
+    ids=["killed", "frozen"],
+)
+async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: float) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        tenant = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", HANGS, listener.address, stdout=subprocess.PIPE
+        )
+        assert tenant.stdout is not None
+        await asyncio.wait_for(tenant.stdout.readline(), 60)
+        os.kill(tenant.pid, how)
+        began = time.monotonic()
+        await until(lambda: not executor.status()["clients"] and not listener.peers, within_s)  # type: ignore[attr-defined]
+        assert time.monotonic() - began < within_s
+        if how is signal.SIGSTOP:
+            tenant.kill()
+        await tenant.wait()
+
+
+async def test_lanes_that_never_open_are_given_up(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages come through, tensors do not: that will not get better by asking again and again."""
+    monkeypatch.setattr(lanes, "_gloo", lambda *_: 1 / 0)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address, retry=60.0) as remote, remote.client() as client:
+            with pytest.raises(BrokenError, match=r"torch\.distributed: division by zero"):
+                await asyncio.wait_for(client.forward(input_ids=IDS), 40)
+
+
+# --------------------------------------------------------------------------------------------------------------- lanes
+
+
+async def _lanes() -> tuple[Lanes, Lanes, list[Note], list[Any]]:
+    """Both sides, in one process."""
+    sides: list[Lanes] = []
+    notes: list[Note] = []
+    lost: list[Any] = []
+
+    def tell(other: int) -> Any:
+        return lambda note: (notes.append(note), sides[other].met(note))
+
+    sides += [
+        Lanes("gloo", rank, CPU, "127.0.0.1", "127.0.0.1", tell(1 - rank), lost.append) for rank in (EXECUTOR, TENANT)
+    ]
+    return sides[0], sides[1], notes, lost
+
+
+async def test_only_ports_travel() -> None:
+    """What gloo says of itself would bring uninitialised memory to the other side, and crash it if it were no good."""
+    executor, tenant, notes, _ = await _lanes()
+    arrived = asyncio.Event()
+    x, y = torch.randn(3), torch.empty(3)
+    executor.receive([y], arrived.set)
+    tenant.send([x])
+    await asyncio.wait_for(arrived.wait(), 10)
+    assert torch.equal(x, y)
+    assert len(notes) == 4
+    assert all(type(note.value) is int and note.key == "" for note in notes)
+    executor.close()
+    tenant.close()
+
+
+async def test_a_lane_keeps_its_order_both_ways_at_once() -> None:
+    executor, tenant, _, lost = await _lanes()
+    count, size = 40, 100_000
+    results: list[torch.Tensor] = []
+    done = asyncio.Event()
+    for number in range(count):
+        up, down = torch.empty(size), torch.empty(size)
+        tenant.send([torch.full((size,), float(number))])
+        executor.receive([up], lambda up=up: executor.send([up * 2]))
+        tenant.receive([down], lambda down=down: (results.append(down), len(results) == count and done.set()))
+    await asyncio.wait_for(done.wait(), 20)
+    assert [float(result[0]) for result in results] == [2.0 * number for number in range(count)]
+    assert not lost
+    executor.close()
+    tenant.close()
+
+
+def test_another_gloo_is_said_so() -> None:
+    address = struct.pack("=HHI", socket.AF_INET, socket.htons(7000), 1).ljust(128, b"\0") + bytes(8)
+    sound = struct.pack("<Q", 2) + b"vm" + struct.pack("<Q", 136) + address + bytes(16)
+    assert sound[lanes._address_at(sound) :][:136] == address
+    for wrong in (sound[:100], struct.pack("<Q", 1 << 60) + sound[8:], sound.replace(b"\x88", b"\x80", 1)):
+        with pytest.raises(BrokenError, match="use tcp://"):
+            lanes._address_at(wrong)
+
+
+@pytest.mark.parametrize("content", [(), (0, "", 0), (2, "", 7), (0, "x" * 200, 7), (0, "", b"x" * 5000), (0, 1, 7)])
+def test_a_rendezvous_is_checked(content: Any) -> None:
+    with pytest.raises(WireError):
+        wire.read_rendezvous(content)
+
+
+# ------------------------------------------------------------------------------------------------------ hostile clients
+
+
+BAD = {
+    "frames": [a_call(1), rows()],
+    "no rows": [a_call(1, 0)],
+    "more rows than there are bytes in the world": [a_call(1, 1 << 62)],
+    "an unknown layer": [a_call(1, 1, 99)],
+    "bytes for a port": [wire.pack(Type.RENDEZVOUS, 0, "0", b"\xff" * 170)],
+    "no port": [wire.pack(Type.RENDEZVOUS, 0, "", 1 << 20)],
+    "no lane": [wire.pack(Type.RENDEZVOUS, 7, "", 7000)],
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            with raw(listener.address) as mallory:
+                mallory.send(hello("mallory"))
+                assert (await in_thread(receive, mallory))[0] is Type.WELCOME
+                mallory.send_multipart(BAD[what])
+                type_, content = await in_thread(receive, mallory)
+                assert type_ is Type.ENDED
+                assert content[0] == "WireError"
+                await until(lambda: executor.status()["clients"] == ["alice"])
+            await alice.forward(input_ids=IDS)
+
+
+MESSAGES = st.lists(
+    st.one_of(
+        st.binary(max_size=200),
+        st.builds(a_call, st.integers(0, 5), st.integers(0, 3), st.integers(0, 20)),
+        st.builds(
+            lambda lane, port: wire.pack(Type.RENDEZVOUS, lane, "", port), st.integers(0, 1), st.integers(1, 65535)
+        ),
+        st.builds(lambda type_, *rest: wire.pack(type_, *rest), st.sampled_from(Type), st.integers(-1, 3)),
+    ),
+    max_size=6,
+)
+
+
+async def test_garbage_disturbs_nobody(base: Any) -> None:
+    """Calls whose tensors never come, ports where nobody listens, and worse."""
+    with torch.no_grad():
+        expected = base(IDS).logits
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+
+        @settings(max_examples=50)
+        @given(MESSAGES)
+        def throw(messages: list[bytes]) -> None:
+            with raw(listener.address) as mallory:
+                for message in [hello("mallory"), *messages]:
+                    mallory.send(message)
+                receive(mallory)
+
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            thrown = asyncio.create_task(in_thread(throw))
+            while not thrown.done():
+                out = await asyncio.wait_for(alice.forward(input_ids=IDS), 20)
+                torch.testing.assert_close(out.logits, expected)
+            await thrown
+            await until(lambda: executor.status()["clients"] == ["alice"])
+
+
+async def test_garbage_at_the_port_of_a_lane(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's own port, opened for one client: whoever talks to it may cost that client its lane, and nothing else."""
+    monkeypatch.setattr(lanes, "WITHIN_S", 2.0)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            with raw(listener.address) as mallory, socket.create_server(("127.0.0.1", 0)) as hers:
+                mallory.send(hello("mallory"))
+                await in_thread(receive, mallory)
+                mallory.send(wire.pack(Type.RENDEZVOUS, 0, "", hers.getsockname()[1]))
+                type_, content = await in_thread(receive, mallory)
+                assert type_ is Type.RENDEZVOUS
+                for seed in range(20):
+                    with socket.create_connection(("127.0.0.1", content[2])) as visitor:
+                        visitor.sendall(bytes([seed]) * (8 + 50 * seed))
+                    await alice.forward(input_ids=IDS)
+
+
+async def test_who_announces_and_does_not_send(base: Any) -> None:
+    """Limits hold for what is announced: nothing is allocated beyond them."""
+    limits = Limits(calls=4, arena_bytes=1 << 20)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, limits=limits)
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            with raw(listener.address) as mallory:
+                mallory.send(hello("mallory"))
+                await in_thread(receive, mallory)
+                for id_ in range(3):
+                    mallory.send(a_call(id_, 3000))
+                await alice.forward(input_ids=IDS)
+                while (await in_thread(receive, mallory))[0] is Type.RENDEZVOUS:
+                    pass
+                await until(lambda: executor.status()["clients"] == ["alice"])
+            await alice.forward(input_ids=IDS)
+
+
+async def test_a_client_of_ours_keeps_to_the_limits(base: Any) -> None:
+    limits = Limits(calls=4, rows=64)
+    async with symbiosis.Executor(base, policy="no-lockstep") as executor:
+        listener = await executor.listen(LOCAL, limits=limits)
+        channel = await make_transport(listener.address).connect(listener.address, "greedy")
+        x = torch.randn(20, 32)
+        replies = [channel.send(Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,))) for _ in range(200)]
+        results = await asyncio.wait_for(asyncio.gather(*replies), 30)
+        assert all(torch.equal(result, results[0][0]) for (result,) in results)
+        channel.close()
+
+
+async def test_cancelled_on_its_way(base: Any) -> None:
+    """A call that is cancelled while its tensors travel is answered once, and the lane goes on."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        channel = await make_transport(listener.address).connect(listener.address, "client")
+        x = torch.randn(50_000, 32)
+        for _ in range(5):
+            call = Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,))
+            reply = channel.send(call)
+            channel.cancel(call)
+            small = channel.send(Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x[:2],)))
+            (result,) = await asyncio.wait_for(small, 20)
+            torch.testing.assert_close(result, base.model.layers[0].self_attn.q_proj(x[:2]))
+            assert not reply.done()
+        await until(lambda: executor.status()["outstanding"] == 0)
+        channel.close()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_training_leaves_nothing_behind(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        before = descriptors()
+        async with symbiosis.connect(listener.address) as remote:
+            for _ in range(3):
+                async with remote.client(lora()) as client:
+                    await client.train_step(BATCH, adamw(client.model))
+        await until(lambda: not listener.peers and not listener.links)  # type: ignore[attr-defined]
+        await until(lambda: descriptors() <= before)
