@@ -45,6 +45,7 @@ class TransportName(StrEnum):
     INPROC = "inproc"
     SHM = "shm"
     TCP = "tcp"
+    DIST = "dist"
 
 
 class WireName(StrEnum):
@@ -52,11 +53,12 @@ class WireName(StrEnum):
 
     SHM = "shm"
     TCP = "tcp"
+    DIST = "dist"
 
 
 TransportOption = Annotated[
     TransportName,
-    typer.Option(help="inproc: clients in the executor's process; shm or tcp: executor and clients in their own."),
+    typer.Option(help="inproc: clients in the executor's process; otherwise executor and clients in their own."),
 ]
 COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
 

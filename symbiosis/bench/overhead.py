@@ -22,6 +22,7 @@ GOALS = {
     "inproc": {"decode_ratio": "≤ 1.05 (paper: 1.25 to 1.70)", "train_ratio": "≤ 1.05 (paper: 1.25 to 1.70)"},
     "shm": {"decode_ratio": "≤ 1.15", "train_ratio": "≤ 1.10"},
     "tcp": {},
+    "dist": {},
 }
 
 

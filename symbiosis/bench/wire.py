@@ -1,7 +1,8 @@
 """Round trips of one call over each transport, beside the raw echo of the same mechanism.
 
 The raw echoes have neither checks nor a layer: over a Unix socket a message of the same size there and back, and for
-matrices a copy into shared memory on either side; over TCP a ZeroMQ ROUTER that sends back what a DEALER sent.
+matrices a copy into shared memory on either side; over TCP a ZeroMQ ROUTER that sends back what a DEALER sent; by
+torch.distributed (gloo) a size and as many bytes, sent back.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
     """
     report = Report("wire", "", GOALS)
     for transport in transports:
-        echo = {"shm": _unix_echo, "tcp": _zmq_echo}[transport]
+        echo = {"shm": _unix_echo, "tcp": _zmq_echo, "dist": _gloo_echo}[transport]
         with served("wire", transport, "no-lockstep", "linear") as address, echo() as send:
             channel = make_transport(address).connect_blocking(address, "bench")
             for size, rows in SIZES.items():
@@ -181,3 +182,41 @@ def _zmq_echo() -> Iterator[Callable[[int], object]]:
     finally:
         context.destroy(linger=0)
         process.communicate()
+
+
+_GLOO = """
+import sys, torch, torch.distributed as dist
+options = dist.ProcessGroupGloo._Options()
+options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+group = dist.ProcessGroupGloo(dist.FileStore(sys.argv[1], 2), 0, 2, options)
+size, buffer = torch.zeros(1, dtype=torch.int64), torch.zeros(1 << 20, dtype=torch.uint8)
+while True:
+    group.recv([size], 1, 0).wait()
+    if not size: break
+    group.recv([buffer[:size]], 1, 0).wait()
+    group.send([buffer[:size]], 1, 0).wait()
+"""
+
+
+@contextlib.contextmanager
+def _gloo_echo() -> Iterator[Callable[[int], object]]:
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "rendezvous")
+        process = subprocess.Popen([sys.executable, "-c", _GLOO, path])
+        options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        group: Any = dist.ProcessGroupGloo(dist.FileStore(path, 2), 1, 2, options)  # type: ignore[attr-defined]
+        there, back = (torch.zeros(1 << 20, dtype=torch.uint8) for _ in range(2))
+
+        def send(size: int) -> None:
+            group.send([torch.tensor([size])], 0, 0).wait()
+            group.send([there[:size]], 0, 0).wait()
+            group.recv([back[:size]], 0, 0).wait()
+
+        try:
+            yield send
+        finally:
+            group.send([torch.tensor([0])], 0, 0).wait()
+            process.wait()

@@ -31,8 +31,15 @@ class LogFormat(StrEnum):
 AddressArgument = Annotated[
     str, typer.Argument(help="Of the executor: shm:///run/symbiosis.sock, tcp://host:7000…", show_default=False)
 ]
-KeyOption = Annotated[Path | None, typer.Option(help="The tenant's secret key file, for tcp://; see `symbiosis keys`.")]
-InsecureOption = Annotated[bool, typer.Option(help="Allow tcp:// without encryption beyond this host.")]
+KeyOption = Annotated[
+    Path | None, typer.Option(help="The tenant's secret key file, for tcp:// and dist://; see `symbiosis keys`.")
+]
+InsecureOption = Annotated[
+    bool,
+    typer.Option(
+        help="Allow tcp:// without keys, and dist://, beyond this host: everybody on the network may read along."
+    ),
+]
 
 
 def options_of(**options: Any) -> dict[str, Any]:
@@ -44,7 +51,9 @@ def serve(
     model: Annotated[str, typer.Argument(help="The base model: a folder or hub id.", show_default=False)],
     listen: Annotated[
         list[str],
-        typer.Option(help="Address to listen on; repeat for several: shm:///path.sock, tcp://0.0.0.0:7000."),
+        typer.Option(
+            help="Address to listen on; repeat for several: shm:///path.sock, tcp://0.0.0.0:7000, dist://host:7001."
+        ),
     ],
     policy: Annotated[
         str, typer.Option(help="Batching policy, with options if need be; `symbiosis policies` lists them.")
@@ -53,7 +62,8 @@ def serve(
         str, typer.Option(help="What is served: linear, mlp (whole MLPs as well), or a module name pattern.")
     ] = "linear",
     keys: Annotated[
-        Path | None, typer.Option(help="Folder with the tenants' public keys, for tcp://; see `symbiosis keys`.")
+        Path | None,
+        typer.Option(help="Folder with the tenants' public keys, for tcp:// and dist://; see `symbiosis keys`."),
     ] = None,
     insecure: InsecureOption = False,
     device: Annotated[str | None, typer.Option(help="Where the base model runs, such as cpu or cuda.")] = None,
@@ -110,7 +120,7 @@ async def _serve(model: str, addresses: list[str], options: dict[str, Any], **se
             ) from error
     async with executor:
         for address in addresses:
-            mine = options if address.startswith("tcp://") else {}
+            mine = options if address.startswith(("tcp://", "dist://")) else {}
             await executor.listen(address, **options_of(**mine))
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
         await stop.wait()
