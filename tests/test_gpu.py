@@ -1,17 +1,24 @@
-"""The same on CUDA: equivalence with plain PEFT there, and clients on the CPU of an executor on the GPU."""
+"""The same on CUDA: equivalence with plain PEFT there, clients on the CPU of an executor on the GPU, and tensors that
+stay on the GPU on their way between processes."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Kind, Pass
 from symbiosis.testing import ARCHITECTURES, Comparison, Job, compare, run_job, run_job_plain, tiny_model
-from tests.helpers import BATCH, IDS, METHODS, adamw, ia3, lora
+from tests.helpers import BATCH, IDS, METHODS, adamw, ia3, in_thread, lora
+from tests.service import Service, free_port, save_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,3 +116,106 @@ async def test_memory_goes_back(base: Any) -> None:
             del client
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before
+
+
+# --------------------------------------------------------------------------------------------------- between processes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("gpu") / "model")
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path) -> Iterator[Service]:
+    """An executor on the GPU in a process of its own: a process cannot open its own IPC handles."""
+    with Service(checkpoint, f"shm://{checkpoint.parent}/s.sock", "--device", "cuda") as service:
+        yield service
+
+
+def plain(checkpoint: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint).to(CUDA)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+async def test_over_shm(service: Service, checkpoint: Path, kind: str, method: str) -> None:
+    config = METHODS[method]()
+    expected = run_job_plain(plain(checkpoint), copy.deepcopy(config))
+    if kind == "coroutines":
+        async with symbiosis.connect(service.address) as remote, remote.client(config, seed=0) as client:
+            assert {parameter.device.type for parameter in client.model.parameters()} == {"cuda"}
+            outcome = await run_job(client)
+    else:
+
+        def tenant() -> Any:
+            with symbiosis.open_model(service.address) as model:
+                assert model.device.type == "cuda"
+                return run_job_plain(model, config)
+
+        outcome = await in_thread(tenant)
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.worst("logits") <= 1e-5, comparison
+    assert comparison.worst("gradient") <= 1e-4, comparison
+    assert comparison.worst("greedy") == 0, comparison
+    assert comparison.worst("adapter") <= TRAINED, comparison
+
+
+async def test_over_shm_from_the_cpu(service: Service, checkpoint: Path) -> None:
+    expected = run_job_plain(plain(checkpoint).cpu(), lora(), Job(steps=5))
+    async with symbiosis.connect(service.address) as remote, remote.client(lora(), seed=0, device="cpu") as client:
+        comparison = Comparison.of(await run_job(client, Job(steps=5)), expected)
+    assert comparison.worst("logits") <= 1e-4, comparison
+    assert comparison.worst("gradient") <= 1e-3, comparison
+
+
+async def test_the_arena_on_the_gpu_grows_and_goes(service: Service, checkpoint: Path) -> None:
+    """Many calls at once, of all sizes, on two streams; afterwards the GPU has its memory back."""
+    layer = plain(checkpoint).model.layers[0].self_attn.q_proj
+    free = torch.cuda.mem_get_info()[0]
+    transport = make_transport(service.address)
+    for _ in range(3):
+        channel = await transport.connect(service.address, "client")
+        xs = [torch.randn(1 + 60_000 * (number % 4), 32, device=CUDA) for number in range(24)]
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+        replies = []
+        for number, x in enumerate(xs):
+            with torch.cuda.stream(streams[number % 2]):
+                streams[number % 2].wait_stream(streams[0])
+                replies.append(channel.send(Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,))))
+        for x, reply in zip(xs, replies, strict=True):
+            (result,) = await asyncio.wait_for(reply, 30)
+            torch.testing.assert_close(result, layer(x), atol=1e-5, rtol=1e-4)
+        channel.close()
+        del channel, replies, result
+    torch.cuda.synchronize()
+    async with asyncio.timeout(20):
+        while torch.cuda.mem_get_info()[0] < free - (300 << 20):  # noqa: ASYNC110 (the driver sends no event)
+            await asyncio.sleep(0.1)
+
+
+async def test_executor_on_the_gpu_killed_in_the_middle(checkpoint: Path, tmp_path: Path) -> None:
+    expected = run_job_plain(plain(checkpoint), lora(), Job(steps=20))
+    with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--device", "cuda") as service:
+        async with symbiosis.connect(service.address, retry=60.0) as remote, remote.client(lora(), seed=0) as client:
+            job = asyncio.create_task(run_job(client, Job(steps=20)))
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(service.kill)
+            await asyncio.to_thread(service.start)
+            comparison = Comparison.of(await asyncio.wait_for(job, 90), expected)
+    assert comparison.worst("adapter") <= TRAINED, comparison
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+async def test_over_dist(checkpoint: Path, backend: str) -> None:
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("NCCL takes two GPUs, one for each side; there is one")
+    expected = run_job_plain(plain(checkpoint), lora())
+    address = f"dist://127.0.0.1:{free_port()}"
+    device = "cuda:1" if backend == "nccl" else "cuda"
+    with Service(checkpoint, address, "--device", device, "--dist-backend", backend) as service:
+        async with symbiosis.connect(service.address) as remote:
+            async with remote.client(lora(), seed=0, device="cuda") as client:
+                comparison = Comparison.of(await run_job(client), expected)
+    assert comparison.worst("logits") <= 1e-4, comparison
+    assert comparison.worst("gradient") <= 1e-3, comparison

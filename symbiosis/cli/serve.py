@@ -66,6 +66,9 @@ def serve(
         typer.Option(help="Folder with the tenants' public keys, for tcp:// and dist://; see `symbiosis keys`."),
     ] = None,
     insecure: InsecureOption = False,
+    dist_backend: Annotated[
+        str | None, typer.Option(help="Of dist://: nccl (the default on CUDA) or gloo.", show_default=False)
+    ] = None,
     device: Annotated[str | None, typer.Option(help="Where the base model runs, such as cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision to serve in (default: the checkpoint's).")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Most rows in a batch; bounds its own memory.")] = 8192,
@@ -82,17 +85,18 @@ def serve(
     if any(address.startswith("shm://") for address in listen):
         wait_passively()
     make_policy(policy)
-    for address in listen:
-        make_transport(address)  # a typing mistake should show at once, not after the model is loaded
+    network: dict[str, Any] = {"keys": keys, "insecure": insecure}
+    options = {"tcp": network, "dist": {**network, "backend": dist_backend}}
+    addresses = {address: options_of(**options.get(address.partition(":")[0], {})) for address in listen}
+    for address, given in addresses.items():
+        make_transport(address, **given)  # a mistake should show at once, not after the model is loaded
     from symbiosis.log import render
 
     render(log_format is LogFormat.JSON)
-    options = {"keys": keys, "insecure": insecure}
     run(
         _serve(
             model,
-            listen,
-            options,
+            addresses,
             policy=policy,
             base_layers=base_layers,
             device=device,
@@ -102,7 +106,7 @@ def serve(
     )
 
 
-async def _serve(model: str, addresses: list[str], options: dict[str, Any], **settings: Any) -> None:
+async def _serve(model: str, addresses: dict[str, dict[str, Any]], **settings: Any) -> None:
     from symbiosis.core.executor import Executor
 
     out = console(stderr=True)
@@ -119,9 +123,8 @@ async def _serve(model: str, addresses: list[str], options: dict[str, Any], **se
                 f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id ({reason})"
             ) from error
     async with executor:
-        for address in addresses:
-            mine = options if address.startswith(("tcp://", "dist://")) else {}
-            await executor.listen(address, **options_of(**mine))
+        for address, options in addresses.items():
+            await executor.listen(address, **options)
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
         await stop.wait()
         out.print("shutting down")

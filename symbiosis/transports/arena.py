@@ -16,7 +16,7 @@ from functools import lru_cache
 
 import torch
 
-from symbiosis.errors import UsageError, WireError
+from symbiosis.errors import WireError
 from symbiosis.transports.wire import ALIGN, align
 
 __all__ = ["Arena", "Places", "seal", "sealed_copy", "spread"]
@@ -98,19 +98,21 @@ def spread(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 class Places:
-    """Which parts of an arena are in use: first fit, neighbours joined. The client's side only."""
+    """Which parts of the memory from ``start`` to ``end`` are in use: first fit, neighbours joined. The client's side
+    only."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._free = [(0, size)]
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
+        self._free = [(start, end)]
         """Start and end of each free part, ascending."""
 
-    def take(self, size: int) -> int:
-        """A place of at least ``size`` bytes.
+    @property
+    def size(self) -> int:
+        return self.end - self.start
 
-        Raises:
-            UsageError: there is none.
-        """
+    def take(self, size: int) -> int | None:
+        """A place of at least ``size`` bytes, if there is one."""
         size = max(align(size), ALIGN)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -119,10 +121,7 @@ class Places:
                 else:
                     self._free[index] = (start + size, end)
                 return start
-        raise UsageError(
-            f"a call needs {size} bytes of the arena, which has {self.size}; send fewer tokens at once, or ask the "
-            "executor's host for a larger arena_bytes limit"
-        )
+        return None
 
     def give_back(self, start: int, size: int) -> None:
         """Free what :meth:`take` gave for ``size`` bytes."""

@@ -25,11 +25,12 @@ import torch
 from symbiosis.core.protocols import Channel, Expected, Look, Service
 from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports import shm_client, wire
-from symbiosis.transports.arena import Arena, sealed_copy, spread
+from symbiosis.transports import device, shm_client, wire
+from symbiosis.transports.arena import Arena, sealed_copy
+from symbiosis.transports.device import DeviceArena
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.shm_client import socket_path
-from symbiosis.transports.wire import CallMessage, Frames, Limits, frame
+from symbiosis.transports.wire import CallMessage, Frames, Limits, Type, frame
 
 __all__ = ["ShmListener", "ShmTransport"]
 
@@ -154,6 +155,7 @@ class _ShmPeer(Peer, asyncio.Protocol):
         self._frames = Frames(wire.MAX_TO_EXECUTOR)
         self._listening = True
         self._arena: Arena | None = None
+        self._gpu: DeviceArena | None = None
         self._transport: Any = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -192,7 +194,7 @@ class _ShmPeer(Peer, asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_waiting()
         self._listener.peers.discard(self)
-        self._arena = None
+        self._arena = self._gpu = None
         self.gone("it hung up" if error is None else str(error))
 
     def _stop_waiting(self) -> None:
@@ -237,22 +239,43 @@ class _ShmPeer(Peer, asyncio.Protocol):
             raise WireError(f"the client does not take its descriptors: {error}") from error
         finally:
             os.close(descriptor)
-        return {"arena_bytes": self._arena.size}
+        gpu = device.identity(self._service.device)
+        if gpu is not None:
+            self._gpu = DeviceArena(self._service.device, self._arena.size, self._limits.arena_bytes)
+        return {"arena_bytes": self._arena.size, "gpu": gpu}
+
+    def _control(self, type_: Type, content: Sequence[Any]) -> None:
+        if type_ is Type.SEGMENT and self._gpu is not None:
+            try:
+                self.send(wire.pack(Type.SEGMENT, *self._gpu.grow(wire.read_id(content))))
+            except UsageError as error:
+                self.send(wire.pack(Type.SEGMENT, str(error)))
+        else:
+            super()._control(type_, content)
+
+    def _memory(self, place: int) -> Arena | DeviceArena:
+        assert self._arena is not None
+        return self._arena if self._gpu is None or place < self._arena.size else self._gpu
 
     def tensors(self, message: CallMessage, expected: Expected) -> tuple[torch.Tensor, ...]:
-        assert self._arena is not None
-        tensors = self._arena.matrices(message.place, message.rows, expected.widths, expected.dtype)
-        if message.answer + spread(message.rows, expected.results, expected.dtype) > self._arena.size:
-            raise WireError(f"the answer at {message.answer} would not fit in an arena of {self._arena.size} bytes")
-        device = self._service.device
-        return tensors if device.type == "cpu" else tuple(tensor.to(device) for tensor in tensors)
+        memory = self._memory(message.place)
+        tensors = memory.matrices(message.place, message.rows, expected.widths, expected.dtype)
+        self._memory(message.answer).matrices(message.answer, message.rows, expected.results, expected.dtype)
+        if isinstance(memory, DeviceArena):
+            memory.wait(memory.called)
+            return tensors
+        home = self._service.device
+        return tensors if home.type == "cpu" else tuple(tensor.to(home) for tensor in tensors)
 
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
         if self._arena is not None:
+            memory = self._memory(message.answer)
             widths = tuple([result.shape[1] for result in results])
-            places = self._arena.matrices(message.answer, message.rows, widths, results[0].dtype)
+            places = memory.matrices(message.answer, message.rows, widths, results[0].dtype)
             for place, result in zip(places, results, strict=True):
                 place.copy_(result)
+            if isinstance(memory, DeviceArena):
+                memory.record(memory.answered)
             self.send(wire.pack_result(message.id))
 
 

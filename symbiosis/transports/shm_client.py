@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,10 @@ from symbiosis.errors import (
     WireError,
 )
 from symbiosis.log import get_logger
-from symbiosis.transports import wire
+from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Places, spread
 from symbiosis.transports.backoff import backoff
+from symbiosis.transports.device import DeviceArena, Handles
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import CallMessage, Frames, Type, frame
@@ -166,6 +167,34 @@ def _connect(address: str, name: str, fingerprint: str | None = None) -> _Connec
         raise
 
 
+def _put(memory: Arena | DeviceArena, place: int, call: Call, widths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Write a call's rows."""
+    if isinstance(memory, DeviceArena):
+        memory.wait(memory.answered)  # this thread's stream may not be the one that read the last answer there
+    for matrix, tensor in zip(
+        memory.matrices(place, call.tensors[0].shape[0], widths, dtype), call.tensors, strict=True
+    ):
+        matrix.copy_(tensor)
+    if isinstance(memory, DeviceArena):
+        memory.record(memory.called)
+
+
+def _take(memory: Arena | DeviceArena, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> Results:
+    """Copies of a call's results."""
+    if isinstance(memory, DeviceArena):
+        memory.wait(memory.answered)
+    return tuple([matrix.clone() for matrix in memory.matrices(place, rows, widths, dtype)])
+
+
+def _open_segment(gpu: DeviceArena, content: Sequence[Any], address: str) -> int:
+    """Map the segment that a SEGMENT tells of; where it begins."""
+    if len(content) == 1:
+        raise UsageError(f"the executor at {address} has no room for this client's tensors: {content[0]}")
+    if len(content) != len(Handles._fields) or [type(one) for one in content] != [int, int, bytes, bytes, bytes]:
+        raise WireError(f"the executor at {address} sent a segment that is not understood")
+    return gpu.open(Handles(*content))
+
+
 def _may_return(error: BaseException) -> bool:
     """Whether an executor that refused a reconnect may let us in later: it may not have noticed that we had gone."""
     return isinstance(error, ConnectionLostError | ExecutorClosedError) or (
@@ -178,14 +207,16 @@ class _ShmChannel:
 
     def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
         self.client = client
-        self.device = _CPU
         self.welcome = connection.welcome
+        self._gpu_here = device.find(connection.welcome.content.get("gpu"))
+        """The executor's GPU, if this process has it too."""
+        self.device = self._gpu_here or _CPU
         self._address = address
         self._retry_s = retry_s
         self._share = connection.share
         self._ids = itertools.count(1)
         self._in_pass = False
-        self._hollow: Hollow = connection.welcome.hollow(self._tensors, _CPU)
+        self._hollow: Hollow = connection.welcome.hollow(self._tensors, self.device)
         self.layers: Sequence[LayerSpec] = self._hollow.layers
         self._expected: dict[Key, Expected] = {}
         os.close(connection.share)
@@ -197,6 +228,12 @@ class _ShmChannel:
 
     def skeleton(self, link: Link) -> nn.Module:
         return self._hollow.skeleton(link)
+
+    def _gpu_arena(self, connection: _Connection) -> DeviceArena | None:
+        """Where tensors lie instead, if both sides have the same GPU; nothing in it yet."""
+        if self._gpu_here is None:
+            return None
+        return DeviceArena(self._gpu_here, connection.arena.size, connection.welcome.limits.arena_bytes)
 
     def _expects(self, key: Key) -> Expected:
         found = self._expected.get(key)
@@ -215,6 +252,7 @@ class ShmBlockingChannel(_ShmChannel):
         self._quick = False
         """Whether the last answer came soon."""
         self._arena: Arena | None = None
+        self._gpu: DeviceArena | None = None
         self._owed: int | None = None
         """A call whose answer somebody did not wait for."""
         self._use(connection)
@@ -233,6 +271,7 @@ class ShmBlockingChannel(_ShmChannel):
         # A timeout in the kernel: Python's own would cost a second system call each time.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PING_AFTER_S.to_bytes(8, "little") + bytes(8))
         self._arena = connection.arena
+        self._gpu = self._gpu_arena(connection)
         self._frames = Frames(wire.MAX_TO_CLIENT)
         self._owed = None
         if self._in_pass:
@@ -254,16 +293,10 @@ class ShmBlockingChannel(_ShmChannel):
         key, rows = call.key, call.tensors[0].shape[0]
         widths, dtype, results = self._expects(key)
         taken = spread(rows, widths, dtype)
-        arena = self._arena
-        assert arena is not None
-        if taken + spread(rows, results, dtype) > arena.size:
-            raise UsageError(
-                f"a call of {rows} rows does not fit in an arena of {arena.size} bytes; send fewer tokens at once"
-            )
-        for place, tensor in zip(arena.matrices(0, rows, widths, dtype), call.tensors, strict=True):
-            place.copy_(tensor)
+        memory, place = self._room(taken + spread(rows, results, dtype))
+        _put(memory, place, call, widths, dtype)
         id_ = next(self._ids)
-        message = wire.pack_call(CallMessage(id_, key, call.kind, rows, 0, taken))
+        message = wire.pack_call(CallMessage(id_, key, call.kind, rows, place, place + taken))
         self._owed = id_
         sent = time.perf_counter()
         self._socket.sendall(frame(message))
@@ -271,10 +304,30 @@ class ShmBlockingChannel(_ShmChannel):
         self._quick = time.perf_counter() - sent < SOON_S
         if type_ is Type.FAILED:
             raise wire.error_of(*content[1:3])
-        return tuple([place.clone() for place in arena.matrices(taken, rows, results, dtype)])
+        return _take(memory, place + taken, rows, results, dtype)
+
+    def _room(self, size: int) -> tuple[Arena | DeviceArena, int]:
+        """Where a call and its results can lie. One is outstanding at a time, so each may have all there is."""
+        arena, gpu = self._arena, self._gpu
+        assert arena is not None
+        if size > arena.size:
+            raise UsageError(f"a call of {size} bytes does not fit in {arena.size}; send fewer tokens at once")
+        if gpu is None:
+            return arena, 0
+        for segment in gpu.segments:
+            if segment.start + size <= segment.end:
+                return gpu, segment.start
+        self._socket.sendall(frame(wire.pack(Type.SEGMENT, size)))
+        return gpu, _open_segment(gpu, self._next(lambda type_, _: type_ is Type.SEGMENT)[1], self._address)
 
     def _answer(self, id_: int) -> tuple[Type, Sequence[Any]]:
         """RESULT or FAILED of call ``id_``."""
+        found = self._next(lambda type_, content: type_ in (Type.RESULT, Type.FAILED) and wire.read_id(content) == id_)
+        self._owed = None
+        return found
+
+    def _next(self, wanted: Callable[[Type, Sequence[Any]], bool]) -> tuple[Type, Sequence[Any]]:
+        """The next message that is ``wanted``."""
         heard = 0.0
         while True:
             message = self._frames.next()
@@ -296,8 +349,7 @@ class ShmBlockingChannel(_ShmChannel):
             type_, content = wire.unpack_answer(message)
             if type_ is Type.ENDED:
                 raise wire.error_of(*content[:2])
-            if type_ in (Type.RESULT, Type.FAILED) and wire.read_id(content) == id_:
-                self._owed = None
+            if wanted(type_, content):
                 return type_, content
 
     def _soon(self) -> bytes | None:
@@ -373,7 +425,7 @@ class ShmBlockingChannel(_ShmChannel):
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._lock:  # a call in progress ends first
             self._socket.close()
-            self._arena = None
+            self._arena = self._gpu = None
 
     def _closed_error(self) -> ClientClosedError:
         if os.getpid() != self._pid:
@@ -413,6 +465,9 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
         self._arena: Arena | None = None
+        self._gpu: DeviceArena | None = None
+        self._unplaced: list[_Pending] = []
+        """Calls that wait for the next segment."""
         self._ended: SymbiosisError | None = None
         self._transport: Any = None
         self._reconnecting: asyncio.Task[None] | None = None
@@ -430,7 +485,9 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
 
     async def _use(self, connection: _Connection) -> None:
         self._arena = connection.arena
-        self._places = Places(connection.arena.size)
+        self._gpu = self._gpu_arena(connection)
+        self._places = [] if self._gpu is not None else [Places(0, connection.arena.size)]
+        self._unplaced.clear()
         self._frames = Frames(wire.MAX_TO_CLIENT)
         connection.socket.setblocking(False)
         self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=connection.socket)
@@ -459,12 +516,56 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         widths, dtype, results = self._expects(call.key)
         taken = spread(rows, widths, dtype)
         pending.size = taken + spread(rows, results, dtype)
-        assert self._arena is not None
-        pending.place = self._places.take(pending.size)
-        for place, tensor in zip(self._arena.matrices(pending.place, rows, widths, dtype), call.tensors, strict=True):
-            place.copy_(tensor)
-        message = CallMessage(pending.id, call.key, call.kind, rows, pending.place, pending.place + taken)
+        place = self._place(pending)
+        if place is None:
+            return
+        pending.place = place
+        _put(self._memory, place, call, widths, dtype)
+        message = CallMessage(pending.id, call.key, call.kind, rows, place, place + taken)
         self._transport.write(frame(wire.pack_call(message)))
+
+    @property
+    def _memory(self) -> Arena | DeviceArena:
+        memory = self._gpu or self._arena
+        assert memory is not None
+        return memory
+
+    def _place(self, pending: _Pending) -> int | None:
+        """Where a call and its results can lie; None if it has to wait for another segment of the GPU's memory."""
+        size, most = pending.size, self.welcome.limits.arena_bytes
+        if not self._unplaced:  # in order
+            for places in self._places:
+                place = places.take(size)
+                if place is not None:
+                    return place
+        if self._gpu is None or sum(places.size for places in self._places) + size > most:
+            raise UsageError(
+                f"a call needs {size} bytes of this client's memory at the executor, which is at most {most} for all "
+                "its calls; send fewer tokens at once, or ask the executor's host for a larger arena_bytes limit"
+            )
+        if not self._unplaced:
+            self._transport.write(frame(wire.pack(Type.SEGMENT, size)))
+        self._unplaced.append(pending)
+        return None
+
+    def _segment(self, gpu: DeviceArena, content: Sequence[Any]) -> None:
+        """More memory has come, or none: those who waited for it go on, or fail."""
+        waiting, self._unplaced = self._unplaced, []
+        try:
+            start = _open_segment(gpu, content, self._address)
+        except UsageError as error:
+            for pending in waiting:
+                self._settle(pending, error)
+            return
+        self._places.append(Places(start, gpu.end))
+        for pending in waiting:
+            if pending.reply is None:
+                del self._pending[pending.id]
+                continue
+            try:
+                self._write(pending)
+            except UsageError as error:
+                self._settle(pending, error)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -481,21 +582,35 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
             if not isinstance(error, ExecutorClosedError) or self._retry_s <= 0:
                 self._end(error)
             return
-        pending = self._pending.pop(wire.read_id(content), None) if type_ in (Type.RESULT, Type.FAILED) else None
+        if type_ is Type.SEGMENT and self._gpu is not None:
+            self._segment(self._gpu, content)
+            return
+        pending = self._pending.get(wire.read_id(content)) if type_ in (Type.RESULT, Type.FAILED) else None
         if pending is None:
             return
+        if type_ is Type.FAILED:
+            self._settle(pending, wire.error_of(*content[1:3]))
+        elif pending.reply is None:
+            self._settle(pending, ())
+        else:
+            call = pending.call
+            rows = call.tensors[0].shape[0]
+            widths, dtype, results = self._expects(call.key)
+            self._settle(
+                pending, _take(self._memory, pending.place + spread(rows, widths, dtype), rows, results, dtype)
+            )
+
+    def _settle(self, pending: _Pending, outcome: Results | SymbiosisError) -> None:
+        del self._pending[pending.id]
         reply = pending.reply
         if reply is not None and not reply.done():
-            if type_ is Type.FAILED:
-                reply.set_exception(wire.error_of(*content[1:3]))
+            if isinstance(outcome, tuple):
+                reply.set_result(outcome)
             else:
-                call = pending.call
-                rows = call.tensors[0].shape[0]
-                widths, dtype, results = self._expects(call.key)
-                first = pending.place + spread(rows, widths, dtype)
-                assert self._arena is not None
-                reply.set_result(tuple([one.clone() for one in self._arena.matrices(first, rows, results, dtype)]))
-        self._places.give_back(pending.place, pending.size)
+                reply.set_exception(outcome)
+        for places in self._places:
+            if places.start <= pending.place < places.end:
+                places.give_back(pending.place, pending.size)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -538,7 +653,8 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
             if pending.reply is not None and not pending.reply.done():
                 pending.reply.set_exception(error)
         self._pending.clear()
-        self._arena = None  # its descriptor is closed with the last tensor in it
+        self._arena = self._gpu = None  # their memory goes with the last tensor in it
+        self._unplaced.clear()
         if self._transport is not None:
             self._transport.close()
 
@@ -546,7 +662,8 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         pending = self._pending.get(call.id)
         if pending is not None:
             pending.reply = None
-            if self._transport is not None:  # its place is free when the executor has answered
+            if self._transport is not None and pending not in self._unplaced:
+                # Its place is free when the executor has answered.
                 self._transport.write(frame(wire.pack(Type.CANCEL, pending.id)))
 
     def flush(self) -> None:

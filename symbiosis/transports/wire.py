@@ -61,8 +61,8 @@ _INT63 = (1 << 63) - 1
 
 
 class Type(IntEnum):
-    """What a message is. To the executor: HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE. To the client: the
-    others; STATUS and SHARE are answered with the same type. RENDEZVOUS goes both ways."""
+    """What a message is. To the executor: HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE, SEGMENT. To the
+    client: the others; STATUS, SHARE and SEGMENT are answered with the same type. RENDEZVOUS goes both ways."""
 
     HELLO = 1
     WELCOME = 2
@@ -78,6 +78,7 @@ class Type(IntEnum):
     STATUS = 12
     SHARE = 13
     RENDEZVOUS = 14
+    SEGMENT = 15
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""The arena in a GPU's memory, on a make-believe GPU: all of it but the calls of CUDA, which ``test_gpu.py`` makes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.errors import UsageError, WireError
+from symbiosis.testing import Comparison, run_job, run_job_plain
+from symbiosis.transports import device
+from symbiosis.transports.device import BLOCK, FIRST, DeviceArena, Handles
+from symbiosis.transports.wire import Limits
+from tests.helpers import IDS, in_thread, lora
+
+CPU = torch.device("cpu")
+
+
+class Event:
+    """Counts, and checks that the other side records before this side waits for an answer."""
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+        self.recorded = self.waited = 0
+
+    def ipc_handle(self) -> bytes:
+        return self.name.to_bytes(64, "little")
+
+    def record(self, stream: object) -> None:
+        self.recorded += 1
+
+    def wait(self, stream: object) -> None:
+        self.waited += 1
+
+
+class Gpu:
+    """Memory and events by handle, as CUDA's driver gives them to another process."""
+
+    def __init__(self) -> None:
+        self.memory: dict[bytes, torch.Tensor] = {}
+        self.events: list[Event] = []
+        self.room = 1 << 30
+
+    def allocate(self, home: torch.device, size: int) -> tuple[torch.Tensor, bytes]:
+        if size > self.room:
+            raise UsageError("out of memory")
+        handle = len(self.memory).to_bytes(64, "little")
+        self.memory[handle] = torch.zeros(size, dtype=torch.uint8)
+        return self.memory[handle], handle
+
+    def map(self, home: torch.device, handle: bytes, size: int) -> torch.Tensor:
+        assert self.memory[handle].shape == (size,)
+        return self.memory[handle].view(-1)
+
+    def event(self, home: torch.device, handle: bytes | None = None) -> Event:
+        if handle is None:
+            self.events.append(Event(len(self.events)))
+            return self.events[-1]
+        return self.events[int.from_bytes(handle, "little")]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(device, "identity", lambda home: "GPU-0")
+    monkeypatch.setattr(device, "find", lambda name: CPU if name == "GPU-0" else None)
+    monkeypatch.setattr(device, "allocate", gpu.allocate)
+    monkeypatch.setattr(device, "map_", gpu.map)
+    monkeypatch.setattr(device, "event", gpu.event)
+    monkeypatch.setattr(device, "stream", lambda home: None)
+    return gpu
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"shm://{tmp_path}/s.sock"
+
+
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+async def test_jobs_by_way_of_the_gpus_memory(base: Any, address: str, gpu: Gpu, kind: str) -> None:
+    expected = run_job_plain(base, lora())
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        if kind == "coroutines":
+            async with symbiosis.connect(address) as remote, remote.client(lora(), seed=0) as client:
+                outcome = await run_job(client)
+        else:
+
+            def tenant() -> Any:
+                with symbiosis.open_model(address) as model:
+                    return run_job_plain(model, lora())
+
+            outcome = await in_thread(tenant)
+        requests = executor.statistics().requests
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.bit_equal, comparison
+    called, answered = gpu.events
+    assert called.recorded == called.waited == answered.recorded == requests
+    assert answered.waited >= requests
+    assert [len(one) for one in gpu.memory.values()] == [FIRST]
+
+
+async def test_it_grows(base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many calls at once, small and large, of which most have to wait for the next segment."""
+    monkeypatch.setattr(device, "FIRST", BLOCK)
+    async with symbiosis.Executor(base, policy="no-lockstep") as executor:
+        await executor.listen(address)
+        channel = await make_transport(address).connect(address, "client")
+        layer = base.model.layers[0].self_attn.q_proj
+        xs = [torch.randn(1 + 5000 * (number % 4), 32) for number in range(30)]
+        calls = [Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,)) for x in xs]
+        replies = [channel.send(call) for call in calls]
+        channel.cancel(calls[7])
+        for number, (x, reply) in enumerate(zip(xs, replies, strict=True)):
+            if number != 7:
+                (result,) = await asyncio.wait_for(reply, 20)
+                torch.testing.assert_close(result, layer(x))
+        sizes = [len(one) for one in gpu.memory.values()]
+        assert len(sizes) > 2
+        assert all(size % BLOCK == 0 for size in sizes)
+        channel.close()
+
+
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+async def test_a_full_gpu_and_a_call_too_large(base: Any, address: str, gpu: Gpu, kind: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address, limits=Limits(arena_bytes=8 << 20))
+        transport = make_transport(address)
+
+        def call(rows: int) -> Call:
+            return Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (torch.zeros(rows, 32),))
+
+        if kind == "coroutines":
+            channel = await transport.connect(address, "client")
+
+            async def ask(rows: int) -> Any:
+                return await asyncio.wait_for(channel.send(call(rows)), 20)
+        else:
+            channel = await in_thread(transport.connect_blocking, address, "client")
+
+            async def ask(rows: int) -> Any:
+                return await in_thread(channel.call, call(rows))
+
+        gpu.room = 0
+        with pytest.raises(UsageError, match="no room for this client's tensors: out of memory"):
+            await ask(1)
+        gpu.room = 1 << 30
+        await ask(1)
+        with pytest.raises(UsageError, match="send fewer tokens at once"):
+            await ask(100_000)
+        await ask(2)
+        channel.close()
+
+
+async def test_a_client_without_that_gpu_goes_by_the_hosts_memory(
+    base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "find", lambda name: None)
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as remote, remote.client() as client:
+            await client.forward(input_ids=IDS)
+    assert not gpu.memory
+
+
+def test_places_are_checked(gpu: Gpu) -> None:
+    arena = DeviceArena(CPU, 1 << 20, 2 * FIRST)
+    with pytest.raises(WireError, match="not inside a segment"):
+        arena.matrices(1 << 20, 1, (4,), torch.float32)
+    handles = arena.grow(1)
+    assert handles[:2] == (1 << 20, FIRST)
+    for place in (0, (1 << 20) - 64, (1 << 20) + FIRST - 64, (1 << 20) + FIRST, 1 << 62):
+        with pytest.raises(WireError, match="not inside a segment"):
+            arena.matrices(place, 2, (16,), torch.float32)
+    arena.matrices((1 << 20) + FIRST - 128, 2, (16,), torch.float32)
+    arena.grow(FIRST)
+    with pytest.raises(WireError, match="not inside a segment"):  # from one into the next
+        arena.matrices((1 << 20) + FIRST - 64, 2, (16,), torch.float32)
+    for size in (0, 1):
+        with pytest.raises(WireError, match="may have 0 more"):
+            arena.grow(size)
+
+
+def test_segments_are_checked(gpu: Gpu) -> None:
+    ours = DeviceArena(CPU, 64, 2 * FIRST)
+    theirs = DeviceArena(CPU, 64, 2 * FIRST)
+    good = ours.grow(1)
+    changes: list[dict[str, Any]] = [{"start": 0}, {"size": 0}, {"size": 1 << 40}, {"memory": b"x"}, {"called": b""}]
+    for change in changes:
+        with pytest.raises(WireError, match="does not follow"):
+            theirs.open(Handles(**{**good._asdict(), **change}))
+    assert theirs.open(copy.copy(good)) == 64
+    ours.matrices(64, 1, (4,), torch.float32)[0].fill_(3)
+    assert theirs.matrices(64, 1, (4,), torch.float32)[0].eq(3).all()
