@@ -11,6 +11,7 @@ from __future__ import annotations
 
 __all__ = [
     "BrokenError",
+    "BusyError",
     "CannotWaitError",
     "ClientClosedError",
     "ConnectionLostError",
@@ -76,6 +77,10 @@ class ExecutorClosedError(PeerError):
 
 class RefusedError(PeerError):
     """The executor does not let this client in, or has shown it out; the message says why."""
+
+
+class BusyError(RefusedError):
+    """Not now: the name is in use, or there are as many clients as allowed. Later it may be otherwise."""
 
 
 class BrokenError(SymbiosisError):

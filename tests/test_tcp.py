@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import logging
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -197,6 +199,24 @@ async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> N
         (keys / "carol.public").unlink()
         with pytest.raises(RefusedError):
             await symbiosis.connect(listener.address, key=keys / "carol.secret").__aenter__()
+
+
+async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path, tmp_path: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        alice = symbiosis.connect(listener.address, key=keys / "alice.secret", retry=60.0)
+        bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
+        async with alice, bob, alice.client() as hers, bob.client(name="bob") as his:
+            await hers.forward(input_ids=IDS)
+            (keys / "alice.public").unlink()
+            await until(lambda: executor.status()["clients"] == ["bob"], 5)
+            with pytest.raises(RefusedError, match="the key of alice was taken away"):  # and does not come back
+                await asyncio.wait_for(hers.forward(input_ids=IDS), 5)
+            (keys / "bob.public").rename(keys / "robert.public")
+            away = await asyncio.to_thread(keys.rename, tmp_path / "elsewhere")
+            await asyncio.sleep(1.5)
+            await asyncio.to_thread(away.rename, keys)
+            await his.forward(input_ids=IDS)  # a folder that cannot be read takes nobody's key away
 
 
 async def test_a_key_folder_in_trouble_locks_nobody_out_for_good(
@@ -663,6 +683,43 @@ async def test_who_floods_is_shown_out_and_others_are_not_hindered(base: Any, re
                 assert executor.status()["outstanding"] <= limits.calls + 1
             assert flood.result() > 4
             await until(lambda: executor.status()["clients"] == ["alice"])
+
+
+@pytest.mark.parametrize("said_hello", [True, False], ids=["after HELLO", "at first"])
+async def test_a_message_without_end(base: Any, said_hello: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Frames and frames, each within the limits: ZeroMQ keeps them until the last has come."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, limits=Limits(arena_bytes=4 << 20))
+        gone = threading.Event()
+
+        def cut() -> list[str]:
+            return [
+                str(getattr(record, "why", "")) for record in caplog.records if record.getMessage() == "connection cut"
+            ]
+
+        def mallory() -> int:
+            """ZeroMQ's own client sends a message when it is whole; so by hand: greeting, READY, frames."""
+            sent = 0
+            host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
+            with socket.create_connection((host, int(port))) as connection, contextlib.suppress(OSError):
+                connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32))
+                assert connection.recv(64, socket.MSG_WAITALL)
+                ready = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+                connection.sendall(bytes([4, len(ready)]) + ready)
+                if said_hello:
+                    connection.sendall(bytes([0, len(hello("m"))]) + hello("m"))
+                while not gone.is_set() and sent < 1 << 30:
+                    connection.sendall(b"\x03" + (1 << 16).to_bytes(8, "big") + bytes(1 << 16))  # more will follow
+                    sent += 1 << 16
+                    time.sleep(0.0005)
+            return sent
+
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            flood = asyncio.create_task(in_thread(mallory))
+            await until(lambda: any("no end of the message" in why for why in cut()))
+            gone.set()
+            await flood
+            await alice.forward(input_ids=IDS)
 
 
 async def test_a_call_too_large_for_the_limits(base: Any) -> None:

@@ -6,9 +6,14 @@ import random
 import time
 from collections.abc import Iterator
 
-__all__ = ["backoff"]
+from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
+
+__all__ = ["MAY_RETURN", "backoff"]
 
 FIRST_S, LONGEST_S = 0.05, 2.0
+MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError)
+"""What an attempt to come back may meet and still be worth another. Busy: it may not have noticed yet that we had
+gone."""
 
 
 def backoff(patience_s: float) -> Iterator[float]:

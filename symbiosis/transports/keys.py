@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,8 +131,16 @@ class Keyring:
         Raises:
             OSError: the folder cannot be read.
         """
+        return self.names().get(public)
+
+    def names(self) -> Mapping[bytes, str]:
+        """The tenants that are let in, by public key (Z85).
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
         self._look()
-        return self._names.get(public)
+        return self._names
 
     def _look(self) -> None:
         seen = {}

@@ -16,7 +16,7 @@ import torch
 
 from symbiosis.core.protocols import Expected, Service, Session
 from symbiosis.core.requests import Call
-from symbiosis.errors import ClientClosedError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import BusyError, ClientClosedError, ExecutorClosedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.wire import CallMessage, Limits, Type
@@ -110,8 +110,11 @@ class Peer(ABC):
         if hello.name is not None:
             try:
                 self.session = self._service.join(hello.name)
-            except (UsageError, ExecutorClosedError) as error:
-                self.refuse(RefusedError(str(error)))
+            except UsageError as error:  # the name is in use
+                self.refuse(BusyError(str(error)))
+                return
+            except ExecutorClosedError as error:
+                self.refuse(error)
                 return
             log.info("client joined", client=hello.name, tenant=self.tenant)
         share = self._service.share()

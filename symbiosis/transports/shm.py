@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 
 from symbiosis.core.protocols import Channel, Expected, Look, Service
-from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError, WireError
+from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import device, shm_client, wire
 from symbiosis.transports.arena import Arena, sealed_copy
@@ -170,7 +170,7 @@ class _ShmPeer(Peer, asyncio.Protocol):
         if user not in (os.geteuid(), 0):
             self.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
         elif len(self._listener.peers) > MAX_CONNECTIONS:
-            self.refuse(RefusedError(f"{MAX_CONNECTIONS} clients are connected already; try later"))
+            self.refuse(BusyError(f"{MAX_CONNECTIONS} clients are connected already; try later"))
         else:
             self._deadline = asyncio.get_running_loop().call_later(
                 HELLO_WITHIN_S, lambda: self.refuse(WireError(f"no HELLO within {HELLO_WITHIN_S:.0f} s"))

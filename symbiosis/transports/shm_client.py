@@ -35,7 +35,7 @@ from symbiosis.errors import (
 from symbiosis.log import get_logger
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Places, spread
-from symbiosis.transports.backoff import backoff
+from symbiosis.transports.backoff import MAY_RETURN, backoff
 from symbiosis.transports.device import DeviceArena, Handles
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.welcome import Welcome
@@ -56,10 +56,6 @@ MAX_PATH = 107
 _CPU = torch.device("cpu")
 
 Results = tuple[torch.Tensor, ...]
-
-
-class _OtherModelError(RefusedError):
-    """There is no point in asking again."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def _connect(address: str, name: str, fingerprint: str | None = None) -> _Connec
         if len(descriptors) != 2:
             raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
         if fingerprint is not None and welcome.fingerprint != fingerprint:
-            raise _OtherModelError(f"the executor at {address} came back with another model; open a new client")
+            raise RefusedError(f"the executor at {address} came back with another model; open a new client")
         size = welcome.content.get("arena_bytes")
         if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
             raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
@@ -193,13 +189,6 @@ def _open_segment(gpu: DeviceArena, content: Sequence[Any], address: str) -> int
     if len(content) != len(Handles._fields) or [type(one) for one in content] != [int, int, bytes, bytes, bytes]:
         raise WireError(f"the executor at {address} sent a segment that is not understood")
     return gpu.open(Handles(*content))
-
-
-def _may_return(error: BaseException) -> bool:
-    """Whether an executor that refused a reconnect may let us in later: it may not have noticed that we had gone."""
-    return isinstance(error, ConnectionLostError | ExecutorClosedError) or (
-        isinstance(error, RefusedError) and not isinstance(error, _OtherModelError)
-    )
 
 
 class _ShmChannel:
@@ -383,7 +372,7 @@ class ShmBlockingChannel(_ShmChannel):
                 os.close(connection.share)
                 self._use(connection)
             except (SymbiosisError, OSError) as error:
-                if not isinstance(error, OSError) and not _may_return(error):
+                if not isinstance(error, (OSError, *MAY_RETURN)):
                     raise
                 last = error
             else:
@@ -631,7 +620,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
                 os.close(connection.share)
                 await self._use(connection)
             except (SymbiosisError, OSError) as error:
-                if isinstance(error, SymbiosisError) and not _may_return(error):
+                if isinstance(error, SymbiosisError) and not isinstance(error, MAY_RETURN):
                     self._end(error)
                     return
                 last = error

@@ -5,7 +5,7 @@ read. So after each wake-up, and after each send, whatever has come must be take
 this costs a fifth of what futures for each message do, and works on any loop that has ``add_reader``.
 
 Signs of life are *bytes*, not messages: both ends have ZeroMQ send a heartbeat every second or two from its own thread,
-however busy Python is, and the kernel knows when the last byte came (:func:`silent_s`). A matrix that takes a minute on
+however busy Python is, and the kernel knows when the last byte came (:func:`received`). A matrix that takes a minute on
 a slow line is no silence; a frozen process is.
 """
 
@@ -30,13 +30,14 @@ from symbiosis.transports.wire import ALIGN
 __all__ = [
     "Endpoint",
     "Reader",
+    "Received",
     "configure",
     "local_ip",
     "matrices",
     "monitor",
     "payload",
+    "received",
     "resolve",
-    "silent_s",
     "the_connection",
 ]
 
@@ -236,14 +237,26 @@ def the_connection(descriptor: int, peer: tuple[str, int]) -> Iterator[sockets.s
         yield connection if same else None
 
 
-def silent_s(descriptor: int, peer: tuple[str, int]) -> float:
-    """Seconds since the last byte came from ``peer``; 0 if the connection has ended, which ZeroMQ reports by itself."""
+class Received(NamedTuple):
+    """What the kernel knows of the bytes that came over a connection."""
+
+    silent_s: float
+    """Seconds since the last one."""
+    bytes: int
+
+
+_INFO = struct.Struct("=52xI72xQ")
+"""Of Linux's ``tcp_info``: tcpi_last_data_recv in milliseconds, tcpi_bytes_received."""
+
+
+def received(descriptor: int, peer: tuple[str, int]) -> Received:
+    """What came from ``peer``; nothing just now if the connection has ended, which ZeroMQ reports by itself."""
     with the_connection(descriptor, peer) as connection:
         if connection is None:
-            return 0.0
-        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, 56)
-    (milliseconds,) = struct.unpack_from("I", info, 52)  # tcpi_last_data_recv
-    return float(milliseconds) / 1000
+            return Received(0.0, 0)
+        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO.size)
+    milliseconds, count = _INFO.unpack(info)
+    return Received(milliseconds / 1000, count)
 
 
 # ------------------------------------------------------------------------------------------------------------ tensors

@@ -12,14 +12,14 @@ over the very TCP connection, and with the very public key, that the conversatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 from symbiosis.core.protocols import Channel, Look, Service
-from symbiosis.errors import ExecutorClosedError, UsageError, WireError
+from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.log import get_logger
 from symbiosis.transports import tcp_client, wire
 from symbiosis.transports.chunks import Chunks, Progress
@@ -198,6 +198,7 @@ class TcpListener:
         link = self.links.get(frames[1].get(zmq.SRCFD))
         if link is None:
             return  # its connection has ended
+        link.messages += 1
         identity = frames[0].bytes
         if identity not in self.peers and not self._alive(identity):
             return
@@ -228,7 +229,7 @@ class TcpListener:
         tenant = link.remote[0] if user is None or self._keys is None else self._keys.name_of(user.encode())
         peer = self.peers[identity] = link.peer = self._peer(self, identity, link, user, tenant or "?")
         if tenant is None:
-            peer.refuse(WireError("its key was taken away"))
+            peer.refuse(RefusedError("its key was taken away"))
         return peer
 
     # ---------------------------------------------------------------------------------------------------- connections
@@ -258,22 +259,50 @@ class TcpListener:
             log.warning("client refused", client=None, tenant=str(link or "?"), why=failure)
 
     def _sweep(self) -> None:
-        """Once a second: end connections that are silent, mute or shown out."""
+        """Once a second: end connections that are silent, mute, endless or shown out."""
         now = self._loop.time()
         late, self._swept = now - self._swept > 2 * SWEEP_S, now
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
         self._monitor.drain()
+        known = self._known_keys()
         for link in list(self.links.values()):
             if link.peer is None:
-                if now - link.since > HELLO_WITHIN_S:
-                    link.cut()
+                why = None if now - link.since < HELLO_WITHIN_S else "it has not said who it is"
             elif link.cut_at is not None:
-                if now > link.cut_at:
-                    link.cut()
-            # After a long batch some may have been kept from sending by ourselves.
-            elif not late and (silent := link.silent_s()) > SILENT_S:
-                link.peer.gone(f"not a sign of life for {silent:.0f} s")
+                why = None if now < link.cut_at else "it was shown out"
+            else:
+                why = None
+                if known is not None and link.peer.user not in known:
+                    link.peer.refuse(RefusedError(f"the key of {link.peer.tenant} was taken away"))
+            if why is None and not late:  # after a long batch some may have been kept from sending by ourselves
+                why = self._trouble(link)
+            if why is not None:
+                log.warning("connection cut", tenant=link.peer.tenant if link.peer else str(link), why=why)
+                if link.peer is not None:
+                    link.peer.gone(why)
                 link.cut()
+
+    def _known_keys(self) -> Collection[str] | None:
+        """Who may be here; None if everybody may, or if that cannot be told just now."""
+        if self._keys is None:
+            return None
+        try:
+            return {key.decode() for key in self._keys.names()}
+        except OSError as error:
+            log.warning("cannot read the keys", folder=str(self._keys.folder), why=str(error))
+            return None
+
+    def _trouble(self, link: Link) -> str | None:
+        """What is wrong with the bytes of a connection, if anything."""
+        silent, count = link.received()
+        if silent > SILENT_S:
+            return f"not a sign of life for {silent:.0f} s"
+        # ZeroMQ bounds each frame and not how many there are in a message, and keeps them all until the last has come.
+        most = self.limits.arena_bytes + self.limits.arena_bytes // 4 + wire.MAX_TO_EXECUTOR
+        unfinished = link.unfinished(count)
+        if unfinished > most:
+            return f"{unfinished} bytes and no end of the message; at most {most} are allowed"
+        return None
 
     async def close(self) -> None:
         if self._closed:

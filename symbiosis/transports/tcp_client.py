@@ -32,7 +32,7 @@ from symbiosis.errors import (
 )
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
-from symbiosis.transports.backoff import backoff
+from symbiosis.transports.backoff import MAY_RETURN, backoff
 from symbiosis.transports.chunks import ShareFile, progress_bar
 from symbiosis.transports.sockets import Frames, matrices, payload
 from symbiosis.transports.tcp_connection import MAX_FRAME_BYTES, Connection, Message, Options
@@ -321,8 +321,8 @@ class TcpChannel:
             connection = Connection(self._address, self._options)
             try:
                 welcome = await connection.open(self.client)
-            except (ConnectionLostError, ExecutorClosedError, RefusedError) as error:
-                why = error  # refused: it may not have noticed yet that we had gone
+            except MAY_RETURN as error:
+                why = error
                 continue
             except SymbiosisError as error:
                 self._end(error)

@@ -22,8 +22,8 @@ from symbiosis.transports.sockets import (
     local_ip,
     monitor,
     peer_of,
+    received,
     resolve,
-    silent_s,
 )
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import Type
@@ -240,7 +240,7 @@ class Connection:
 
     def silent(self) -> bool:
         """Whether the other side is dead: no byte has come, where a heartbeat comes every second or two."""
-        return self._remote is not None and silent_s(*self._remote) > SILENT_S
+        return self._remote is not None and received(*self._remote).silent_s > SILENT_S
 
     def lose(self, error: SymbiosisError) -> None:
         """It is over, because of ``error``."""

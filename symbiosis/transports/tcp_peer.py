@@ -14,10 +14,10 @@ import torch
 import zmq
 
 from symbiosis.core.protocols import Expected
-from symbiosis.errors import RefusedError, WireError
+from symbiosis.errors import BusyError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.sockets import Frames, matrices, payload, silent_s, the_connection
+from symbiosis.transports.sockets import Frames, Received, matrices, payload, received, the_connection
 from symbiosis.transports.wire import CallMessage, Type
 
 if TYPE_CHECKING:
@@ -42,13 +42,23 @@ class Link:
     """Seconds on the loop's clock."""
     peer: TcpPeer | None = None
     cut_at: float | None = None
+    messages: int = 0
+    """That came from there, whole."""
+    _seen: tuple[int, int] = (0, 0)
+    """Messages, and bytes, when there were more messages than before."""
 
     def __str__(self) -> str:
         return f"{self.remote[0]}:{self.remote[1]}"
 
-    def silent_s(self) -> float:
-        """Seconds since the last byte came from there."""
-        return silent_s(self.descriptor, self.remote)
+    def received(self) -> Received:
+        """When the last byte came from there, and how many."""
+        return received(self.descriptor, self.remote)
+
+    def unfinished(self, received_bytes: int) -> int:
+        """Bytes that have come since there was a message; at most what the time between two looks brings too much."""
+        if self.messages != self._seen[0]:
+            self._seen = self.messages, received_bytes
+        return received_bytes - self._seen[1]
 
     def cut(self) -> None:
         """End it now. ZeroMQ has no call for that; it notices, as if the other side had done it."""
@@ -136,7 +146,7 @@ class TcpPeer(Peer):
         if hello.name is not None and self.session is None:
             mine = self._listener.sessions_of(self.tenant)
             if mine >= self._limits.clients:
-                self.refuse(RefusedError(f"{self.tenant} has {mine} clients here already; close one first"))
+                self.refuse(BusyError(f"{self.tenant} has {mine} clients here already; close one first"))
                 return
         super()._hello(hello)
 
