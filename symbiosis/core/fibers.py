@@ -87,13 +87,14 @@ def in_modes() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or _engine._top_saved_tensors_default_hooks(False) is not None
         or not _engine._saved_tensors_hooks_is_enabled()
+        or not torch._C._is_fwd_grad_enabled()  # in the forward of a torch.autograd.Function
     )
 
 
 class _Modes:
     """torch's modes of a suspended fiber, all but the grad mode, which is so common that it is handled apart."""
 
-    __slots__ = ("_autocast", "_dispatch", "_function", "_hooks", "_inference", "_nesting", "_no_hooks")
+    __slots__ = ("_autocast", "_dispatch", "_forward_ad", "_function", "_hooks", "_inference", "_nesting", "_no_hooks")
 
     def __init__(self) -> None:
         """Take the modes off this thread and leave torch's defaults."""
@@ -101,6 +102,8 @@ class _Modes:
         self._inference = torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else None
         if self._inference is not None:
             self._inference.__enter__()  # type: ignore[no-untyped-call]
+        self._forward_ad = torch._C._is_fwd_grad_enabled()
+        torch._C._set_fwd_grad_enabled(True)
         self._autocast = [
             (device, torch.get_autocast_dtype(device))
             for device in _AUTOCAST_DEVICES
@@ -146,6 +149,7 @@ class _Modes:
             torch.set_autocast_dtype(device, dtype)
         for _ in range(self._nesting):
             torch.autocast_increment_nesting()
+        torch._C._set_fwd_grad_enabled(self._forward_ad)
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
 
