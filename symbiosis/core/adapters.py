@@ -38,7 +38,7 @@ def add_adapter(model: torch.nn.Module, config: PeftConfig, link: Link) -> Any:
     try:
         adapted = get_peft_model(model, config)
     except Exception as error:
-        if isinstance(error, torch.linalg.LinAlgError) or "Virt" in str(error):  # type: ignore[attr-defined]
+        if "Virt" in str(error):
             raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
         raise
     for name, parameter in adapted.named_parameters():
@@ -119,7 +119,9 @@ def _guard(adapted: Any, config: Any, link: Link) -> None:
             try:
                 row = torch.ones(1, 1, base.spec.in_features, dtype=base.spec.dtype, device=weight.device)
                 if not torch.isfinite(layer(row)).all():
-                    raise PlaceholderError(_reads_weights(config, f"in the forward pass of {name}"))
+                    raise PlaceholderError("its result is NaN")
+            except PlaceholderError as error:
+                raise PlaceholderError(_reads_weights(config, f"in the forward pass of {name}")) from error
             finally:
                 layer.train(training)
     add = type(adapted).add_adapter

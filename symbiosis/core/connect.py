@@ -180,8 +180,8 @@ class _Walk:
             self._channel.end_pass()
 
     def backward(self) -> None:
-        """A backward request is about to be made."""
-        if not self._backward:
+        """A request is about to be made that may be the first of a backward pass."""
+        if not self._backward and torch._C._current_graph_task_id() != -1:
             self._backward = True
             self._channel.begin_pass()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)

@@ -3,7 +3,8 @@
 A client's model has two sorts of frozen parameters. The small ones outside the base layers (embeddings, norms, biases)
 are real and share memory with every other client of the process. The weights of base layers are *placeholders*: one
 NaN expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that
-reads it shows as NaN instead of a wrong answer (D8).
+reads it shows as NaN instead of a wrong answer (D8). What a VirtLayer's placeholder can do beyond that is in
+:mod:`symbiosis.core.placeholders`.
 
 Either becomes the tenant's own copy at the moment somebody makes it trainable or writes into it (``modules_to_save``,
 ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change. Writes that go round
@@ -22,7 +23,7 @@ from torch import nn
 
 from symbiosis.errors import PlaceholderError
 
-__all__ = ["SharedParameter", "fetch_of", "placeholder", "share"]
+__all__ = ["SharedParameter", "fetch_of", "placeholder", "share", "values_of"]
 
 
 class SharedParameter(nn.Parameter):
@@ -42,14 +43,16 @@ class SharedParameter(nn.Parameter):
     @property
     def is_placeholder(self) -> bool:
         """Whether there are no values here, only a shape."""
-        return self._fetch is not None and self.data.stride() == (0,) * self.data.ndim and self.numel() > 1
+        values = values_of(self)
+        return self._fetch is not None and values.stride() == (0,) * values.ndim and values.numel() > 1
 
     def make_own(self) -> None:
         """Replace the shared values, or the placeholder, by a copy of this tenant's own."""
         fetch = self._fetch
         if fetch is not None:
-            values = fetch() if self.is_placeholder else self.data.clone()
+            values = fetch() if self.is_placeholder else values_of(self).clone()
             self._fetch = None
+            self.__class__ = SharedParameter  # no longer one that knows which layer it stands for
             self.data = values.to(device=self.device, dtype=self.dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> SharedParameter:
@@ -85,7 +88,7 @@ class SharedParameter(nn.Parameter):
                 raise PlaceholderError(
                     "these values were never here: they stand for a base layer's weights, which belong to the executor"
                 )
-            if not self.own and not self.is_placeholder and _same(source, self.data):
+            if not self.own and not self.is_placeholder and _same(source, values_of(self)):
                 return self
         self.make_own()
         super().copy_(*args, **kwargs)
@@ -96,12 +99,13 @@ class SharedParameter(nn.Parameter):
         super().__setitem__(index, value)
 
     def __copy__(self) -> SharedParameter:
-        return _make(self.data, self._fetch)
+        return _make(values_of(self), self._fetch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameter:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
-        copy = _make(self.data.clone() if self.own else self.data, self._fetch)
+        values = values_of(self)
+        copy = _make(values.clone() if self.own else values, self._fetch)
         if self.requires_grad:
             _requires_grad.__set__(copy, True)
         memo[id(self)] = copy
@@ -110,6 +114,12 @@ class SharedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter: values shared in memory cannot stay shared in a file."""
         return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def values_of(parameter: torch.Tensor) -> torch.Tensor:
+    """``parameter.data`` as it is: a plain tensor, of a placeholder too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.data
 
 
 _requires_grad: Any = torch.Tensor.requires_grad

@@ -28,7 +28,8 @@ from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.fibers import Fiber, RandomStream
-from symbiosis.core.parameters import SharedParameter, fetch_of, placeholder, share
+from symbiosis.core.parameters import SharedParameter, fetch_of, placeholder, share, values_of
+from symbiosis.core.placeholders import introduce
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
 from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
@@ -57,6 +58,8 @@ class Link:
         self._run_of_siblings: list[VirtLayer] = []
         self._pass_of_siblings = Pass.FORWARD
         self._groups: list[Siblings] = []
+        self.product: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor] | None = None
+        """The last product with a whole weight, while parts of it are asked for: of what, in which state, result."""
         self._pretend = False
 
     @contextlib.contextmanager
@@ -73,6 +76,10 @@ class Link:
         for group in self._groups:
             group.forget()
         self._last_input = None
+        self.forget_product()
+
+    def forget_product(self) -> None:
+        self.product = None
 
     def request(self, key: Key, kind: Kind, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[torch.Tensor, ...]:
         """Send a request and wait for its results."""
@@ -94,7 +101,7 @@ class Link:
         backward = call.key.pass_ is Pass.BACKWARD
         fiber = getcurrent()
         if isinstance(fiber, Fiber):
-            if backward:
+            if torch._C._current_graph_task_id() != -1:
                 raise CannotWaitError(
                     f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
                     "return the loss and `await client.backward(loss)` instead"
@@ -264,12 +271,27 @@ class VirtLayer(nn.Module):
         shape = (*dy.shape[:-1], spec.in_features)
         if dy.numel() == 0:
             return dy.new_empty(shape)
+        if self._link._pretend:
+            return dy.new_zeros(shape)
         rows = dy.reshape(-1, spec.out_features).as_subclass(torch.Tensor)
         tensors = (rows,) if x is None else (x.reshape(-1, spec.in_features).as_subclass(torch.Tensor), rows)
         if self._link.backward_began is not None:
             self._link.backward_began()
         (dx,) = self._link.request(self._keys[Pass.BACKWARD], Kind.FINETUNE, tensors, spec.name)
         return dx.view(shape)
+
+    def multiply(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
+        """X·Wᵀ, [..., i] → [..., o], or with ``forward=False`` X·W, [..., o] → [..., i]; of a linear layer.
+
+        For code that multiplies by the weight itself, in a forward pass or in the backward of its own function.
+        """
+        if self._link.backward_began is not None:
+            self._link.backward_began()
+        x = x.to(self.spec.dtype)
+        if forward:
+            return self._call(x, Pass.FORWARD_WITHOUT_BIAS if self.spec.bias else Pass.FORWARD)
+        y = self._backward(x.detach(), None)
+        return _wrap_backward(x, self, [y]) if x.requires_grad and torch.is_grad_enabled() else y
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = type(self).__new__(type(self))
@@ -303,7 +325,23 @@ class _Wrap(torch.autograd.Function):
         return ctx.layer._backward(dy, saved[0] if saved else None), None, None
 
 
-_wrap = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor]], torch.Tensor], _Wrap.apply)
+class _WrapBackward(torch.autograd.Function):
+    """The same around X·W, a product that somebody made with the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor]) -> torch.Tensor:
+        ctx.layer = layer
+        return result.pop()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.layer.multiply(dy, forward=True), None, None
+
+
+_Apply = Callable[[torch.Tensor, VirtLayer, list[torch.Tensor]], torch.Tensor]
+_wrap = cast(_Apply, _Wrap.apply)
+_wrap_backward = cast(_Apply, _WrapBackward.apply)
 
 
 class _VirtLinear(VirtLayer):
@@ -318,6 +356,7 @@ class _VirtLinear(VirtLayer):
         assert isinstance(weight, torch.Tensor)
         if tied is None:
             tied = placeholder(weight.shape, self.spec.dtype, device, fetch_of(weight))
+            introduce(tied, self)
         self.weight = tied
         self.register_parameter("bias", share(bias, device) if isinstance(bias, torch.Tensor) else None)
 
@@ -330,21 +369,26 @@ class _VirtLinear(VirtLayer):
     def _own_weight(self) -> torch.Tensor | None:
         """The weight, if the tenant has one of its own."""
         weight = self._parameters["weight"]
-        if type(weight) is not SharedParameter or weight._fetch is None:
-            return weight
-        return None
+        return weight if getattr(weight, "_fetch", None) is None else None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
+        copied = super().__deepcopy__(memo)
+        weight = copied._parameters["weight"]
+        if isinstance(weight, SharedParameter) and weight.is_placeholder:
+            introduce(weight, copied)
+        return copied
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _VirtLinear:
         """``.to(...)``: move the one number of the placeholder, not the matrix that it is expanded to."""
         weight = self.weight
-        if type(weight) is not SharedParameter or not weight.is_placeholder:
+        if not isinstance(weight, SharedParameter) or not weight.is_placeholder:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             return self
         self._parameters["weight"] = None
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
-            weight.data = fn(weight.data[(0,) * weight.ndim]).expand(weight.shape)
+            weight.data = fn(values_of(weight)[(0,) * weight.ndim]).expand(weight.shape)
             self._parameters["weight"] = weight
         return self
 

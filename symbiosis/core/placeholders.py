@@ -1,0 +1,251 @@
+"""Products with the weight of a base layer, which is not here.
+
+Some code multiplies by a layer's weight instead of calling the layer: TRL's and Liger's losses take ``lm_head.weight``
+and multiply a few thousand rows at a time by a part of it at a time. The executor can answer that, for products are
+what a linear layer consists of: with ``nn.Linear``'s weight [o, i], ``x @ weight.t()`` is its forward pass without bias
+and ``y @ weight`` its backward pass; with ``Conv1D``'s [i, o] it is the other way round.
+
+A :class:`Placeholder` knows the layer that it stands for. What is cut, transposed or cast from it is a :class:`Part`:
+as much NaN, with a *map* beside it, a tensor on the meta device that went through the same operations and tells by its
+offset and strides which rows and columns of the weight these are. The executor computes with whole weights, so a part
+is multiplied by padding the rows with zeros, or by leaving out columns of the result.
+
+Whatever else is computed from a placeholder runs as it would without all this. Where NaN comes out of it, it wanted
+the values, and is refused: that leaves shapes, dtypes, ``isnan`` and the like alone, without a list of them all.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.core.parameters import SharedParameter, values_of
+from symbiosis.errors import PlaceholderError
+
+if TYPE_CHECKING:
+    from symbiosis.core.virtlayer import VirtLayer
+
+__all__ = ["introduce"]
+
+
+class _StandsForWeight:
+    """What Placeholder and Part have in common."""
+
+    __slots__ = ()
+    _layer: weakref.ref[VirtLayer]
+    t: Callable[[], torch.Tensor]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        product = _multiplied(func, args, kwargs)
+        return _run(func, args, kwargs) if product is None else product
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if _is_hole(self):
+            warnings.warn(
+                "base layers' weights are being saved, which stay with the executor: what is written for them is NaN; "
+                "save the adapter instead (client.save_adapter, or save_pretrained of the PEFT model)",
+                stacklevel=2,
+            )
+        values: Any = values_of(self)  # type: ignore[arg-type]
+        return (nn.Parameter(values, False) if isinstance(self, nn.Parameter) else values).__reduce_ex__(protocol)
+
+
+class Placeholder(_StandsForWeight, SharedParameter):
+    """The weight of a base layer. Turns into a plain SharedParameter when the tenant makes it its own."""
+
+    @property
+    def _map(self) -> torch.Tensor:
+        rows, columns = self.shape
+        # A column more than there are: else the strides of a weight with one column would not tell which way it lies.
+        return torch.empty(rows, columns + 1, dtype=self.dtype, device="meta")[:, :columns]
+
+
+class Part(_StandsForWeight, torch.Tensor):
+    """Some rows and columns of a placeholder, transposed perhaps, or in another dtype."""
+
+    _map: torch.Tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Part:
+        return self  # there are no values that a copy could keep apart
+
+
+def introduce(weight: SharedParameter, layer: VirtLayer) -> None:
+    """Tell a placeholder which layer it stands for."""
+    weight.__class__ = Placeholder
+    assert isinstance(weight, Placeholder)
+    weight._layer = weakref.ref(layer)
+
+
+_ROWS = {"linear": 0, "matmul": 0, "linalg_matmul": 0, "mm": 0, "addmm": 1, "addmm_": 1}
+"""Functions that multiply, and which operand has the rows; the weight is the next one."""
+_OPERANDS = ("input", "weight", "mat1", "mat2", "other", "bias")
+_CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "clone", "contiguous"}
+_READS = {"item", "tolist", "numpy", "__array__", "__float__"}
+_WRITE_NOTHING = {"requires_grad_", "detach_", "share_memory_", "rename_"}
+_UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided", "as_subclass"}
+"""What comes out of these may be NaN by chance, or was asked for."""
+
+
+def _multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The result, if ``func`` multiplies rows by a weight, or part of one, that the executor has."""
+    name = getattr(func, "__name__", "")
+    at = _ROWS.get(name)
+    if at is None:
+        return None
+    operands = [*args, *(kwargs[operand] for operand in _OPERANDS if operand in kwargs)]
+    if len(operands) < at + 2:
+        return None
+    x, weight = operands[at : at + 2]
+    if isinstance(x, _StandsForWeight) or not isinstance(weight, _StandsForWeight):
+        return None
+    y = _product(x, weight.t() if name == "linear" else weight)
+    if y is None:
+        return None
+    y = y.to(kwargs.get("out_dtype") or y.dtype)
+    if name == "linear" and len(operands) > 2 and operands[2] is not None:
+        y = y + operands[2].to(y.dtype)
+    elif at:
+        y = torch.add(operands[0] * kwargs.get("beta", 1), y, alpha=kwargs.get("alpha", 1))
+    out = operands[0] if name == "addmm_" else kwargs.get("out")
+    return y if out is None else out.resize_(y.shape).copy_(y)
+
+
+def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:
+    """x [..., a] · part [a, b] from the executor; None where torch would complain, or no layer computes this."""
+    layer = part._layer()
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if (
+        layer is None
+        or not _is_hole(part)
+        or part.requires_grad
+        or part.ndim != 2
+        or x.ndim == 0
+        or x.shape[-1] != part.shape[0]
+        or not (x.dtype is part.dtype or (autocast and x.is_floating_point()))
+    ):
+        return None
+    map_, spec = part._map, layer.spec
+    conv = isinstance(layer, Conv1D)
+    stride = (spec.out_features if conv else spec.in_features) + 1
+    if sorted(map_.stride()) != [1, stride]:  # every second row, say
+        return None
+    first, second = divmod(map_.storage_offset(), stride)
+    if transposed := map_.stride(0) == 1:
+        first, second = second, first
+    forward = transposed is not conv
+    width, results = (spec.in_features, spec.out_features) if forward else (spec.out_features, spec.in_features)
+    if x.shape[-1] != width:
+        x = F.pad(x, (first, width - first - x.shape[-1]))
+    target = torch.get_autocast_dtype(x.device.type) if autocast else part.dtype
+    y = _whole_product(layer, x, forward, target, more=0 < part.shape[1] < results - second)
+    # A copy: the caller may change what it gets, and would change what is kept for the next part.
+    return y if part.shape[1] == results else y.narrow(-1, second, part.shape[1]).clone()
+
+
+def _whole_product(layer: VirtLayer, x: torch.Tensor, forward: bool, dtype: torch.dtype, more: bool) -> torch.Tensor:
+    """x times the whole weight; kept where only a part was wanted and ``more`` parts are likely to follow."""
+    link = layer._link
+    state = (layer, forward, dtype, torch.is_grad_enabled(), None if x.is_inference() else x._version)
+    if link.product is not None and link.product[0]() is x and link.product[1] == state:
+        y = link.product[2]
+        if not more:
+            link.product = None
+        return y
+    y = layer.multiply(x, forward).to(dtype)
+    if more and not x.is_inference():
+        link.product = (weakref.ref(x, lambda _: link.forget_product()), state, y)
+    return y
+
+
+def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Anything but a product: its result on NaN, as a Part where it is one; refused where it shows as NaN."""
+    name = getattr(func, "__name__", "")
+    part = next(_placeholders((*args, *kwargs.values())))
+    first = bool(args) and args[0] is part
+    with torch._C.DisableTorchFunctionSubclass():
+        refused = name in _READS or _writes(func, name) or isinstance(kwargs.get("out"), _StandsForWeight)
+        if refused and _is_hole(part):
+            raise _refusal(part, name)
+        if first and name in _CASTS and _is_hole(part):
+            result = func(values_of(part)[(0,) * part.ndim], *args[1:], **kwargs)
+            if not isinstance(result, torch.Tensor):
+                return result
+            if not result.is_floating_point():  # an executor that computes with the weights would not have rounded them
+                raise _refusal(part, name)
+            return _as_part(result.expand(part.shape), part, part._map)
+        try:
+            result = func(*args, **kwargs)
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise _refusal(part, name) from error
+        if not isinstance(result, torch.Tensor | tuple | list) or isinstance(result, torch.Size):
+            return result
+        results = result if isinstance(result, tuple | list) else (result,)
+        if result is part or name in _UNINITIALISED or name in _CASTS or not _is_hole(part):
+            return result
+        if first and results and all(_is_view(one, part) for one in results):
+            maps = func(part._map, *args[1:], **kwargs)
+            if result is not results:
+                return _as_part(result, part, maps)
+            return tuple(_as_part(one, part, map_) for one, map_ in zip(results, maps, strict=True))
+        if _shows_nan(results):
+            raise _refusal(part, name)
+        return result
+
+
+def _writes(func: Callable[..., Any], name: str) -> bool:
+    """Whether ``func`` works in place. What works on a placeholder itself has made it the tenant's own before."""
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return in_place and name not in _WRITE_NOTHING and getattr(func, "__module__", None) != "torch.nn.init"
+
+
+def _placeholders(values: Sequence[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, _StandsForWeight):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _placeholders(value)
+
+
+def _is_hole(part: Any) -> bool:
+    """Whether there are no values still: a tenant may have put its own there."""
+    return not isinstance(part, SharedParameter) or part.is_placeholder
+
+
+def _is_view(result: Any, part: torch.Tensor) -> bool:
+    if not isinstance(result, torch.Tensor) or result.layout is not torch.strided:
+        return False
+    return result.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+
+
+def _as_part(values: Any, part: Any, map_: Any) -> Any:
+    if not isinstance(map_, torch.Tensor) or map_.shape != values.shape:
+        return values
+    made = values.as_subclass(Part)
+    made._layer, made._map = part._layer, map_
+    return made
+
+
+def _shows_nan(result: Any) -> bool:
+    if isinstance(result, torch.Tensor):
+        return result.is_floating_point() and not result.is_meta and bool(result.isnan().any())
+    return isinstance(result, tuple | list) and any(map(_shows_nan, result))
+
+
+def _refusal(part: Any, name: str) -> PlaceholderError:
+    layer = part._layer()
+    return PlaceholderError(
+        f"{'a base layer' if layer is None else layer.spec.name}: {name} needs the values of this base layer's weight, "
+        "and the weights of base layers stay with the executor; call the layer, or multiply rows by its weight "
+        "(x @ weight.t()), or have the provider leave it to its tenants (base_layers=['*_proj'] leaves out lm_head)"
+    )

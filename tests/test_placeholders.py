@@ -1,0 +1,378 @@
+"""Code that multiplies by a base layer's weight is answered by the executor; code that wants its values is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+import symbiosis
+from symbiosis.core.parameters import SharedParameter
+from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError
+from symbiosis.testing import tiny_model
+from tests.fused import LOSSES, Chunked, step
+from tests.helpers import adamw, crowd, lora
+
+I, O, N = 6, 10, 4  # in_features, out_features, rows  # noqa: E741
+
+
+class Layers(nn.Module):
+    """One of each kind, with biases that matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(I, O, bias=False)
+        self.biased = nn.Linear(I, O)
+        self.conv = Conv1D(O, I)
+        self.column = nn.Linear(1, O)
+        nn.init.normal_(self.conv.bias)
+
+
+@pytest.fixture
+async def executor() -> AsyncIterator[symbiosis.Executor]:
+    async with symbiosis.Executor(Layers()) as executor:
+        yield executor
+
+
+@pytest.fixture
+async def client(executor: symbiosis.Executor) -> AsyncIterator[symbiosis.Client]:
+    async with executor.client() as client:
+        yield client
+
+
+def weight_of(model: Any, kind: str) -> torch.Tensor:
+    """The weight of a layer as [o, i]."""
+    weight = model.get_submodule(kind).weight
+    return weight.t() if kind == "conv" else weight
+
+
+def addmm_(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    found = torch.ones(N, O)
+    found[1:3].addmm_(x[1:3], w.t(), beta=2, alpha=3)
+    return found
+
+
+Form = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+FORWARD: dict[str, Form] = {
+    "F.linear": lambda x, w: F.linear(x, w),
+    "F.linear with bias": lambda x, w: F.linear(x, w, torch.arange(float(O))),
+    "F.linear by name": lambda x, w: F.linear(input=x, weight=w, bias=None),
+    "@ t()": lambda x, w: x @ w.t(),
+    "@ T": lambda x, w: x @ w.T,
+    "matmul mT": lambda x, w: torch.matmul(x, other=w.mT),
+    "mm transpose": lambda x, w: x.mm(w.transpose(0, 1)),
+    "mm permute": lambda x, w: torch.mm(x, mat2=w.permute(1, 0)),
+    "linalg": lambda x, w: torch.linalg.matmul(x, w.t()),
+    "addmm": lambda x, w: torch.addmm(torch.ones(O), x, w.t(), beta=2, alpha=3),
+    "addmm_": addmm_,
+    "data": lambda x, w: x @ w.data.t(),
+    "detach": lambda x, w: x @ w.detach().t(),
+    "clone": lambda x, w: x @ w.clone().t().contiguous(),
+    "casts": lambda x, w: x.double() @ w.to(torch.float64).t(),
+    "cast to what it is": lambda x, w: x.float() @ w.float().type_as(x).t(),
+    "vector": lambda x, w: x[0] @ w.t(),
+    "three dimensions": lambda x, w: x.view(2, 2, I) @ w.t(),
+    "not contiguous": lambda x, w: x.t().contiguous().t()[::2] @ w.t(),
+    "a part": lambda x, w: x @ w[3:7].t(),
+    "one row": lambda x, w: x @ w[3:4].t(),
+    "no row": lambda x, w: x @ w[3:3].t(),
+    "no x": lambda x, w: x[:0] @ w.t(),
+    "some columns": lambda x, w: x[:, 1:4] @ w[2:, 1:4].T,
+    "a part of a part, cast": lambda x, w: x.double() @ w.T[:, 2:8].double()[:, 1:3],
+    "chunks": lambda x, w: torch.cat([x @ part.t() for part in w.split(3)], -1),
+    "chunks turned": lambda x, w: torch.cat([x @ part for part in w.t().chunk(4, dim=1)], -1),
+}
+"""x [n, i] times w [o, i], turned."""
+BACKWARD: dict[str, Form] = {
+    "@": lambda y, w: y @ w,
+    "F.linear turned": lambda y, w: F.linear(y, w.t()),
+    "a part": lambda y, w: y[:, 2:5] @ w[2:5],
+    "parts added": lambda y, w: y[:, :4] @ w[:4] + y[:, 4:] @ w[4:],
+    "some columns": lambda y, w: y @ w[:, 1:3],
+}
+"""y [n, o] times w [o, i]."""
+
+
+def check(mine: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert type(mine) is torch.Tensor
+    assert mine.dtype == theirs.dtype
+    torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("waits", ["fiber", "thread"])
+@pytest.mark.parametrize("kind", ["linear", "biased", "conv"])
+@pytest.mark.parametrize("form", [*FORWARD, *(f"{name} (back)" for name in BACKWARD)])
+async def test_products(executor: Any, client: Any, form: str, kind: str, waits: str) -> None:
+    """The plain weight's product, and its gradient with respect to the rows."""
+    multiply = BACKWARD[form[: -len(" (back)")]] if "(back)" in form else FORWARD[form]
+    mine = torch.randn(N, O if "(back)" in form else I, requires_grad=True)
+    theirs = mine.detach().clone().requires_grad_()
+    expected = multiply(theirs, weight_of(executor._split.model, kind))
+    dy = torch.randn_like(expected)
+    if waits == "fiber":
+        y = await client.run(lambda: multiply(mine, weight_of(client.model, kind)))
+        check(y, expected)
+        await client.backward(y, gradient=dy)
+    else:
+
+        def work() -> torch.Tensor:
+            y = multiply(mine, weight_of(client.model, kind))
+            y.backward(dy)
+            return y
+
+        check(await asyncio.to_thread(work), expected)
+    expected.backward(dy)
+    assert mine.grad is not None
+    check(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    for mode in (torch.no_grad, torch.inference_mode):
+
+        def without_grad(mode: Any = mode) -> torch.Tensor:
+            with mode():
+                return multiply(mine, weight_of(client.model, kind))
+
+        check(await client.run(without_grad), expected.detach())
+
+
+@pytest.mark.parametrize("weight", [lambda w: w.t(), lambda w: w[2:5].t()], ids=["whole", "part"])
+async def test_one_column(executor: Any, client: Any, weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A weight [o, 1]: its strides would not tell which way it lies."""
+    x = torch.randn(N, 1)
+    expected = x @ weight(executor._split.model.column.weight)
+    check(await client.run(lambda: x @ weight(client.model.column.weight)), expected)
+
+
+async def test_out(executor: Any, client: Any) -> None:
+    x, weight = torch.randn(N, I), executor._split.model.linear.weight
+    for out in (torch.empty(N, O), torch.empty(N, 2 * O)[:, :O], torch.empty(0)):
+        result = await client.run(lambda out=out: torch.mm(x, client.model.linear.weight.t(), out=out))
+        assert result is out
+        check(out, x @ weight.t())
+
+
+async def test_parts_one_after_another_are_one_request(executor: Any, client: Any) -> None:
+    """And a change of the rows in between is seen; nothing is kept that nobody will ask for."""
+    x = torch.randn(N, I)
+
+    def chunks() -> torch.Tensor:
+        return torch.cat([x @ part.t() for part in client.model.linear.weight.split(3)], -1)
+
+    await client.run(chunks)
+    assert executor.statistics().layers["linear forward"].requests == 1
+
+    def change() -> tuple[torch.Tensor, torch.Tensor]:
+        weight = client.model.linear.weight
+        first = x @ weight[:5].t()
+        x.mul_(2)
+        return first, x @ weight[:5].t()
+
+    first, second = await client.run(change)
+    check(2 * first, second)
+
+    def change_the_result() -> tuple[torch.Tensor, torch.Tensor]:
+        weight = client.model.linear.weight
+        first = x @ weight[:5].t()
+        return first.clone(), [first.mul_(2), x @ weight[:5].t()][1]
+
+    check(*await client.run(change_the_result))
+    await client.run(chunks)
+    assert client._link.product is None
+
+    def let_go() -> object:
+        rows = x.clone()
+        rows @ client.model.linear.weight[:5].t()
+        assert client._link.product is not None
+        del rows
+        return client._link.product
+
+    assert await client.run(let_go) is None
+
+
+async def test_autocast(executor: Any, client: Any) -> None:
+    x = torch.randn(N, I)
+
+    def work(model: Any) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            weight, bias = model.biased.weight, model.biased.bias
+            return [x @ weight.t(), F.linear(x, weight, bias), x.bfloat16() @ weight[2:4].bfloat16().t()]
+
+    for mine, theirs in zip(await client.run(work, client.model), work(executor._split.model), strict=True):
+        assert mine.dtype is theirs.dtype is torch.bfloat16
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside-others"])
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_fused_losses_train_as_plain_peft_does(loss: str, alone: bool) -> None:
+    import peft
+
+    model, config = tiny_model(), lora(lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).train()
+    state = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
+    optimizer = adamw(plain, lr=1e-2)
+    expected = []
+    for _ in range(4):
+        value = step(plain, LOSSES[loss])
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(value.item())
+    assert expected[-1] < expected[0]
+    others = [] if alone else [(lora(), "train"), (None, "generate")]
+    async with symbiosis.Executor(model) as executor, crowd(executor, others), executor.client(config) as client:
+        client.model.train().load_state_dict(state, strict=False)
+        optimizer = adamw(client.model, lr=1e-2)
+        found = []
+        for _ in range(4):
+            value = await client.run(step, client.model, LOSSES[loss])
+            await client.backward(value)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(value.item())
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert torch._C._is_fwd_grad_enabled()
+
+
+async def test_backward_inside_a_fiber_is_refused_all_the_same(client: Any) -> None:
+    def work() -> None:
+        x = torch.ones(N, I, requires_grad=True)
+        Chunked.apply(x, client.model.linear.weight, torch.arange(N)).backward()  # type: ignore[no-untyped-call]
+
+    with pytest.raises(CannotWaitError, match="inside a fiber"):
+        await client.run(work)
+
+
+REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
+    "mul": lambda w: w * 2,
+    "add": lambda w: 1 + w[2:4],
+    "sum": lambda w: w.sum(),
+    "norm": lambda w: torch.linalg.norm(w, dim=1),
+    "svd": lambda w: torch.linalg.svd(w.double()),
+    "einsum": lambda w: torch.einsum("oi,ni->no", w, torch.ones(N, I)),
+    "cat": lambda w: torch.cat([w.t(), torch.ones(I, 1)], 1),
+    "embedding": lambda w: F.embedding(torch.tensor([1]), w),
+    "indices": lambda w: w[[1, 2]],
+    "on the left": lambda w: w @ torch.ones(I, N),
+    "every second row": lambda w: torch.ones(N, I) @ w[::2].t(),
+    "batch": lambda w: torch.ones(2, N, I).bmm(w.t().expand(2, I, O)),
+    "integers": lambda w: w.to(torch.int64),
+    "into something else": lambda w: torch.zeros(O, I).copy_(w.detach()),
+    "in place": lambda w: w.clone().add_(1),
+    "[...] =": lambda w: w.data.__setitem__(0, 1.0),
+    "round the parameter": lambda w: torch.neg_(w),
+    "foreach": lambda w: torch._foreach_zero_([w.data]),
+    "out": lambda w: torch.mul(torch.ones(O, I), 2, out=w),
+    "number": lambda w: w[0, 0].item(),
+    "array": lambda w: w.detach().numpy(),
+    "sparse": lambda w: w.to_sparse().sum(),
+    "trained": lambda w: torch.ones(N, I) @ nn.Parameter(w.detach()).t(),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+async def test_what_needs_values_is_refused(executor: Any, client: Any, how: str) -> None:
+    """By the layer's name; and the placeholder is what it was."""
+    weight = client.model.biased.weight
+    with pytest.raises(
+        PlaceholderError, match=r"^biased: \w+ needs the values.*stay with the executor; call the layer"
+    ):
+        await client.run(REFUSED[how], weight)
+    assert weight.is_placeholder
+    assert torch.isnan(weight).all()
+    x = torch.ones(N, I)
+    check(await client.run(lambda: x @ weight.t()), x @ executor._split.model.biased.weight.t())
+
+
+async def test_shapes_that_do_not_fit(client: Any) -> None:
+    """As torch says it."""
+    for x in (torch.ones(N, I + 1), torch.ones(N, I, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|same dtype"):
+            await client.run(lambda x=x: x @ client.model.linear.weight.t())
+
+
+async def test_what_needs_no_values(client: Any) -> None:
+    weight = client.model.linear.weight
+    assert weight.t().shape == (I, O)
+    assert weight[2:4].float().device == torch.device("cpu")
+    assert weight.untyped_storage().nbytes() == 4
+    assert weight.double().untyped_storage().nbytes() == 8
+    assert torch.isnan(weight[1:3]).all()
+    assert torch.zeros_like(weight).eq(0).all()
+    assert torch.empty_like(weight).shape == weight.new_empty(O, I).shape == (O, I)
+    assert "nan" in repr(weight)
+    assert torch.ones(2).double().to(weight).dtype is torch.float32
+    assert isinstance(weight, nn.Parameter)
+
+
+async def test_a_weight_of_the_tenants_own_is_multiplied_here(client: Any) -> None:
+    layer = client.model.linear
+    placeholder = layer.weight
+    layer.weight.requires_grad_(True)
+    assert layer.weight is placeholder
+    assert type(placeholder) is SharedParameter  # which costs what any parameter costs
+    (torch.ones(N, I) @ layer.weight.t()).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((O, I), float(N)))
+
+
+async def test_initialised_anew(client: Any) -> None:
+    nn.init.normal_(client.model.linear.weight)
+    nn.init.zeros_(client.model.biased.weight)
+    assert client.model.linear.weight.isfinite().all()
+    assert client.model.biased.weight.eq(0).all()
+
+
+async def test_of_a_copy_of_the_model(executor: Any, client: Any) -> None:
+    x, weight = torch.ones(N, I), executor._split.model.conv.weight
+    copied = copy.deepcopy(client.model)
+    client._model = None
+    check(await client.run(lambda: x @ copied.conv.weight), x @ weight)
+
+
+async def test_after_to(executor: Any, client: Any) -> None:
+    """client.model.to(float64): as far as the base model's precision goes."""
+    x, weight = torch.ones(N, I, dtype=torch.float64), executor._split.model.linear.weight.double()
+    client.model.to(torch.float64)
+    torch.testing.assert_close(
+        await client.run(lambda: x @ client.model.linear.weight.t()), x @ weight.t(), rtol=1e-5, atol=1e-6
+    )
+
+
+async def test_tied_weights_are_real() -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    async with symbiosis.Executor(model) as executor, executor.client() as client:
+        x = torch.ones(N, 32)
+        assert torch.equal(x @ client.model.lm_head.weight.t(), x @ model.lm_head.weight.t())
+
+
+async def test_after_the_client_was_closed(executor: Any) -> None:
+    async with executor.client() as client:
+        weight = client.model.linear.weight
+    with pytest.raises(ClientClosedError, match="linear"):
+        torch.ones(N, I) @ weight.t()
+
+
+async def test_a_state_dict_goes_to_a_file_and_back(executor: Any, client: Any) -> None:
+    """With a warning; the placeholders are placeholders still."""
+    file = io.BytesIO()
+    with pytest.warns(UserWarning, match="stay with the executor: what is written for them is NaN; save the adapter"):
+        torch.save(client.model.state_dict(), file)
+    assert len(file.getvalue()) < 8000
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert type(state["linear.weight"]) is torch.Tensor
+    for kept in (state, copy.deepcopy(client.model.state_dict())):
+        client.model.load_state_dict(kept)
+        assert client.model.linear.weight.is_placeholder
+    x = torch.ones(N, I)
+    check(await client.run(client.model.linear, x), executor._split.model.linear(x))
+    with pytest.raises(RuntimeError, match="needs the values"):
+        Layers().load_state_dict(client.model.state_dict())
