@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, pipeline
 
 import symbiosis
+from tests.fused import LOSSES, step
+from tests.helpers import adamw
 from tests.service import WORDS, Service, save_model
 
 pytestmark = [
@@ -122,14 +124,26 @@ def test_pipeline_and_tokenizer_come_from_the_executor(service: Service, checkpo
         assert made(text, **options) == wanted(text, **options)
 
 
-def test_trl_trains_on_it(checkpoint: Path, tmp_path: Path) -> None:
-    """SFTTrainer multiplies by ``lm_head.weight`` itself, so the provider must leave that layer to the tenants."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_checkpointing": True}, {"packing": True}, {"loss_type": "dft"}, {"chunk": 24}],
+    ids=["plain", "checkpointing", "packing", "dft", "chunks"],
+)
+def test_trl_trains_on_it(
+    service: Service, checkpoint: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SFTTrainer multiplies by ``lm_head.weight`` itself, a part of the vocabulary at a time, in backward too."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+
+    if "chunk" in options:  # as a vocabulary of 90,000 has three
+        monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", options["chunk"])
+        options = {}
 
     def losses(model: Any, tokenizer: Any, folder: Path) -> list[float]:
         torch.manual_seed(0)
         data = datasets.Dataset.from_dict({"text": [" ".join(WORDS[index % 9 :]) for index in range(16)]})
+        defaults = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2}
         args = trl.SFTConfig(
             output_dir=str(folder),
             max_steps=5,
@@ -139,8 +153,7 @@ def test_trl_trains_on_it(checkpoint: Path, tmp_path: Path) -> None:
             save_strategy="no",
             per_device_train_batch_size=2,
             max_length=16,
-            bf16=False,
-            gradient_checkpointing=False,
+            **{**defaults, **options},
         )
         trainer = trl.SFTTrainer(
             model=model,
@@ -153,9 +166,32 @@ def test_trl_trains_on_it(checkpoint: Path, tmp_path: Path) -> None:
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     expected = losses(plain(checkpoint), AutoTokenizer.from_pretrained(checkpoint), tmp_path / "plain")
-    with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--base-layers", "*_proj") as running:
-        with symbiosis.open_model(running.address) as model:
-            assert losses(model, model.tokenizer(), tmp_path / "ours") == pytest.approx(expected, rel=1e-5)
+    with symbiosis.open_model(service.address) as model:
+        found = losses(model, model.tokenizer(), tmp_path / "ours")
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_fused_losses(service: Service, checkpoint: Path, loss: str) -> None:
+    """Products with the weight in forward and in backward functions, of a client without a loop."""
+
+    def losses(model: Any) -> list[float]:
+        torch.manual_seed(0)
+        tuned = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM"))
+        optimizer = adamw(tuned, lr=1e-2)
+        found = []
+        for _ in range(4):
+            value = step(tuned, LOSSES[loss])
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(value.item())
+        return found
+
+    expected = losses(plain(checkpoint))
+    with symbiosis.open_model(service.address) as model:
+        assert losses(model) == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0]
 
 
 def test_executor_killed_in_the_middle_of_a_trainer_run(checkpoint: Path, tmp_path: Path) -> None:
