@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from symbiosis.errors import WireError
 
-__all__ = ["CHUNK", "Chunks", "Progress", "ShareFile", "progress_bar"]
+__all__ = ["CHUNK", "Chunks", "Progress", "ShareFile", "bar_unless"]
 
 CHUNK = 1 << 20
 """Bytes."""
@@ -126,10 +126,11 @@ class ShareFile:
 
 
 @contextlib.contextmanager
-def progress_bar(address: str) -> Iterator[Progress | None]:
-    """A bar on standard error while a large share comes in, for a person who waits for it at a terminal."""
-    if not sys.stderr.isatty():
-        yield None
+def bar_unless(progress: Progress | None, address: str) -> Iterator[Progress | None]:
+    """``progress`` if there is one; else, for a person who waits at a terminal, a bar on standard error while a large
+    share comes in."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symbiosis.core.protocols import Session
+from symbiosis.core.protocols import Channel, Session
 from symbiosis.errors import ClientClosedError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.chunks import Progress
+from symbiosis.transports.chunks import Progress, bar_unless
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes, Note
 from symbiosis.transports.sockets import Frames, local_ip
 from symbiosis.transports.tcp import TcpTransport
 from symbiosis.transports.tcp_client import Pending, TcpChannel
 from symbiosis.transports.tcp_connection import Connection, Message
 from symbiosis.transports.tcp_peer import Link, TcpPeer
+from symbiosis.transports.threads import LoopThread, ThreadedChannel
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import CallMessage, Limits, Type
 
@@ -143,8 +144,7 @@ class DistPeer(TcpPeer):
 
 
 class DistChannel(TcpChannel):
-    """The client's side, for coroutines; :class:`~symbiosis.transports.tcp_client.TcpBlockingChannel` makes it one for
-    synchronous code."""
+    """The client's side."""
 
     _lanes: Lanes | None = None
     _failures = 0
@@ -244,6 +244,18 @@ class DistTransport(TcpTransport):
             f"{address} can be reached from other hosts, and what torch.distributed sends is not encrypted, with keys "
             "or without; give insecure=True if all hosts on the network may be trusted, or use tcp://"
         )
+
+    def connect_blocking(self, address: str, client: str) -> Channel:
+        # Lanes live on an event loop; so does this client's end of them, in a thread of its own.
+        options = self._options()
+        thread = LoopThread()
+        try:
+            with bar_unless(options.progress, address) as progress:
+                channel = thread.run(DistChannel.open(address, client, options._replace(progress=progress)))
+            return ThreadedChannel(thread, channel)
+        except BaseException:
+            thread.close()
+            raise
 
     def _make_peer(self, listener: TcpListener, identity: bytes, link: Link, user: str | None, tenant: str) -> TcpPeer:
         backend = self._backend or ("nccl" if listener.service.device.type == "cuda" else "gloo")

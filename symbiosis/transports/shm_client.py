@@ -7,9 +7,7 @@ import contextlib
 import itertools
 import os
 import socket
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +34,7 @@ from symbiosis.log import get_logger
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Places, spread
 from symbiosis.transports.backoff import MAY_RETURN, backoff
+from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.device import DeviceArena, Handles
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.welcome import Welcome
@@ -231,13 +230,12 @@ class _ShmChannel:
         return found
 
 
-class ShmBlockingChannel(_ShmChannel):
+class ShmBlockingChannel(_ShmChannel, BlockingChannel):
     """For synchronous code: the thread that calls writes to the socket and waits for the answer itself."""
 
     def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
-        super().__init__(address, connection, client, retry_s)
-        self._lock = threading.Lock()
-        self._closed = False
+        _ShmChannel.__init__(self, address, connection, client, retry_s)
+        BlockingChannel.__init__(self, address, client, retry_s)
         self._quick = False
         """Whether the last answer came soon."""
         self._arena: Arena | None = None
@@ -245,9 +243,6 @@ class ShmBlockingChannel(_ShmChannel):
         self._owed: int | None = None
         """A call whose answer somebody did not wait for."""
         self._use(connection)
-        self._pid = os.getpid()
-        me = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forked(me))
 
     @classmethod
     def open(cls, address: str, client: str, retry_s: float) -> ShmBlockingChannel:
@@ -263,18 +258,6 @@ class ShmBlockingChannel(_ShmChannel):
         self._gpu = self._gpu_arena(connection)
         self._frames = Frames(wire.MAX_TO_CLIENT)
         self._owed = None
-        if self._in_pass:
-            self._socket.sendall(_BEGIN)
-
-    def call(self, call: Call) -> Results:
-        with self._lock:
-            while True:
-                if self._closed:
-                    raise self._closed_error()
-                try:
-                    return self._exchange(call)
-                except (OSError, ConnectionLostError, ExecutorClosedError) as error:
-                    self._reconnect(error)
 
     def _exchange(self, call: Call) -> Results:
         if self._owed is not None:
@@ -357,81 +340,25 @@ class ShmBlockingChannel(_ShmChannel):
                 continue
         return None
 
-    def _reconnect(self, cause: BaseException) -> None:
-        self._socket.close()
-        if self._retry_s <= 0:
-            raise ConnectionLostError(f"lost the executor at {self._address}: {cause}") from cause
-        log.warning("executor lost", address=self._address, client=self.client, why=str(cause))
-        last: BaseException = cause
-        for delay in backoff(self._retry_s):
-            time.sleep(delay)
-            if self._closed:
-                raise self._closed_error()
-            try:
-                connection = _connect(self._address, self.client, self.welcome.fingerprint)
-                os.close(connection.share)
-                self._use(connection)
-            except (SymbiosisError, OSError) as error:
-                if not isinstance(error, (OSError, *MAY_RETURN)):
-                    raise
-                last = error
-            else:
-                log.info("executor is back", address=self._address, client=self.client)
-                return
-        raise ConnectionLostError(
-            f"lost the executor at {self._address} and it did not come back within {self._retry_s:.0f} s: {last}"
-        ) from last
+    def _tell(self, in_pass: bool) -> None:
+        self._socket.sendall(_BEGIN if in_pass else _END)
 
-    def begin_pass(self) -> None:
-        self._say(_BEGIN, True)
+    def _join_again(self) -> None:
+        connection = _connect(self._address, self.client, self.welcome.fingerprint)
+        os.close(connection.share)
+        self._use(connection)
 
-    def end_pass(self) -> None:
-        self._say(_END, False)
-
-    def _say(self, message: bytes, in_pass: bool) -> None:
-        with self._lock:
-            if self._in_pass != in_pass and not self._closed:
-                self._in_pass = in_pass
-                with contextlib.suppress(OSError):  # the next call finds out, and reconnects
-                    self._socket.sendall(message)
-
-    def send(self, call: Call) -> asyncio.Future[Results]:
-        raise UsageError("this model was opened for synchronous code; use symbiosis.connect for coroutines")
-
-    def flush(self) -> None:
-        pass
-
-    def cancel(self, call: Call) -> None:
-        pass
-
-    def interrupt(self, error: BaseException) -> None:
-        pass
-
-    def close(self) -> None:
-        """Leave. A call in progress on another thread ends."""
-        self._closed = True
+    def _interrupt(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        with self._lock:  # a call in progress ends first
-            self._socket.close()
+
+    def _hang_up(self) -> None:
+        self._socket.close()
+        if self._closed:
             self._arena = self._gpu = None
 
-    def _closed_error(self) -> ClientClosedError:
-        if os.getpid() != self._pid:
-            return ClientClosedError(
-                f"the model of {self.client!r} belongs to the process that opened it, not to its forked child; "
-                "open one of its own there"
-            )
-        return ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
-
-
-def _forked(channel: weakref.ref[ShmBlockingChannel]) -> None:
-    """In a forked child (a DataLoader's worker, say): the connection is the parent's alone."""
-    mine = channel()
-    if mine is not None:
-        mine._closed = True
-        mine._lock = threading.Lock()
-        mine._socket.close()
+    def _let_go(self) -> None:
+        self._socket.close()
 
 
 @dataclass(slots=True, eq=False)

@@ -36,6 +36,7 @@ __all__ = [
     "matrices",
     "monitor",
     "payload",
+    "read_event",
     "received",
     "resolve",
     "the_connection",
@@ -163,11 +164,15 @@ class Reader:
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket too; what was sent may linger."""
         if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._descriptor)
-            if self._soon is not None:
-                self._soon.cancel()
-            self.socket.close(linger_ms)
+            self.release().close(linger_ms)
+
+    def release(self) -> zmq.Socket[bytes]:
+        """Leave the socket to somebody else."""
+        self._closed = True
+        self._loop.remove_reader(self._descriptor)
+        if self._soon is not None:
+            self._soon.cancel()
+        return self.socket
 
 
 class Event(NamedTuple):
@@ -192,8 +197,7 @@ def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened
     )
 
     def received(frames: list[zmq.Frame]) -> None:
-        message = parse_monitor_message([frame.bytes for frame in frames])
-        happened(Event(zmq.Event(message["event"]), int(message["value"])))
+        happened(_event([frame.bytes for frame in frames]))
 
     address = f"inproc://monitor-{id(socket)}"
     socket.monitor(address, int(kinds))
@@ -201,6 +205,16 @@ def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened
     events.setsockopt(zmq.RCVHWM, 0)
     events.connect(address)
     return Reader(events, loop, received)
+
+
+def read_event(events: zmq.Socket[bytes]) -> Event:
+    """The next one, without an event loop."""
+    return _event(events.recv_multipart(zmq.NOBLOCK))
+
+
+def _event(parts: list[bytes]) -> Event:
+    message = parse_monitor_message(parts)
+    return Event(zmq.Event(message["event"]), int(message["value"]))
 
 
 # -------------------------------------------------------------------------------------------------- the TCP connection

@@ -102,7 +102,7 @@ class TcpTransport:
         return await self._channel.open(address, client, self._options())
 
     def connect_blocking(self, address: str, client: str) -> Channel:
-        return tcp_client.TcpBlockingChannel.open(address, client, self._options(), self._channel)
+        return tcp_client.TcpBlockingChannel.open(address, client, self._options())
 
     def look(self, address: str) -> Look:
         return tcp_client.look(address, self._options())

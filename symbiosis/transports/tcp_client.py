@@ -1,17 +1,13 @@
-"""The client's side of ``tcp://``: one channel, for coroutines on their own loop, or for synchronous code on a loop of
-the channel's own in a thread."""
+"""The client's side of ``tcp://``: one channel for coroutines, one for plain synchronous code."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,12 +29,13 @@ from symbiosis.errors import (
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.backoff import MAY_RETURN, backoff
-from symbiosis.transports.chunks import ShareFile, progress_bar
+from symbiosis.transports.blocking import BlockingChannel
+from symbiosis.transports.chunks import Progress, ShareFile, bar_unless
 from symbiosis.transports.sockets import Frames, matrices, payload
-from symbiosis.transports.tcp_connection import MAX_FRAME_BYTES, Connection, Message, Options
-from symbiosis.transports.threads import ThreadCalls
+from symbiosis.transports.tcp_connection import MAX_FRAME_BYTES, Connection, Line, Message, Options
+from symbiosis.transports.threads import LoopThread, ThreadCalls
 from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import CallMessage, Type
+from symbiosis.transports.wire import CallMessage, Limits, Type
 
 __all__ = ["Options", "Pending", "TcpBlockingChannel", "TcpChannel", "look"]
 
@@ -50,7 +47,6 @@ SILENT_FOR_S = 120.0
 """An executor that lives but leaves a call and pings unanswered for so long is given up. Its death shows in seconds."""
 _CPU = torch.device("cpu")
 
-T = TypeVar("T")
 Results = tuple[torch.Tensor, ...]
 
 
@@ -68,21 +64,49 @@ def look(address: str, options: Options) -> Look:
             raise WireError(f"the executor at {address} has no status")
         return Look(status, welcome.share, welcome.tokenizer)
 
-    with _Thread() as thread:
+    with LoopThread() as thread:
         return thread.run(see())
 
 
-async def _hollow(connection: Connection, welcome: Welcome, options: Options, device: torch.device) -> Hollow:
+async def share_of(connection: Connection, welcome: Welcome, progress: Progress | None, device: torch.device) -> Hollow:
     """The model, with the client's share of it from the executor unless this process has it."""
     hollow = welcome.known(device)
     if hollow is None:
         share = ShareFile(welcome.content.get("share_bytes"))
         try:
-            await connection.fetch(share, options.progress)
+            await connection.fetch(share, progress)
             hollow = welcome.hollow(share.tensors, device)
         finally:
             share.close()
     return hollow
+
+
+def measure(call: Call, due: Expected, layers: Sequence[LayerSpec], limits: Limits) -> tuple[int, int]:
+    """Rows of a call, and bytes there and back.
+
+    Raises:
+        RequestError: its tensors are not what its layers take.
+        UsageError: they are more than the executor allows.
+    """
+    rows = call.tensors[0].shape[0]
+    widths, dtype, results = due
+    if not rows or [(tensor.shape, tensor.dtype) for tensor in call.tensors] != [((rows, n), dtype) for n in widths]:
+        wanted = " and ".join(f"[n, {width}]" for width in widths)
+        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in call.tensors)
+        raise RequestError(f"{layers[call.key.layers[0]].name} takes {wanted} {dtype} with n ≥ 1, not {got}")
+    size = rows * (sum(widths) + sum(results)) * dtype.itemsize
+    most = min(limits.arena_bytes, MAX_FRAME_BYTES)
+    if size > most:
+        raise UsageError(
+            f"a call of {rows} rows needs {size} bytes there and back; the executor allows {most}; "
+            "send fewer tokens at once, or ask its host for a larger arena_bytes limit"
+        )
+    return rows, size
+
+
+def another_model(address: str) -> RefusedError:
+    """What a client is told whose executor has come back as another."""
+    return RefusedError(f"the executor at {address} came back with another model; open a new client")
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +162,7 @@ class TcpChannel:
         connection = Connection(address, options)
         welcome = await connection.open(client)
         try:
-            hollow = await _hollow(connection, welcome, options, cls.device_for(welcome))
+            hollow = await share_of(connection, welcome, options.progress, cls.device_for(welcome))
             return cls(connection, welcome, hollow, client, options)
         except BaseException:
             connection.close()
@@ -163,21 +187,7 @@ class TcpChannel:
     def send(self, call: Call) -> asyncio.Future[Results]:
         if self._ended is not None:
             raise self._ended
-        rows = call.tensors[0].shape[0]
-        widths, dtype, results = self._expects(call.key)
-        if not rows or [(tensor.shape, tensor.dtype) for tensor in call.tensors] != [
-            ((rows, n), dtype) for n in widths
-        ]:
-            wanted = " and ".join(f"[n, {width}]" for width in widths)
-            got = " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in call.tensors)
-            raise RequestError(f"{self.layers[call.key.layers[0]].name} takes {wanted} {dtype} with n ≥ 1, not {got}")
-        size = rows * (sum(widths) + sum(results)) * dtype.itemsize
-        most = min(self.welcome.limits.arena_bytes, MAX_FRAME_BYTES)
-        if size > most:
-            raise UsageError(
-                f"a call of {rows} rows needs {size} bytes there and back; the executor allows {most}; "
-                "send fewer tokens at once, or ask its host for a larger arena_bytes limit"
-            )
+        rows, size = measure(call, self._expects(call.key), self.layers, self.welcome.limits)
         call.id = next(self._ids)
         reply: asyncio.Future[Results] = self._loop.create_future()
         self._waiting.append(Pending(call.id, call, reply, rows, size))
@@ -329,9 +339,7 @@ class TcpChannel:
                 return
             if welcome.fingerprint != self.welcome.fingerprint:
                 connection.close()
-                self._end(
-                    RefusedError(f"the executor at {self._address} came back with another model; open a new client")
-                )
+                self._end(another_model(self._address))
                 return
             self.welcome = welcome
             log.info("executor is back", address=self._address, client=self.client)
@@ -366,117 +374,108 @@ class TcpChannel:
             self._reconnecting.cancel()
 
 
-class _Thread:
-    """An event loop in a thread of its own."""
+class TcpBlockingChannel(BlockingChannel):
+    """For synchronous code: the thread that calls uses the ZeroMQ socket itself.
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="symbiosis-tcp", daemon=True)
-        self._thread.start()
+    There is no thread of ours between a caller and ZeroMQ's, and none that would have to stay awake for signs of life:
+    ZeroMQ sends heartbeats, and the kernel knows when a byte came last. Handshakes need an event loop, and have one in
+    a thread that ends with them.
+    """
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; blocks."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """End the loop and wait for its thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-
-    def __enter__(self) -> _Thread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class TcpBlockingChannel:
-    """For synchronous code: a :class:`TcpChannel` on a loop of its own."""
-
-    def __init__(self, thread: _Thread, channel: TcpChannel) -> None:
-        self.client = channel.client
-        self.device = channel.device
-        self.layers = channel.layers
-        self.skeleton = channel.skeleton
-        self._thread = thread
-        self._channel = channel
-        self._in_pass = False
-        self._closed = False
-        self._pid = os.getpid()
+    def __init__(
+        self, address: str, line: Line, welcome: Welcome, hollow: Hollow, client: str, options: Options
+    ) -> None:
+        super().__init__(address, client, options.retry_s)
+        self.device = _CPU
+        self.welcome = welcome
+        self.layers: Sequence[LayerSpec] = hollow.layers
+        self.skeleton = hollow.skeleton
+        self._options = options
+        self._line = line
+        self._ids = itertools.count(1)
+        self._expected: dict[Key, Expected] = {}
+        self._owed: int | None = None
+        """A call whose answer somebody did not wait for."""
 
     @classmethod
-    def open(
-        cls, address: str, client: str, options: Options, channel_class: type[TcpChannel] = TcpChannel
-    ) -> TcpBlockingChannel:
+    def open(cls, address: str, client: str, options: Options) -> TcpBlockingChannel:
         """Join the executor at ``address``."""
-        thread = _Thread()
-        try:
-            if options.progress is not None:
-                return cls(thread, thread.run(channel_class.open(address, client, options)))
-            with progress_bar(address) as progress:
-                channel = thread.run(channel_class.open(address, client, options._replace(progress=progress)))
-            return cls(thread, channel)
-        except BaseException:
-            thread.close()
-            raise
 
-    def call(self, call: Call) -> Results:
-        self._check()
-        return self._channel.call(call)
+        async def join(progress: Progress | None) -> tuple[Line, Welcome, Hollow]:
+            connection = Connection(address, options)
+            welcome = await connection.open(client)
+            try:
+                hollow = await share_of(connection, welcome, progress, _CPU)
+            except BaseException:
+                connection.close()
+                raise
+            return connection.detach(), welcome, hollow
 
-    def _check(self) -> None:
-        if os.getpid() != self._pid:
-            raise ClientClosedError(
-                f"the model of {self.client!r} belongs to the process that opened it, not to its forked child; "
-                "open one of its own there"
-            )
-        if self._closed:
-            raise ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
+        with LoopThread() as thread, bar_unless(options.progress, address) as progress:
+            return cls(address, *thread.run(join(progress)), client, options)
 
-    def begin_pass(self) -> None:
-        self._walk(True)
+    def _exchange(self, call: Call) -> Results:
+        if self._owed is not None:
+            self._answer(self._owed)
+        expected_ = self._expected.get(call.key)
+        if expected_ is None:
+            expected_ = self._expected[call.key] = expected(self.layers, call.key)
+        rows, _ = measure(call, expected_, self.layers, self.welcome.limits)
+        id_ = next(self._ids)
+        message = wire.pack_call(CallMessage(id_, call.key, call.kind, rows, 0, 0))
+        self._owed = id_
+        self._line.send([message, *map(payload, call.tensors)])
+        type_, content, frames = self._answer(id_)
+        if type_ is Type.FAILED:
+            raise wire.error_of(*content[1:3])
+        return matrices(frames, rows, expected_.results, expected_.dtype)
 
-    def end_pass(self) -> None:
-        self._walk(False)
+    def _answer(self, id_: int) -> Message:
+        """RESULT or FAILED of call ``id_``."""
+        began = asked = time.monotonic()
+        while True:
+            message = self._line.receive()
+            if message is None:
+                now = time.monotonic()
+                if self._closed:
+                    raise self._closed_error()
+                if now - began > SILENT_FOR_S:
+                    raise ConnectionLostError(f"{self._address} has not answered for {now - began:.0f} s")
+                if now - asked > PING_AFTER_S:
+                    asked = now
+                    self._line.send([_PING])
+                continue
+            began = asked = time.monotonic()
+            if message.type is Type.ENDED:
+                raise wire.error_of(*message.content[:2])
+            if message.type in (Type.RESULT, Type.FAILED) and wire.read_id(message.content) == id_:
+                self._owed = None
+                return message
 
-    def _walk(self, in_pass: bool) -> None:
-        if self._in_pass != in_pass and not self._closed and os.getpid() == self._pid:
-            self._in_pass = in_pass
-            self._soon(self._channel.begin_pass if in_pass and self._channel._ended is None else self._channel.end_pass)
+    def _tell(self, in_pass: bool) -> None:
+        self._line.send([_BEGIN if in_pass else _END])
 
-    def _soon(self, what: Callable[[], None]) -> None:
-        self._thread.loop.call_soon_threadsafe(what)
+    def _join_again(self) -> None:
+        async def join() -> tuple[Line, Welcome]:
+            connection = Connection(self._address, self._options)
+            welcome = await connection.open(self.client)
+            return connection.detach(), welcome
 
-    def send(self, call: Call) -> asyncio.Future[Results]:
-        raise UsageError("this model was opened for synchronous code; use symbiosis.connect for coroutines")
+        with LoopThread() as thread:
+            line, welcome = thread.run(join())
+        if welcome.fingerprint != self.welcome.fingerprint:
+            line.close()
+            raise another_model(self._address)
+        self._line, self.welcome, self._owed = line, welcome, None
 
-    def flush(self) -> None:
-        pass
+    def _interrupt(self) -> None:
+        pass  # it looks every tenth of a second
 
-    def cancel(self, call: Call) -> None:
-        pass
+    def _hang_up(self) -> None:
+        self._line.close()
 
-    def interrupt(self, error: BaseException) -> None:
-        pass
-
-    def close(self) -> None:
-        """Leave. A call in progress on another thread ends."""
-        if not self._closed and os.getpid() == self._pid:
-            self._closed = True
-            self._soon(self._channel.close)
-            self._thread.close()
+    def _let_go(self) -> None:
+        pass  # pyzmq leaves a parent's sockets alone
 
 
 _BEGIN, _END, _PING = (wire.pack(type_) for type_ in (Type.BEGIN, Type.END, Type.PING))

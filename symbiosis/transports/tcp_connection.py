@@ -22,18 +22,21 @@ from symbiosis.transports.sockets import (
     local_ip,
     monitor,
     peer_of,
+    read_event,
     received,
     resolve,
 )
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import Type
 
-__all__ = ["MAX_FRAME_BYTES", "Connection", "Message", "Options"]
+__all__ = ["MAX_FRAME_BYTES", "Connection", "Line", "Message", "Options"]
 
 ANSWER_WITHIN_S = 30.0
 """How long each answer may take during the handshake: an executor in the middle of a long batch does not speak."""
 MAX_FRAME_BYTES = 4 << 30
 CHUNKS_UNDER_WAY = 4
+TICK_MS = 100
+"""How often a thread that waits looks whether the executor is still there."""
 
 
 class Options(NamedTuple):
@@ -214,6 +217,14 @@ class Connection:
         if self._error is not None:
             lost(self._error)
 
+    def detach(self) -> Line:
+        """From now on the sockets are a thread's that blocks."""
+        assert self._reader is not None
+        assert self._monitor is not None
+        line = Line(self.address, self._context, self._reader.release(), self._monitor.release(), self._remote)
+        line.waiting.extend(self._messages)
+        return line
+
     def send(self, parts: Sequence[Any]) -> None:
         """Send a message and its matrices. Nothing happens on a connection that is lost."""
         if self._reader is None or self._monitor is None or self._error is not None:
@@ -265,3 +276,73 @@ class Connection:
             self._monitor.close()
             self._reader.close()
         self._context.term()
+
+
+class Line:
+    """A connection after its handshake, for threads that block, one at a time."""
+
+    def __init__(
+        self,
+        address: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        events: zmq.Socket[bytes],
+        remote: tuple[int, tuple[str, int]] | None,
+    ) -> None:
+        self.address = address
+        self.waiting: deque[Message] = deque()
+        self._context = context
+        self._socket = socket
+        self._events = events
+        self._remote = remote
+        self._ended = False
+        socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """Send a message and its matrices.
+
+        Raises:
+            ConnectionLostError: there is nobody to send it to.
+        """
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:  # nothing bounds what may be sent
+            raise self._gone() from error
+
+    def receive(self) -> Message | None:
+        """The next message, or None where none comes within a tenth of a second.
+
+        Raises:
+            ConnectionLostError: there will be none.
+            WireError: what came is none.
+        """
+        if self.waiting:
+            return self.waiting.popleft()
+        try:
+            frames = self._socket.recv_multipart(copy=False)
+        except zmq.Again:
+            if self._ended:
+                raise self._gone() from None
+            self._look()
+            return None
+        except zmq.ZMQError as error:
+            raise self._gone() from error
+        return Message(*wire.unpack_answer(frames[0].buffer), frames[1:])
+
+    def _look(self) -> None:
+        """Is the executor still there? If not, there is one more chance for what it said last."""
+        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._ended |= read_event(self._events).kind is zmq.Event.DISCONNECTED
+        if self._remote is not None and received(*self._remote).silent_s > SILENT_S:
+            raise ConnectionLostError(f"there is no sign of life from the executor at {self.address}")
+
+    def _gone(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the executor at {self.address} is gone")
+
+    def close(self) -> None:
+        """Hang up; harmless a second time."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._events.close(0)
+            self._socket.close(0)
+            self._context.term()

@@ -1,19 +1,26 @@
-"""Calls from threads that may block (a client's backward) to a channel that lives on an event loop."""
+"""Calls from threads that may block (a client's backward, or synchronous code) to a channel that lives on an event
+loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
+from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call
-from symbiosis.errors import ExecutorClosedError
+from symbiosis.errors import ClientClosedError, ExecutorClosedError, SymbiosisError
+from symbiosis.transports.blocking import SynchronousChannel, forked_error
 
-__all__ = ["ThreadCalls"]
+__all__ = ["LoopThread", "ThreadCalls", "ThreadedChannel"]
 
+T = TypeVar("T")
 Results = tuple[torch.Tensor, ...]
 
 
@@ -89,3 +96,92 @@ def _deliver(waiting: _Waiting, reply: asyncio.Future[Results]) -> None:
         waiting.answer(None, error)
     else:
         waiting.answer(reply.result(), None)
+
+
+class LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="symbiosis-loop", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine; blocks."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the loop and wait for its thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+
+    def __enter__(self) -> LoopThread:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class ThreadedChannel(SynchronousChannel):
+    """Synchronous code's way to a channel that lives on an event loop: a loop in a thread of its own."""
+
+    def __init__(self, thread: LoopThread, channel: Channel) -> None:
+        self.client = channel.client
+        self.device = channel.device
+        self.layers = channel.layers
+        self.skeleton = channel.skeleton
+        self._thread = thread
+        self._channel = channel
+        self._in_pass = False
+        self._closed = False
+        self._pid = os.getpid()
+
+    def call(self, call: Call) -> Results:
+        self._check()
+        return self._channel.call(call)
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise forked_error(self.client)
+        if self._closed:
+            raise ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
+
+    def begin_pass(self) -> None:
+        self._walk(True)
+
+    def end_pass(self) -> None:
+        self._walk(False)
+
+    def _walk(self, in_pass: bool) -> None:
+        if self._in_pass != in_pass and not self._closed and os.getpid() == self._pid:
+            self._in_pass = in_pass
+            self._soon(self._walk_now, in_pass)
+
+    def _walk_now(self, in_pass: bool) -> None:
+        with contextlib.suppress(SymbiosisError):  # the next call says it
+            if in_pass:
+                self._channel.begin_pass()
+            else:
+                self._channel.end_pass()
+
+    def _soon(self, what: Callable[..., None], *arguments: Any) -> None:
+        self._thread.loop.call_soon_threadsafe(what, *arguments)
+
+    def close(self) -> None:
+        """Leave. A call in progress on another thread ends."""
+        if not self._closed and os.getpid() == self._pid:
+            self._closed = True
+            self._soon(self._channel.close)
+            self._thread.close()
