@@ -29,7 +29,7 @@ from symbiosis.transports import device, shm_client, wire
 from symbiosis.transports.arena import Arena, sealed_copy
 from symbiosis.transports.device import DeviceArena
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.shm_client import socket_path
+from symbiosis.transports.shm_connection import look, socket_path
 from symbiosis.transports.wire import CallMessage, Frames, Limits, Type, frame
 
 __all__ = ["ShmListener", "ShmTransport"]
@@ -67,7 +67,7 @@ class ShmTransport:
         return shm_client.ShmBlockingChannel.open(address, client, self._retry_s)
 
     def look(self, address: str) -> Look:
-        return shm_client.look(address)
+        return look(address)
 
 
 class ShmListener:

@@ -10,14 +10,12 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
 
-from symbiosis.core.protocols import Look
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Hollow
 from symbiosis.core.virtlayer import Link
@@ -25,7 +23,6 @@ from symbiosis.errors import (
     ClientClosedError,
     ConnectionLostError,
     ExecutorClosedError,
-    RefusedError,
     SymbiosisError,
     UsageError,
     WireError,
@@ -36,130 +33,22 @@ from symbiosis.transports.arena import Arena, Places, spread
 from symbiosis.transports.backoff import MAY_RETURN, backoff
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.device import DeviceArena, Handles
+from symbiosis.transports.shm_connection import Connection, connect
 from symbiosis.transports.threads import ThreadCalls
-from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import CallMessage, Frames, Type, frame
 
-__all__ = ["ShmBlockingChannel", "ShmChannel", "look", "socket_path"]
+__all__ = ["ShmBlockingChannel", "ShmChannel"]
 
 log = get_logger(__name__)
 
-ANSWER_WITHIN_S = 30.0
-"""How long a handshake may take."""
 PING_AFTER_S = 5
 SPIN_S, SOON_S = 100e-6, 150e-6
 """How long to look out for an answer without sleeping, and how soon the one before must have come for that."""
 SILENT_FOR_S = 120.0
 """An executor that lives but says nothing for so long, not even to a ping, is given up. Its death shows at once."""
-MAX_PATH = 107
 _CPU = torch.device("cpu")
 
 Results = tuple[torch.Tensor, ...]
-
-
-@dataclass(frozen=True)
-class _Connection:
-    """What a handshake gives."""
-
-    socket: socket.socket
-    welcome: Welcome
-    arena: Arena
-    share: int
-    """Descriptor of the client's share."""
-
-
-def socket_path(address: str) -> Path:
-    """``shm:///path`` → the path.
-
-    Raises:
-        UsageError: it is not absolute, or longer than a Unix socket's may be.
-    """
-    path = address.removeprefix("shm://")
-    if not path.startswith("/") or path.endswith("/"):
-        raise UsageError(f"{address!r}: write shm:///absolute/path/of/the.sock")
-    if len(os.fsencode(path)) > MAX_PATH:
-        raise UsageError(
-            f"{address!r}: a Unix socket's path has at most {MAX_PATH} bytes; this one has {len(os.fsencode(path))}"
-        )
-    return Path(path)
-
-
-def _say_hello(address: str, name: str | None) -> tuple[socket.socket, Welcome, list[int]]:
-    """Connect and say HELLO; the socket, the welcome and the descriptors that came. Blocks.
-
-    Raises:
-        ConnectionLostError: nobody listens there, or it went away.
-        RefusedError: the executor does not let us in.
-    """
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    descriptors: list[int] = []
-    try:
-        connected.settimeout(ANSWER_WITHIN_S)
-        connected.connect(str(socket_path(address)))
-        with contextlib.suppress(BrokenPipeError):  # refused before it heard us; it has said why
-            connected.sendall(frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)))
-        frames = Frames(wire.MAX_TO_CLIENT)
-        first, descriptors, _, _ = socket.recv_fds(connected, 1, 2)
-        if not descriptors:
-            frames.feed(first)
-        while (message := frames.next()) is None:
-            data = connected.recv(1 << 20)
-            if not data:
-                raise ConnectionResetError("it hung up")
-            frames.feed(data)
-        type_, content = wire.unpack_answer(message)
-        if type_ is Type.ENDED:
-            raise wire.error_of(*content[:2])
-        if type_ is not Type.WELCOME:
-            raise WireError(f"the executor at {address} answered HELLO with {type_.name}")
-        return connected, Welcome(content), list(descriptors)
-    except BaseException as error:
-        connected.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if isinstance(error, PermissionError):
-            raise RefusedError(f"{address} belongs to another user") from error
-        if isinstance(error, OSError):
-            raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
-        raise
-
-
-def look(address: str) -> Look:
-    """What there is to see without joining. Blocks."""
-    connected, welcome, _ = _say_hello(address, None)
-    with connected:
-        connected.sendall(frame(wire.pack(Type.STATUS)))
-        frames = Frames(wire.MAX_TO_CLIENT)
-        while (message := frames.next()) is None:
-            data = connected.recv(1 << 20)
-            if not data:
-                raise ConnectionLostError(f"the executor at {address} hung up")
-            frames.feed(data)
-    type_, content = wire.unpack_answer(message)
-    if type_ is not Type.STATUS or not content or not isinstance(content[0], dict):
-        raise WireError(f"the executor at {address} answered STATUS with {type_.name}")
-    return Look(content[0], welcome.share, welcome.tokenizer)
-
-
-def _connect(address: str, name: str, fingerprint: str | None = None) -> _Connection:
-    """Join an executor; ``fingerprint`` of the model that it must have."""
-    connected, welcome, descriptors = _say_hello(address, name)
-    try:
-        if len(descriptors) != 2:
-            raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
-        if fingerprint is not None and welcome.fingerprint != fingerprint:
-            raise RefusedError(f"the executor at {address} came back with another model; open a new client")
-        size = welcome.content.get("arena_bytes")
-        if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
-            raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
-        arena = Arena(descriptors[0], size)
-        os.close(descriptors.pop(0))
-        return _Connection(connected, welcome, arena, descriptors.pop())
-    except BaseException:
-        connected.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
 
 
 def _put(memory: Arena | DeviceArena, place: int, call: Call, widths: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -193,7 +82,7 @@ def _open_segment(gpu: DeviceArena, content: Sequence[Any], address: str) -> int
 class _ShmChannel:
     """What both channels have in common: the share, the layer table, what a call looks like in the arena."""
 
-    def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
+    def __init__(self, address: str, connection: Connection, client: str, retry_s: float) -> None:
         self.client = client
         self.welcome = connection.welcome
         self._gpu_here = device.find(connection.welcome.content.get("gpu"))
@@ -217,7 +106,7 @@ class _ShmChannel:
     def skeleton(self, link: Link) -> nn.Module:
         return self._hollow.skeleton(link)
 
-    def _gpu_arena(self, connection: _Connection) -> DeviceArena | None:
+    def _gpu_arena(self, connection: Connection) -> DeviceArena | None:
         """Where tensors lie instead, if both sides have the same GPU; nothing in it yet."""
         if self._gpu_here is None:
             return None
@@ -233,7 +122,7 @@ class _ShmChannel:
 class ShmBlockingChannel(_ShmChannel, BlockingChannel):
     """For synchronous code: the thread that calls writes to the socket and waits for the answer itself."""
 
-    def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
+    def __init__(self, address: str, connection: Connection, client: str, retry_s: float) -> None:
         _ShmChannel.__init__(self, address, connection, client, retry_s)
         BlockingChannel.__init__(self, address, client, retry_s)
         self._quick = False
@@ -247,9 +136,9 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
     @classmethod
     def open(cls, address: str, client: str, retry_s: float) -> ShmBlockingChannel:
         """Join the executor at ``address``."""
-        return cls(address, _connect(address, client), client, retry_s)
+        return cls(address, connect(address, client), client, retry_s)
 
-    def _use(self, connection: _Connection) -> None:
+    def _use(self, connection: Connection) -> None:
         self._socket = connection.socket
         self._socket.settimeout(None)
         # A timeout in the kernel: Python's own would cost a second system call each time.
@@ -344,7 +233,7 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         self._socket.sendall(_BEGIN if in_pass else _END)
 
     def _join_again(self) -> None:
-        connection = _connect(self._address, self.client, self.welcome.fingerprint)
+        connection = connect(self._address, self.client, self.welcome.fingerprint)
         os.close(connection.share)
         self._use(connection)
 
@@ -376,7 +265,7 @@ class _Pending:
 class ShmChannel(_ShmChannel, asyncio.Protocol):
     """For coroutines: answers arrive on the event loop."""
 
-    def __init__(self, address: str, connection: _Connection, client: str, retry_s: float) -> None:
+    def __init__(self, address: str, connection: Connection, client: str, retry_s: float) -> None:
         super().__init__(address, connection, client, retry_s)
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
@@ -394,12 +283,12 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
     @classmethod
     async def open(cls, address: str, client: str, retry_s: float) -> ShmChannel:
         """Join the executor at ``address``."""
-        connection = await asyncio.to_thread(_connect, address, client)
+        connection = await asyncio.to_thread(connect, address, client)
         channel = cls(address, connection, client, retry_s)
         await channel._use(connection)
         return channel
 
-    async def _use(self, connection: _Connection) -> None:
+    async def _use(self, connection: Connection) -> None:
         self._arena = connection.arena
         self._gpu = self._gpu_arena(connection)
         self._places = [] if self._gpu is not None else [Places(0, connection.arena.size)]
@@ -543,7 +432,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         for delay in backoff(self._retry_s):
             await asyncio.sleep(delay)
             try:
-                connection = await asyncio.to_thread(_connect, self._address, self.client, self.welcome.fingerprint)
+                connection = await asyncio.to_thread(connect, self._address, self.client, self.welcome.fingerprint)
                 os.close(connection.share)
                 await self._use(connection)
             except (SymbiosisError, OSError) as error:
