@@ -313,7 +313,7 @@ def test_refused_decisions_name_the_policy_and_serve_in_order(policy: type[Any])
         assert isinstance(action, Batch)
         if action.reason == "policy-error":
             assert [piece.request for piece in action.slices] == [oldest]
-        served += [request.id for request in scheduler.completed(action)]
+        served += [request.id for request in scheduler.completed(action, 1e-3)]
         scheduler.validate()
     assert sorted(served) == list(range(9))
     assert scheduler.policy_errors

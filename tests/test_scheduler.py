@@ -66,9 +66,9 @@ def test_slices_come_in_order_and_answer_once() -> None:
     batches = [run(scheduler, policy, (r, count)) for count in (4, 1, 5)]
     assert [(b.slices[0].start, b.slices[0].stop) for b in batches] == [(0, 4), (4, 5), (5, 10)]
     # They may end in any order; the last one answers.
-    assert scheduler.completed(batches[2]) == []
-    assert scheduler.completed(batches[0]) == []
-    assert scheduler.completed(batches[1]) == [r]
+    assert scheduler.completed(batches[2], 1e-3) == []
+    assert scheduler.completed(batches[0], 1e-3) == []
+    assert scheduler.completed(batches[1], 1e-3) == [r]
     assert scheduler.outstanding == 0
     assert scheduler.next_action(0.0) == Idle()
 
@@ -113,15 +113,15 @@ def test_cancel(moment: str) -> None:
     elif moment in ("running", "answered"):
         batches.append(run(scheduler, policy, (r, 5), (other, 1)))
     if moment == "answered":
-        assert scheduler.completed(batches.pop()) == [r]
+        assert scheduler.completed(batches.pop(), 1e-3) == [r]
     scheduler.cancel(0)
     scheduler.cancel(0)  # twice is harmless
     scheduler.validate()
     assert scheduler.outstanding == 1
     assert scheduler.thinking == 1  # a is free again
     for batch in batches:
-        assert scheduler.completed(batch) == []
-    assert scheduler.completed(run(scheduler, policy, (other, other.remaining))) == [other]
+        assert scheduler.completed(batch, 1e-3) == []
+    assert scheduler.completed(run(scheduler, policy, (other, other.remaining)), 1e-3) == [other]
     assert scheduler.next_action(0.0) == Idle()
     scheduler.validate()
 
@@ -137,7 +137,7 @@ def test_leaving_with_rows_everywhere() -> None:
     assert scheduler.client_left("a") == mine
     assert all(r.cancelled for r in mine)
     scheduler.validate()
-    assert scheduler.completed(running) == []
+    assert scheduler.completed(running, 1e-3) == []
     scheduler.client_joined("a")  # the name is free at once
     scheduler.submit(request(4, "a"))
     scheduler.validate()
@@ -156,11 +156,11 @@ def test_thinking() -> None:
     scheduler.submit(first)
     scheduler.submit(second)
     assert scheduler.thinking == 0  # blocked
-    scheduler.completed(run(scheduler, policy, (first, 3)))
+    scheduler.completed(run(scheduler, policy, (first, 3)), 1e-3)
     assert scheduler.thinking == 0  # by the second
     scheduler.pass_ended("a")
     scheduler.pass_ended("a")
-    scheduler.completed(run(scheduler, policy, (second, 3)))
+    scheduler.completed(run(scheduler, policy, (second, 3)), 1e-3)
     assert scheduler.thinking == 0  # out of its pass
     scheduler.pass_began("a")
     assert scheduler.thinking == 1
@@ -190,7 +190,7 @@ def test_takes_that_can_be_read_once() -> None:
     policy.decision = Run(F0, iter([(r, 3)]), "told")  # type: ignore[arg-type]
     batch = scheduler.next_action(0.0)
     assert isinstance(batch, Batch)
-    assert scheduler.completed(batch) == [r]
+    assert scheduler.completed(batch, 1e-3) == [r]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
                 scheduler.submit(Request(next(ids), name, Key((layer,), Pass.FORWARD), 1, Kind.DECODE, 0.0))
             while not isinstance(batch := scheduler.next_action(0.0), Idle):
                 assert isinstance(batch, Batch)
-                scheduler.completed(batch)
+                scheduler.completed(batch, 1e-3)
             best = min(best, (time.perf_counter() - started) / clients)
         return best
 

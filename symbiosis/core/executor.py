@@ -406,14 +406,15 @@ class Executor:
         except Exception as error:  # noqa: BLE001 (whatever it was, it belongs to the clients of this batch)
             self._fail(batch, error)
             return
-        answered = self._scheduler.completed(batch)
+        ended = _now()
+        answered = self._scheduler.completed(batch, ended - started)
         for request in answered:
             call = self._calls.pop(request.id)
             reply, results = call.reply, call.results
             call.reply = call.results = None
             if reply is not None and results is not None and not reply.done():
                 reply.set_result(results)
-        self._counters.count(batch, answered, started, _now())
+        self._counters.count(batch, answered, started, ended)
 
     def _fail(self, batch: Batch, cause: Exception) -> None:
         for (request, _, _), error in zip(

@@ -118,6 +118,8 @@ class Policy(Protocol):
     The scheduler owns the queues and refuses a decision that breaks its rules; see
     :class:`symbiosis.core.scheduler.Scheduler`. A policy belongs to one executor.
 
+    A policy with a method ``ran(batch: Batch, seconds: float) -> None`` is told how long each batch took.
+
     A policy with a class attribute ``lone_at_once = True`` is not asked about a request that finds nothing else
     outstanding and nobody thinking: it runs there and then, which costs half as much. All but those that ration
     should say so.

@@ -26,6 +26,7 @@ _BUILT_IN = {
         "no-lockstep": "symbiosis.policies.no_lockstep:NoLockstep",
         "lockstep": "symbiosis.policies.lockstep:Lockstep",
         "opportunistic": "symbiosis.policies.opportunistic:Opportunistic",
+        "co-serving": "symbiosis.policies.coserving:CoServing",
     },
     TRANSPORTS: {
         "inproc": "symbiosis.transports.inproc:InProcTransport",

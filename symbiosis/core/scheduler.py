@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -136,6 +136,7 @@ class Scheduler:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         self.policy = policy
         self._lone_at_once = getattr(policy, "lone_at_once", False) is True
+        self._ran: Callable[[Batch, float], None] | None = getattr(policy, "ran", None)
         self.layers = layers
         self.max_rows = max_rows
         self.thinking = 0
@@ -231,8 +232,13 @@ class Scheduler:
             self._dequeue(request)
         self._answered(request.client)
 
-    def completed(self, batch: Batch) -> list[Request]:
-        """A batch has run. Returns the requests whose last row that was, in batch order."""
+    def completed(self, batch: Batch, seconds: float) -> list[Request]:
+        """A batch has run, in so many seconds. Returns the requests whose last row that was, in batch order."""
+        if self._ran is not None:
+            try:
+                self._ran(batch, seconds)
+            except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
+                self._refuse("raised in ran()", error)
         answered = []
         for request, start, stop in batch.slices:
             request.done += stop - start

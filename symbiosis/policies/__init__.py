@@ -1,7 +1,8 @@
 """Batching policies: what runs together, and how long to wait for company. One file each."""
 
+from symbiosis.policies.coserving import CoServing
 from symbiosis.policies.lockstep import Lockstep
 from symbiosis.policies.no_lockstep import NoLockstep
 from symbiosis.policies.opportunistic import Opportunistic
 
-__all__ = ["Lockstep", "NoLockstep", "Opportunistic"]
+__all__ = ["CoServing", "Lockstep", "NoLockstep", "Opportunistic"]

@@ -16,7 +16,7 @@ What is tested, on a tiny system (2 layers, batches of 8 rows), where bugs show 
 * **waits end**: a wait without limit only while somebody is thinking;
 * **it drains**: when nobody submits any more, everything is served, after waits of at most :attr:`patience_s` a batch;
 * **nobody starves**: see :meth:`PolicyConformance.test_nobody_starves`;
-* **no refusals**: the scheduler had no reason to refuse a decision.
+* **no refusals**: the scheduler had no reason to refuse a decision, however strange the times that it was told of.
 """
 
 from __future__ import annotations
@@ -252,9 +252,9 @@ def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) 
                     break
 
         @precondition(lambda self: self.world.running)
-        @rule(number=numbers)
-        def complete(self, number: int) -> None:
-            self.world.complete(self.world.running[number % len(self.world.running)])
+        @rule(number=numbers, seconds=st.sampled_from([None, None, 1e-3, 0.0, -1.0, math.nan, math.inf, 1e9]))
+        def complete(self, number: int, seconds: float | None) -> None:
+            self.world.complete(self.world.running[number % len(self.world.running)], seconds)
 
         @rule(seconds=st.sampled_from([0.0, 1e-6, 1e-3, 0.1, 10.0]))
         def time_goes_by(self, seconds: float) -> None:

@@ -65,6 +65,8 @@ class World:
         """Requests neither answered nor cancelled, in the order in which they arrived."""
         self._taken: dict[int, int] = {}
         self._done: dict[int, int] = {}
+        self._began: dict[int, float] = {}
+        """When the running batches started, by identity."""
         self._ids = 0
 
     # ---------------------------------------------------------------------------------------------------- what happens
@@ -114,6 +116,7 @@ class World:
         if isinstance(action, Batch):
             self._check_batch(action)
             self.running.append(action)
+            self._began[id(action)] = self.clock.now
             self.batches += 1
         elif isinstance(action, WaitUntil):
             assert before, f"{self.policy!r} waits although nothing is queued"
@@ -124,16 +127,18 @@ class World:
         self.check()
         return action
 
-    def complete(self, batch: Batch) -> list[Request]:
-        """A running batch has ended. Returns the requests that this answered."""
+    def complete(self, batch: Batch, seconds: float | None = None) -> list[Request]:
+        """A running batch has ended. Returns the requests that this answered. The policy is told that it took as long
+        as the clock says, or ``seconds``."""
         self.running.remove(batch)
+        began = self._began.pop(id(batch))
         expected = []
         for request, start, stop in batch.slices:
             self._done[request.id] += stop - start
             if request.id in self.waiting and self._done[request.id] == request.rows:
                 del self.waiting[request.id]
                 expected.append(request)
-        answered = self.scheduler.completed(batch)
+        answered = self.scheduler.completed(batch, self.clock.now - began if seconds is None else seconds)
         assert answered == expected, f"{expected} should have been answered, not {answered}"
         self.check()
         return answered

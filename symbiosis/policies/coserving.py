@@ -1,0 +1,294 @@
+"""Co-serving: inference within its SLO, and as much fine-tuning as that leaves room for (FlexLLM, sections 5 and 6).
+
+FlexLLM fills each iteration of the model with fine-tuning tokens, s = argmax f(c, s) ≤ SLO, c inference tokens. Here an
+iteration is a client's walk through the layers, each a request of its own, so the question is put for each batch,
+against what is left of the tokens that are being made. The slack of a token is
+
+    SLO − time since it began − time that the rest of it usually takes
+
+where "usually" is learned from the client's earlier tokens, with the time that went to fine-tuning taken out. The
+least slack of all is what fine-tuning rows may cost, by a latency model that is learned as well: beside inference rows
+of the same layer, where they are cheapest, or as batches of their own while the inference clients think. Large
+requests are cut to what fits (D2): forward and backward rows of fine-tuning, and a prefill beside others (chunked
+prefill).
+
+With F the time spent on fine-tuning since the executor started and F₀ its value when the token began, the slack is
+``min(SLO − usual + F₀ − F, began + SLO − now)``. What belongs to the token does not change, so two heaps know the
+least slack, whatever the number of clients.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Kind, Request
+from symbiosis.errors import UsageError
+from symbiosis.policies.latency import LatencyModel
+from symbiosis.policies.order import FurthestBehind
+
+__all__ = ["CoServing"]
+
+_MARGIN = 0.9
+"""Of the slack, what is spent at once: predictions are off by some."""
+_EARLY = 0.97
+"""Of an SLO, what is aimed at."""
+_GIVEN_UP = 2.0
+"""Of an SLO, after which a client that asks for nothing is taken to have stopped in the middle of a token."""
+_LEARN = 0.2
+"""Weight of the newest token in what is usual."""
+_FLAT = 16
+"""Rows up to which a batch costs about what one row costs: fewer fine-tuning rows alone are not worth a batch."""
+_UNKNOWN = 64
+"""Rows of a batch of which nothing is known, and of a prefill's least chunk."""
+_MAX_CLIENTS = 4096
+
+Takes = list[tuple[Request, int]]
+
+
+@dataclass(slots=True, eq=False)
+class _Token:
+    """One inference client's walk through the model."""
+
+    began: float
+    slo: float
+    prefill: bool
+    tuned: float
+    """Seconds of fine-tuning before it began."""
+    layer: int
+    last: Request
+    over: bool = False
+
+    @property
+    def given_up(self) -> float:
+        return self.began + _GIVEN_UP * self.slo
+
+
+class _Index:
+    """The queued requests of some kinds, by key. Stale ones fall out when they come to the front."""
+
+    def __init__(self) -> None:
+        self._behind = FurthestBehind()
+        self._requests: dict[Key, OrderedDict[int, Request]] = {}
+
+    def add(self, request: Request) -> None:
+        self._behind.add(request)
+        self._requests.setdefault(request.key, OrderedDict())[request.id] = request
+
+    def __contains__(self, key: object) -> bool:
+        requests = self._requests.get(key)  # type: ignore[call-overload]
+        while requests:
+            first: Request = next(iter(requests.values()))
+            if first.remaining and not first.cancelled:
+                return True
+            del requests[first.id]
+        if requests is not None:
+            del self._requests[key]  # type: ignore[arg-type]
+        return False
+
+    def furthest_behind(self) -> Request | None:
+        """The first request for the key that is furthest behind; of the two directions, the one that came first."""
+        firsts = [next(iter(self._requests[key].values())) for key in self._behind.candidates(self)]
+        return min(firsts, key=lambda request: request.id, default=None)
+
+
+class CoServing:
+    """Decode rows first, then prefill rows, then as many fine-tuning rows as the tightest SLO leaves time for.
+
+    Args:
+        slo_ms: time for each generated token that inference clients are promised, in milliseconds.
+        ttft_ms: time to the first token, from the prefill's first request on.
+        wait_ms: how long inference rows wait for others that think, so that they share a batch.
+        max_wait_ms: the longest that a request is passed over, SLO or not; then it goes in the order of arrival.
+        clients: (slo_ms, ttft_ms) of single clients, by name, where they are promised something else.
+    """
+
+    name = "co-serving"
+
+    def __init__(
+        self,
+        slo_ms: float = 100.0,
+        ttft_ms: float = 5000.0,
+        wait_ms: float = 0.2,
+        max_wait_ms: float = 10_000.0,
+        clients: Mapping[str, tuple[float, float]] | None = None,
+    ) -> None:
+        self.slo_ms = _positive("slo_ms", slo_ms)
+        self.ttft_ms = _positive("ttft_ms", ttft_ms)
+        self.wait_ms = _positive("wait_ms", wait_ms)
+        self.max_wait_ms = _positive("max_wait_ms", max_wait_ms)
+        self.clients = {
+            name: (_positive(f"slo_ms of {name!r}", slo), _positive(f"ttft_ms of {name!r}", first))
+            for name, (slo, first) in (clients or {}).items()
+        }
+        self.latency = LatencyModel()
+        self._decode, self._prefill, self._tuning = _Index(), _Index(), _Index()
+        self._index = {Kind.DECODE: self._decode, Kind.PREFILL: self._prefill, Kind.FINETUNE: self._tuning}
+        self._tokens: OrderedDict[str, _Token] = OrderedDict()
+        self._usual: OrderedDict[str, float] = OrderedDict()
+        """Seconds that a client's token takes without fine-tuning."""
+        self._tuned = 0.0
+        """Seconds of fine-tuning so far."""
+        self._by_room: list[tuple[float, int, _Token]] = []
+        """SLO − usual + F₀"""
+        self._by_due: list[tuple[float, int, _Token]] = []
+        """began + SLO"""
+
+    # ---------------------------------------------------------------------------------------------------------- tokens
+
+    def submitted(self, request: Request) -> None:
+        self._index[request.kind].add(request)
+        if request.kind is Kind.FINETUNE:
+            return
+        token = self._tokens.get(request.client)
+        layer = request.key.layers[0]
+        if token is None or token.over or layer <= token.layer or token.prefill != (request.kind is Kind.PREFILL):
+            if token is not None:
+                self._learn(request, token)
+            token = self._begin(request)
+        token.layer, token.last = layer, request
+
+    def _learn(self, request: Request, token: _Token) -> None:
+        token.over = True
+        own = request.arrived - token.began - (self._tuned - token.tuned)
+        if token.prefill or not 0 < own <= 4 * token.slo:
+            return  # that was a pause between two requests of a user, and no token
+        client = request.client
+        before = self._usual.pop(client, own)
+        if len(self._usual) >= _MAX_CLIENTS:
+            self._usual.popitem(last=False)
+        self._usual[client] = (1 - _LEARN) * before + _LEARN * own
+
+    def _begin(self, request: Request) -> _Token:
+        client, now = request.client, request.arrived
+        slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
+        prefill = request.kind is Kind.PREFILL
+        slo = (ttft_ms if prefill else slo_ms) / 1e3
+        token = _Token(now, slo, prefill, self._tuned, -1, request)
+        if client not in self._tokens and len(self._tokens) >= _MAX_CLIENTS:
+            self._tokens.popitem(last=False)[1].over = True
+        self._tokens[client] = token
+        heapq.heappush(self._by_due, (now + _EARLY * slo, request.id, token))
+        if not prefill:  # prompts differ: nobody knows how long one takes before it has been read
+            usual = self._usual.get(client, slo / 2)
+            heapq.heappush(self._by_room, (_EARLY * slo - usual + self._tuned, request.id, token))
+        return token
+
+    def slack(self, now: float) -> float:
+        """Seconds of fine-tuning that no token being made would miss; ``inf`` if none is, ≤ 0 if one is late."""
+        for heap in (self._by_due, self._by_room):
+            while heap and self._is_over(heap[0][2], now):
+                heapq.heappop(heap)
+        due = self._by_due[0][0] - now if self._by_due else math.inf
+        room = self._by_room[0][0] - self._tuned if self._by_room else math.inf
+        return min(due, room)
+
+    @staticmethod
+    def _is_over(token: _Token, now: float) -> bool:
+        """Whether nothing can be said for it any more: its client is at the next, or has stopped."""
+        waits = token.last.remaining and not token.last.cancelled
+        if not token.over and not waits and token.given_up <= now:
+            token.over = True
+        return token.over
+
+    def ran(self, batch: Batch, seconds: float) -> None:
+        line = self.latency[batch.key]
+        inference = sum(stop - start for request, start, stop in batch.slices if request.kind is not Kind.FINETUNE)
+        if inference < batch.rows and 0 < seconds < 3600:
+            self._tuned += max(seconds - (line.predict(inference) if inference else 0.0), 0.0)
+        line.learn(batch.rows, seconds)
+
+    # ------------------------------------------------------------------------------------------------------- decisions
+
+    def decide(self, view: View, now: float) -> Decision:
+        oldest = view.oldest
+        overdue = oldest.arrived + self.max_wait_ms / 1e3
+        if overdue <= now:
+            return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
+        slack = _MARGIN * self.slack(now)
+        first = self._decode.furthest_behind() or self._prefill.furthest_behind()
+        tuning = self._tuning.furthest_behind()
+        if first is None:
+            assert tuning is not None
+            return self._tune(view.queues[tuning.key], view, slack, now, overdue)
+        queue = view.queues[first.key]
+        if tuning is not None and first.key != tuning.key:
+            # It need not wait for a moment without inference, which under load never comes: time is what counts.
+            alone = view.queues[tuning.key]
+            rows = self._rows_within(tuning.key, 0, slack, view.max_rows)
+            if rows >= min(alone.rows, self._worth_a_batch(tuning.key)):
+                return Run(tuning.key, alone.take(rows), "budget")
+        due = first.arrived + self.wait_ms / 1e3
+        if due > now and view.thinking:
+            return Wait(due)
+        takes = self._with_inference(queue, view.max_rows, slack)
+        mixed = any(request.kind is Kind.FINETUNE for request, _ in takes)
+        return Run(first.key, takes, "co-served" if mixed else "inference")
+
+    def _tune(self, queue: QueueView, view: View, slack: float, now: float, overdue: float) -> Decision:
+        """Nothing but fine-tuning is queued."""
+        if not view.thinking:  # nobody can come but who begins a pass: a little is always right
+            slack = max(slack, self.slo_ms / 4e3)
+        rows = self._rows_within(queue.key, 0, min(slack, self.slo_ms / 1e3), view.max_rows)
+        if rows < min(queue.rows, self._worth_a_batch(queue.key)) and slack < math.inf:
+            if view.thinking:
+                return Wait(max(min(self._by_due[0][2].given_up, overdue), now + 1e-4))
+            rows = max(rows, min(_FLAT, view.max_rows))
+        return Run(queue.key, queue.take(max(rows, 1)), "budget" if rows < min(queue.rows, view.max_rows) else "all")
+
+    def _worth_a_batch(self, key: Key) -> int:
+        """Rows from which on a batch spends no more than half of its time on what any batch costs."""
+        start, slope = self.latency[key].coefficients
+        return max(_FLAT, math.ceil(min(start / slope, 1e9))) if slope > 0 else _FLAT
+
+    def _with_inference(self, queue: QueueView, max_rows: int, slack: float) -> Takes:
+        """All decode rows, and of prefill and fine-tuning what the slack has time for."""
+        takes: Takes = []
+        rows = _take(queue, Kind.DECODE, max_rows, takes)
+        most = self._rows_within(queue.key, rows, slack, max_rows)
+        least = 0 if rows else min(_UNKNOWN, max_rows)
+        rows += _take(queue, Kind.PREFILL, max(most - rows, least), takes)
+        rows += _take(queue, Kind.FINETUNE, most - rows, takes)
+        return takes or queue.take(max_rows)  # its client has put something else in front of it
+
+    def _rows_within(self, key: Key, rows: int, seconds: float, most: int) -> int:
+        """Rows of a batch that takes ``seconds`` longer than one of ``rows``."""
+        if seconds <= 0:
+            return rows
+        line = self.latency[key]
+        if not line.count:
+            return min(max(rows, _UNKNOWN), most)
+        return max(rows, line.rows_within((line.predict(rows) if rows else 0.0) + seconds, most))
+
+    def __repr__(self) -> str:
+        return f"CoServing(slo_ms={self.slo_ms}, ttft_ms={self.ttft_ms}, max_wait_ms={self.max_wait_ms})"
+
+
+def _take(queue: QueueView, kind: Kind, most: int, takes: Takes) -> int:
+    """Add up to ``most`` rows of a kind; how many. A client's requests stay in order, whatever their kinds."""
+    taken = {request.id: count for request, count in takes}
+    blocked = set()
+    rows = 0
+    for request in queue:
+        if rows >= most:
+            break
+        if request.client in blocked or taken.get(request.id) == request.remaining:
+            continue
+        if request.kind is kind and request.id not in taken:
+            count = min(request.remaining, most - rows)
+            takes.append((request, count))
+            rows += count
+            if count == request.remaining:
+                continue
+        blocked.add(request.client)
+    return rows
+
+
+def _positive(what: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"co-serving: {what} is {value!r}; it must be a number of milliseconds greater than 0")
+    return float(value)

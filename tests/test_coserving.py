@@ -1,0 +1,155 @@
+"""CoServing: it conforms, and it keeps inference within its SLO while fine-tuning gets the rest."""
+
+from __future__ import annotations
+
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+import pytest
+
+from symbiosis.core.protocols import Policy
+from symbiosis.core.registry import make_policy
+from symbiosis.core.requests import Batch, Key, Kind, Pass
+from symbiosis.core.scheduler import WaitUntil
+from symbiosis.errors import UsageError
+from symbiosis.policies import CoServing, NoLockstep, Opportunistic
+from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
+from symbiosis.testing import PolicyConformance, World
+
+LAYERS = 16
+COST = Cost(1e-3, 2e-5)
+F0, F1, B1 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD), Key((1,), Pass.BACKWARD)
+
+
+class TestConforms(PolicyConformance):
+    patience_s = 0.5
+
+    def make_policy(self) -> Policy:
+        return CoServing(slo_ms=50, ttft_ms=200, max_wait_ms=400)
+
+
+class Outcome(NamedTuple):
+    slow_s: float
+    """The 99th percentile of the time per token."""
+    steps: int
+
+
+def simulate(policy: Policy, decoding: int, tuning: int, rows: int = 512, seconds: float = 10.0) -> Outcome:
+    simulation = Simulation(policy, layers=LAYERS, cost=COST.of)
+    texts = [Done() for _ in range(decoding)]
+    jobs = [Done() for _ in range(tuning)]
+    for number, done in enumerate(texts):
+        at = 0.003 * number
+        simulation.add(f"text-{number}", generate(LAYERS, 64, 10**6, 5e-3, done, at), at)
+    for number, done in enumerate(jobs):
+        simulation.add(f"job-{number}", finetune(LAYERS, rows, 20e-3, done))
+    simulation.run(seconds)
+    gaps = [gap for done in texts for gap in done.per_token[5:]]  # the first few teach it what a token takes
+    return Outcome(quantiles(gaps, n=100)[98] if gaps else 0.0, sum(len(done.steps) for done in jobs))
+
+
+@pytest.mark.parametrize("slo_ms", [60.0, 100.0, 200.0])
+@pytest.mark.parametrize("decoding", [1, 8, 16])
+def test_inference_keeps_its_slo_and_tuning_goes_on(decoding: int, slo_ms: float) -> None:
+    alone = simulate(CoServing(slo_ms=slo_ms), decoding, 0)
+    peak = simulate(CoServing(slo_ms=slo_ms), 0, 2)
+    both = simulate(CoServing(slo_ms=slo_ms), decoding, 2)
+    assert alone.slow_s < slo_ms / 1e3
+    assert both.slow_s <= 1.02 * slo_ms / 1e3
+    spare = 1 - alone.slow_s * 1e3 / slo_ms  # of the time: what tokens leave
+    assert both.steps >= 0.5 * spare * peak.steps
+
+
+def test_others_do_not_keep_it() -> None:
+    """The workload is such that it takes a policy that knows of SLOs."""
+    for policy in (NoLockstep(), Opportunistic()):
+        assert simulate(policy, 8, 2).slow_s > 0.3
+
+
+def test_a_client_may_be_promised_more_than_others() -> None:
+    loose = simulate(CoServing(slo_ms=200), 2, 2)
+    tight = simulate(CoServing(slo_ms=200, clients={"text-1": (60.0, 1000.0)}), 2, 2)
+    assert loose.slow_s > 0.1
+    assert tight.slow_s <= 0.0612
+
+
+def test_without_inference_nothing_is_held_back() -> None:
+    best = simulate(Opportunistic(), 0, 2)
+    assert simulate(CoServing(slo_ms=60), 0, 2).steps >= 0.95 * best.steps
+
+
+# ----------------------------------------------------------------------------------------------------------- decisions
+
+
+def world(policy: Policy | None = None) -> World:
+    made = World(policy or CoServing(slo_ms=50), layers=4, max_rows=256)
+    for name in ("text", "prompt", "job"):
+        made.join(name)
+        made.begin_pass(name)
+    return made
+
+
+def run(made: World, seconds: float = 1e-3) -> Batch:
+    batch = made.decide()
+    while isinstance(batch, WaitUntil):
+        made.clock.advance(batch.time - made.clock.now)
+        batch = made.decide()
+    assert isinstance(batch, Batch)
+    made.clock.advance(seconds)
+    made.complete(batch)
+    return batch
+
+
+def rows_of(batch: Batch) -> dict[str, int]:
+    return {request.client: stop - start for request, start, stop in batch.slices}
+
+
+def test_decode_before_prefill_before_tuning_in_one_batch() -> None:
+    w = world()
+    w.policy.latency[F0].learn(1, 1e-3)  # type: ignore[attr-defined]
+    w.policy.latency[F0].learn(100, 2e-3)  # type: ignore[attr-defined]
+    w.submit("job", F0, 400, Kind.FINETUNE)
+    w.submit("prompt", F0, 30, Kind.PREFILL)
+    w.submit("text", F0, 1, Kind.DECODE)
+    batch = run(w)
+    assert batch.reason == "co-served"
+    assert [request.client for request, _, _ in batch.slices] == ["text", "prompt", "job"]
+    assert rows_of(batch) == {"text": 1, "prompt": 30, "job": 225}  # cut to what a batch may have
+
+
+def test_rows_are_cut_to_what_the_slack_has_time_for() -> None:
+    w = world(CoServing(slo_ms=10))
+    for rows in (1, 100):
+        w.policy.latency[F0].learn(rows, 1e-3 + 1e-4 * rows)  # type: ignore[attr-defined]
+    w.submit("job", F0, 400, Kind.FINETUNE)
+    w.submit("text", F0, 1, Kind.DECODE)
+    batch = run(w, seconds=5.6e-3)
+    # Half the SLO is taken to be the token's own; of the other 5 ms nine tenths, at 0.1 ms a row, less the short wait.
+    assert rows_of(batch)["job"] == pytest.approx(45, abs=3)
+    w.submit("text", F1, 1, Kind.DECODE)
+    batch = run(w, seconds=20e-3)
+    assert (batch.reason, rows_of(batch)) == ("inference", {"text": 1})
+    w.submit("text", Key((2,), Pass.FORWARD), 1, Kind.DECODE)  # late: nothing beside it until it is done
+    assert rows_of(run(w)) == {"text": 1}
+
+
+def test_backward_rows_are_tuning_too() -> None:
+    w = world()
+    w.end_pass("text")
+    w.end_pass("prompt")
+    w.submit("job", B1, 300, Kind.FINETUNE)
+    assert rows_of(run(w)) == {"job": 64}  # nothing is known of this key yet
+    assert rows_of(run(w)) == {"job": 236}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"slo_ms": 0}, {"slo_ms": -1}, {"ttft_ms": float("nan")}, {"max_wait_ms": True}, {"clients": {"a": (0, 1)}}],
+)
+def test_options_are_checked(options: Any) -> None:
+    with pytest.raises(UsageError, match=r"co-serving: .* must be a number of milliseconds"):
+        CoServing(**options)
+
+
+def test_from_the_command_line() -> None:
+    assert repr(make_policy("co-serving:slo_ms=50,ttft_ms=900")).startswith("CoServing(slo_ms=50.0, ttft_ms=900.0")

@@ -1,0 +1,93 @@
+"""The latency model that budgets are filled by."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis.core.requests import Key, Pass
+from symbiosis.policies.latency import LatencyModel, Line
+
+KEY = Key((0,), Pass.FORWARD)
+
+
+def learned(start: float, slope: float, sizes: list[int], noise: float = 0.0) -> Line:
+    rng = random.Random(0)
+    line = Line()
+    for rows in sizes:
+        line.learn(rows, (start + slope * rows) * (1 + noise * rng.uniform(-1, 1)))
+    return line
+
+
+@given(st.floats(1e-6, 1.0), st.floats(0, 1e-3), st.lists(st.integers(1, 8192), min_size=2, max_size=50, unique=True))
+def test_finds_the_line(start: float, slope: float, sizes: list[int]) -> None:
+    line = learned(start, slope, [min(sizes), 16 * max(sizes), *sizes])
+    for rows in sizes:
+        assert line.predict(rows) == pytest.approx(start + slope * rows, rel=0.05, abs=1e-9)
+
+
+def test_noise_is_averaged() -> None:
+    line = learned(2e-3, 1e-5, [1, 8, 64, 512, 2048] * 40, noise=0.3)
+    assert line.predict(1000) == pytest.approx(12e-3, rel=0.2)
+
+
+def test_one_size_only_makes_larger_batches_look_dear() -> None:
+    line = learned(1e-3, 1e-7, [4] * 20)
+    assert line.predict(4) == pytest.approx(1e-3, rel=0.01)
+    assert line.predict(40) == pytest.approx(10e-3, rel=0.01)
+    assert Line().predict(7) == 0.0
+
+
+garbage = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.just(0.0),
+    st.just(-1.0),
+    st.floats(0, 1e-300),
+    st.floats(1e3, 1e9),
+)
+
+
+@given(st.lists(st.tuples(st.integers(-5, 10_000), garbage), max_size=60), st.integers(1, 8192), st.floats(0, 10))
+def test_garbage_never_makes_nonsense(measured: list[tuple[int, float]], rows: int, budget: float) -> None:
+    line = Line()
+    for size, seconds in measured:
+        line.learn(size, seconds)
+    start, slope = line.coefficients
+    assert 0 <= start < math.inf
+    assert 0 <= slope < math.inf
+    assert 0 <= line.predict(rows) < math.inf
+    assert 0 <= line.rows_within(budget, rows) <= rows
+
+
+def test_outliers_pass_and_changes_are_followed() -> None:
+    line = learned(1e-3, 1e-5, [1, 16, 256] * 30)
+    before = line.predict(100)
+    line.learn(100, 60.0)  # the machine was asleep
+    assert line.predict(100) < 2 * before
+    for rows in [1, 16, 256] * 200:
+        line.learn(rows, 3 * (1e-3 + 1e-5 * rows))
+    assert line.predict(100) == pytest.approx(3 * before, rel=0.1)
+
+
+@given(st.floats(1e-6, 1e-1), st.floats(1e-8, 1e-3), st.floats(1e-6, 10.0), st.integers(1, 8192))
+def test_rows_within_is_the_inverse(start: float, slope: float, budget: float, most: int) -> None:
+    line = learned(start, slope, [1, 100, 8192])
+    rows = line.rows_within(budget, most)
+    if rows:
+        assert line.predict(rows) <= budget * (1 + 1e-6)
+    if rows < most:
+        assert line.predict(rows + 1) >= budget * (1 - 1e-6)
+
+
+def test_keys_are_apart_and_bounded() -> None:
+    model = LatencyModel()
+    model[KEY].learn(1, 1.0)
+    assert model[KEY].predict(1) == 1.0
+    assert model[Key((1,), Pass.FORWARD)].predict(1) == 0.0
+    for layer in range(30_000):
+        model[Key((layer,), Pass.FORWARD)].learn(1, 1.0)
+    assert len(model._lines) <= 20_000
