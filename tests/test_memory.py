@@ -17,7 +17,7 @@ from symbiosis.core.parameters import SharedParameter
 from symbiosis.core.requests import Call, Key, Kind, Pass
 from symbiosis.errors import LayerError
 from symbiosis.testing import tiny_model
-from tests.helpers import BATCH, IDS, adamw, lora, prefix
+from tests.helpers import BATCH, IDS, adamw, lora, prefix, until
 
 
 def tensor_bytes() -> int:
@@ -45,9 +45,8 @@ async def test_what_was_sent_and_answered_is_let_go(base: Any, how: str, max_row
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in (rows, *results)]
         assert all(reference() is not None for reference in references)
         del rows, call, results
-        await asyncio.sleep(0)
-        assert [reference() for reference in references] == [None] * 4
-        assert [storage() for storage in storages] == [None] * 4
+        # A thread that has handed over its result may hold it for a moment yet.
+        await until(lambda: all(gone() is None for gone in [*references, *storages]), 5)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
@@ -84,7 +83,7 @@ def explode(*args: Any) -> Any:
     raise RuntimeError("broken")
 
 
-@pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic"])
+@pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic", "co-serving"])
 async def test_nothing_grows_from_step_to_step(policy: str) -> None:
     """Bytes of all tensors in the process are the same after 3 steps and after 12."""
     model = tiny_model()

@@ -27,6 +27,8 @@ _BUILT_IN = {
         "lockstep": "symbiosis.policies.lockstep:Lockstep",
         "opportunistic": "symbiosis.policies.opportunistic:Opportunistic",
         "co-serving": "symbiosis.policies.coserving:CoServing",
+        "temporal": "symbiosis.policies.temporal:TemporalSharing",
+        "dynamic-temporal": "symbiosis.policies.temporal:DynamicTemporalSharing",
     },
     TRANSPORTS: {
         "inproc": "symbiosis.transports.inproc:InProcTransport",

@@ -29,7 +29,7 @@ from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.errors import UsageError
 from symbiosis.policies.latency import LatencyModel
-from symbiosis.policies.order import FurthestBehind
+from symbiosis.policies.order import Index
 
 __all__ = ["CoServing"]
 
@@ -68,34 +68,6 @@ class _Token:
         return self.began + _GIVEN_UP * self.slo
 
 
-class _Index:
-    """The queued requests of some kinds, by key. Stale ones fall out when they come to the front."""
-
-    def __init__(self) -> None:
-        self._behind = FurthestBehind()
-        self._requests: dict[Key, OrderedDict[int, Request]] = {}
-
-    def add(self, request: Request) -> None:
-        self._behind.add(request)
-        self._requests.setdefault(request.key, OrderedDict())[request.id] = request
-
-    def __contains__(self, key: object) -> bool:
-        requests = self._requests.get(key)  # type: ignore[call-overload]
-        while requests:
-            first: Request = next(iter(requests.values()))
-            if first.remaining and not first.cancelled:
-                return True
-            del requests[first.id]
-        if requests is not None:
-            del self._requests[key]  # type: ignore[arg-type]
-        return False
-
-    def furthest_behind(self) -> Request | None:
-        """The first request for the key that is furthest behind; of the two directions, the one that came first."""
-        firsts = [next(iter(self._requests[key].values())) for key in self._behind.candidates(self)]
-        return min(firsts, key=lambda request: request.id, default=None)
-
-
 class CoServing:
     """Decode rows first, then prefill rows, then as many fine-tuning rows as the tightest SLO leaves time for.
 
@@ -126,7 +98,7 @@ class CoServing:
             for name, (slo, first) in (clients or {}).items()
         }
         self.latency = LatencyModel()
-        self._decode, self._prefill, self._tuning = _Index(), _Index(), _Index()
+        self._decode, self._prefill, self._tuning = Index(), Index(), Index()
         self._index = {Kind.DECODE: self._decode, Kind.PREFILL: self._prefill, Kind.FINETUNE: self._tuning}
         self._tokens: OrderedDict[str, _Token] = OrderedDict()
         self._usual: OrderedDict[str, float] = OrderedDict()

@@ -11,11 +11,12 @@ goes first is the policy's choice; both must be served.
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Container
 
 from symbiosis.core.requests import Key, Pass, Request
 
-__all__ = ["FurthestBehind"]
+__all__ = ["FurthestBehind", "Index"]
 
 
 class FurthestBehind:
@@ -41,3 +42,31 @@ class FurthestBehind:
             if heap:
                 found.append(heap[0][1])
         return found
+
+
+class Index:
+    """The queued requests of some kinds, by key. Stale ones fall out when they come to the front."""
+
+    def __init__(self) -> None:
+        self._behind = FurthestBehind()
+        self._requests: dict[Key, OrderedDict[int, Request]] = {}
+
+    def add(self, request: Request) -> None:
+        self._behind.add(request)
+        self._requests.setdefault(request.key, OrderedDict())[request.id] = request
+
+    def __contains__(self, key: object) -> bool:
+        requests = self._requests.get(key)  # type: ignore[call-overload]
+        while requests:
+            first: Request = next(iter(requests.values()))
+            if first.remaining and not first.cancelled:
+                return True
+            del requests[first.id]
+        if requests is not None:
+            del self._requests[key]  # type: ignore[arg-type]
+        return False
+
+    def furthest_behind(self) -> Request | None:
+        """The first request for the key that is furthest behind; of the two directions, the one that came first."""
+        firsts = [next(iter(self._requests[key].values())) for key in self._behind.candidates(self)]
+        return min(firsts, key=lambda request: request.id, default=None)

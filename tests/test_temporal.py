@@ -1,0 +1,84 @@
+"""Turns of inference and fine-tuning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from symbiosis.core.protocols import Policy
+from symbiosis.errors import UsageError
+from symbiosis.policies import CoServing, DynamicTemporalSharing, TemporalSharing
+from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
+from symbiosis.testing import PolicyConformance
+
+LAYERS = 16
+
+
+class TestTemporalConforms(PolicyConformance):
+    patience_s = 0.5
+
+    def make_policy(self) -> Policy:
+        return TemporalSharing(every=2, max_wait_ms=400)
+
+
+class TestDynamicConforms(PolicyConformance):
+    patience_s = 0.5
+
+    def make_policy(self) -> Policy:
+        return DynamicTemporalSharing(max_wait_ms=400)
+
+
+def simulate(policy: Policy, decoding: int, tuning: int, seconds: float = 30.0) -> tuple[list[float], int, int]:
+    """Seconds per token, tokens, steps."""
+    simulation = Simulation(policy, layers=LAYERS, cost=Cost(1e-3, 2e-5).of)
+    texts = [Done() for _ in range(decoding)]
+    jobs = [Done() for _ in range(tuning)]
+    for number, done in enumerate(texts):
+        simulation.add(f"text-{number}", generate(LAYERS, 64, 10**6, 5e-3, done, 3e-3 * number), 3e-3 * number)
+    for number, done in enumerate(jobs):
+        simulation.add(f"job-{number}", finetune(LAYERS, 512, 20e-3, done))
+    simulation.run(seconds)
+    return (
+        [gap for done in texts for gap in done.per_token],
+        sum(len(done.tokens) for done in texts),
+        sum(len(done.steps) for done in jobs),
+    )
+
+
+@pytest.mark.parametrize("every", [2, 8, 64])
+def test_turns_are_as_often_as_said(every: int) -> None:
+    gaps, _, steps = simulate(TemporalSharing(every=every), 1, 1, seconds=60)
+    iterations = len(gaps)
+    assert steps == pytest.approx(iterations / every, rel=0.25, abs=1)
+    slow = sum(gap > 0.1 for gap in gaps)  # a token in which a turn fell
+    assert slow <= 1.3 * iterations / every + 2
+
+
+def test_rare_turns_leave_inference_alone_and_frequent_ones_do_not() -> None:
+    rare = simulate(TemporalSharing(every=512), 8, 2)
+    often = simulate(TemporalSharing(every=2), 8, 2)
+    assert rare[1] > 1.5 * often[1]
+    assert rare[2] < often[2]
+
+
+def test_without_inference_tuning_has_all_turns() -> None:
+    best = simulate(CoServing(), 0, 2)
+    assert simulate(TemporalSharing(every=64), 0, 2)[2] >= 0.8 * best[2]
+
+
+def test_dynamic_follows_the_pressure() -> None:
+    calm, busy = DynamicTemporalSharing(), DynamicTemporalSharing()
+    calm_gaps, _, calm_steps = simulate(calm, 1, 1, 60)
+    busy_gaps, _, busy_steps = simulate(busy, 40, 1, 60)
+    assert calm._before < 90
+    assert busy._before > 1.5 * calm._before
+    assert calm_steps > 0
+    assert busy_steps > 0
+    assert busy_steps / max(len(busy_gaps) / 40, 1) < calm_steps / len(calm_gaps)
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1.5}, {"every": True}, {"max_wait_ms": 0}])
+def test_options_are_checked(options: Any) -> None:
+    with pytest.raises(UsageError, match="temporal: "):
+        TemporalSharing(**options)
