@@ -110,6 +110,16 @@ def test_bench_wire(tmp_path: Path) -> None:
     assert all(row["call µs"] > 0 for row in found["rows"])
 
 
+def test_bench_schedule(tmp_path: Path) -> None:
+    command = ["bench", "schedule", "--rounds", "1", "--clients", "4", "--clients", "40", "--json", "schedule.json"]
+    done = run(*command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "schedule.json").read_text())
+    assert {"us_per_request_40", "growth_4_to_40"} == set(found["headline"])
+    assert {row["policy"] for row in found["rows"]} >= {"opportunistic", "co-serving", "temporal"}
+    assert all(row["µs a request"] > 0 for row in found["rows"])
+
+
 def test_the_package_offers_what_it_exports() -> None:
     assert set(symbiosis.__all__) <= set(dir(symbiosis))
     assert symbiosis.Executor.__name__ == "Executor"

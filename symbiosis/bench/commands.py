@@ -119,6 +119,30 @@ def wire(
 
 
 @app.command()
+def schedule(
+    rounds: RoundsOption = 5,
+    policy: Annotated[list[str] | None, typer.Option(help="Which; repeat for several. All by default.")] = None,
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many; repeat for several.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """What scheduling costs: microseconds of CPU a request, for each policy, with 8, 100 and 1000 clients."""
+    with console.status("bench schedule") as status:
+        from symbiosis.bench.schedule import schedule as measure
+        from symbiosis.cli.loop import run
+        from symbiosis.core.registry import POLICIES, names
+
+        report = run(
+            measure(
+                policies=tuple(policy or names(POLICIES)),
+                counts=tuple(clients or (8, 100, 1000)),
+                rounds=rounds,
+                progress=lambda text: status.update(f"bench schedule: {text}"),
+            )
+        )
+    _show(report, json)
+
+
+@app.command()
 def finetune(
     preset: PresetOption = PresetName.B1,
     rounds: RoundsOption = 3,

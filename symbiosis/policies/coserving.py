@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
@@ -198,7 +198,7 @@ class CoServing:
         if due > now and view.thinking:
             return Wait(due)
         takes = self._with_inference(queue, view.max_rows, slack)
-        mixed = any(request.kind is Kind.FINETUNE for request, _ in takes)
+        mixed = takes[-1][0].kind is Kind.FINETUNE
         return Run(first.key, takes, "co-served" if mixed else "inference")
 
     def _tune(self, queue: QueueView, view: View, slack: float, now: float, overdue: float) -> Decision:
@@ -219,13 +219,20 @@ class CoServing:
 
     def _with_inference(self, queue: QueueView, max_rows: int, slack: float) -> Takes:
         """All decode rows, and of prefill and fine-tuning what the slack has time for."""
+        firsts: dict[str, Request] = {}
+        for request in queue:  # each client's first: its requests stay in order, whatever their kinds
+            firsts.setdefault(request.client, request)
+        kinds: tuple[list[Request], ...] = ([], [], [])
+        for request in firsts.values():
+            kinds[request.kind].append(request)
         takes: Takes = []
-        rows = _take(queue, Kind.DECODE, max_rows, takes)
-        most = self._rows_within(queue.key, rows, slack, max_rows)
-        least = 0 if rows else min(_UNKNOWN, max_rows)
-        rows += _take(queue, Kind.PREFILL, max(most - rows, least), takes)
-        rows += _take(queue, Kind.FINETUNE, most - rows, takes)
-        return takes or queue.take(max_rows)  # its client has put something else in front of it
+        rows = _take(kinds[Kind.DECODE], max_rows, takes)
+        if rows < max_rows:
+            most = self._rows_within(queue.key, rows, slack, max_rows)
+            least = 0 if rows else min(_UNKNOWN, max_rows)
+            rows += _take(kinds[Kind.PREFILL], max(most - rows, least), takes)
+            rows += _take(kinds[Kind.FINETUNE], most - rows, takes)
+        return takes or queue.take(max_rows)  # nothing but fine-tuning, which a client has put in front of inference
 
     def _rows_within(self, key: Key, rows: int, seconds: float, most: int) -> int:
         """Rows of a batch that takes ``seconds`` longer than one of ``rows``."""
@@ -240,24 +247,16 @@ class CoServing:
         return f"CoServing(slo_ms={self.slo_ms}, ttft_ms={self.ttft_ms}, max_wait_ms={self.max_wait_ms})"
 
 
-def _take(queue: QueueView, kind: Kind, most: int, takes: Takes) -> int:
-    """Add up to ``most`` rows of a kind; how many. A client's requests stay in order, whatever their kinds."""
-    taken = {request.id: count for request, count in takes}
-    blocked = set()
-    rows = 0
-    for request in queue:
-        if rows >= most:
+def _take(requests: Sequence[Request], most: int, takes: Takes) -> int:
+    """Add up to ``most`` rows; how many."""
+    left = most
+    for request in requests:
+        if left <= 0:
             break
-        if request.client in blocked or taken.get(request.id) == request.remaining:
-            continue
-        if request.kind is kind and request.id not in taken:
-            count = min(request.remaining, most - rows)
-            takes.append((request, count))
-            rows += count
-            if count == request.remaining:
-                continue
-        blocked.add(request.client)
-    return rows
+        count = min(request.remaining, left)
+        takes.append((request, count))
+        left -= count
+    return most - left if most > 0 else 0
 
 
 def _positive(what: str, value: float) -> float:

@@ -1,0 +1,96 @@
+"""What scheduling costs: CPU time of submit, decide and complete for each request, by policy and number of clients."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from statistics import median
+
+from symbiosis.bench.report import Report
+from symbiosis.core.registry import make_policy
+from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.scheduler import Scheduler, WaitUntil
+
+__all__ = ["schedule"]
+
+LAYERS = 32
+MAX_ROWS = 8192
+REQUESTS = 20_000
+"""In one measurement."""
+GOALS = {"us_per_request_1000": "≤ 10", "growth_8_to_1000": "≤ 1.5"}
+
+
+async def schedule(
+    *, policies: tuple[str, ...], counts: tuple[int, ...], rounds: int, progress: Callable[[str], None]
+) -> Report:
+    """Microseconds a request, medians; the policies take turns. Every fourth client fine-tunes, forward and back; the
+    others decode, and one in eight of those reads a prompt now and then. Time is pretended: a batch takes 1 ms and 20
+    µs a row. Whoever is answered asks for its next layer at once."""
+    report = Report("schedule", "", GOALS)
+    found: dict[tuple[str, int], list[float]] = {}
+    for turn in range(-1, rounds):
+        for spec, count in itertools.product(policies, counts):
+            progress(f"{spec}, {count} clients: round {turn + 1} of {rounds}")
+            seconds, batch = _measure(spec, count)
+            if turn >= 0:
+                found.setdefault((spec, count), []).append(1e6 * seconds)
+                if turn == 0:
+                    report.rows.append({"policy": spec, "clients": count, "µs a request": 0.0, "mean batch": batch})
+    for row in report.rows:
+        row["µs a request"] = median(found[row["policy"], row["clients"]])
+    few, many = min(counts), max(counts)
+    worst = max(policies, key=lambda spec: median(found[spec, many]))
+    report.headline[f"us_per_request_{many}"] = median(found[worst, many])
+    report.headline[f"growth_{few}_to_{many}"] = max(
+        median(found[spec, many]) / median(found[spec, few]) for spec in policies
+    )
+    report.notes.append(
+        f"Of the dearest policy, {worst}, and of the one that grows most. Pure Python on one core, {REQUESTS:,} "
+        "requests a measurement; the scheduler and the policy alone, no loop, no tensors."
+    )
+    return report
+
+
+def _measure(spec: str, count: int) -> tuple[float, float]:
+    """Seconds of CPU a request, and the mean batch."""
+    scheduler = Scheduler(make_policy(spec), layers=LAYERS, max_rows=MAX_ROWS)
+    walks: dict[str, itertools.cycle[tuple[Key, int, Kind]]] = {}
+    forward = [Key((layer,), Pass.FORWARD) for layer in range(LAYERS)]
+    backward = [Key((layer,), Pass.BACKWARD) for layer in reversed(range(LAYERS))]
+    for number in range(count):
+        name = f"client-{number}"
+        tuning, prompting = number % 4 == 3, number % 32 == 0
+        steps = [(key, 256 if tuning else 1, Kind.FINETUNE if tuning else Kind.DECODE) for key in forward]
+        if tuning:
+            steps += [(key, 256, Kind.FINETUNE) for key in backward]
+        elif prompting:
+            steps = [(key, 64, Kind.PREFILL) for key in forward] + 8 * steps
+        # They do not all begin at the same layer.
+        walks[name] = itertools.cycle(steps[number % LAYERS :] + steps[: number % LAYERS])
+        scheduler.client_joined(name)
+        scheduler.pass_began(name)
+    ids = itertools.count()
+    now = members = batches = answered = 0.0
+
+    def ask(name: str) -> None:
+        key, rows, kind = next(walks[name])
+        scheduler.submit(Request(next(ids), name, key, rows, kind, now))
+
+    began = time.process_time()
+    for name in walks:
+        ask(name)
+    while answered < REQUESTS:
+        action = scheduler.next_action(now)
+        if isinstance(action, WaitUntil):
+            now = action.time
+            continue
+        assert isinstance(action, Batch)
+        seconds = 1e-3 + 2e-5 * action.rows
+        now += seconds
+        batches += 1
+        members += len(action.slices)
+        for request in scheduler.completed(action, seconds):
+            answered += 1
+            ask(request.client)
+    return (time.process_time() - began) / answered, members / batches
