@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json as json_module
 import signal
+from contextlib import AsyncExitStack
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,6 +73,10 @@ def serve(
     device: Annotated[str | None, typer.Option(help="Where the base model runs, such as cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision to serve in (default: the checkpoint's).")] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="Most rows in a batch; bounds its own memory.")] = 8192,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
+    ] = None,
     log_format: Annotated[
         LogFormat, typer.Option(help="How events are written to standard error.")
     ] = LogFormat.CONSOLE,
@@ -97,6 +102,7 @@ def serve(
         _serve(
             model,
             addresses,
+            trace,
             policy=policy,
             base_layers=base_layers,
             device=device,
@@ -106,7 +112,7 @@ def serve(
     )
 
 
-async def _serve(model: str, addresses: dict[str, dict[str, Any]], **settings: Any) -> None:
+async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path | None, **settings: Any) -> None:
     from symbiosis.core.executor import Executor
 
     out = console(stderr=True)
@@ -122,7 +128,9 @@ async def _serve(model: str, addresses: dict[str, dict[str, Any]], **settings: A
             raise UsageError(
                 f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id ({reason})"
             ) from error
-    async with executor:
+    async with executor, AsyncExitStack() as stack:
+        if trace is not None:
+            stack.enter_context(executor.trace(trace))
         for address, options in addresses.items():
             await executor.listen(address, **options)
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")

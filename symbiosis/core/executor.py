@@ -8,12 +8,13 @@ answer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from symbiosis.core.session import ExecutorSession
 from symbiosis.core.share import Share
 from symbiosis.core.splitting import SplitModel
 from symbiosis.core.statistics import Counters, Statistics
+from symbiosis.core.timeline import Timeline
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ExecutorClosedError, LayerError, UsageError
 
@@ -98,6 +100,7 @@ class Executor:
         self._scheduler = Scheduler(policy, layers=len(self._split.layers), max_rows=max_rows)
         self._runner = Runner(self._split.layers)
         self._counters = Counters()
+        self._timeline: Timeline | None = None
         self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         self._listeners: list[Listener] = []
         self._sessions: dict[str, ExecutorSession] = {}
@@ -242,6 +245,28 @@ class Executor:
         """Count from zero, for instance after a warm-up."""
         self._counters = Counters()
 
+    @contextlib.contextmanager
+    def trace(self, file: str | Path) -> Iterator[None]:
+        """Write what runs when to a file, for as long as the block runs: batches, and for each client when it was
+        thinking, waiting and running. Chrome's trace format; open it at https://ui.perfetto.dev.
+
+        ::
+
+            with executor.trace("batches.json"):
+                await client.train_step(batch, optimizer)
+
+        Raises:
+            UsageError: the file cannot be written, or a trace is being written already.
+        """
+        if self._timeline is not None:
+            raise UsageError("a trace of this executor is being written already; end that first")
+        timeline = self._timeline = Timeline(file, [spec.name for spec in self.layers], _now())
+        try:
+            yield
+        finally:
+            self._timeline = None
+            timeline.close()
+
     # ------------------------------------------------------------------------- the service that transports listen for
 
     @property
@@ -328,7 +353,10 @@ class Executor:
             raise self._errors(call.key, rows, 1, error)[0] from error
         finally:
             self._running.release()
-        self._counters.count_lone(call.key, client, rows, _now() - started)
+        ended = _now()
+        self._counters.count_lone(call.key, client, rows, ended - started)
+        if (timeline := self._timeline) is not None:
+            timeline.ran_alone(call.key, client, rows, started, ended)
         return results
 
     def cancel(self, call: Call) -> None:
@@ -340,12 +368,16 @@ class Executor:
     def begin_pass(self, client: str) -> None:
         """A client starts to walk the model."""
         self._scheduler.pass_began(client)
+        if self._timeline is not None:
+            self._timeline.pass_began(client, _now())
         self._meet(client)
         self._turned = -math.inf  # others may be about to: let the loop turn once before anything runs alone
 
     def end_pass(self, client: str) -> None:
         """A client is idle."""
         self._scheduler.pass_ended(client)
+        if self._timeline is not None:
+            self._timeline.pass_ended(client, _now())
         self.pump_soon()
 
     def _meet(self, client: str) -> None:
@@ -415,6 +447,8 @@ class Executor:
             if reply is not None and results is not None and not reply.done():
                 reply.set_result(results)
         self._counters.count(batch, answered, started, ended)
+        if self._timeline is not None:
+            self._timeline.ran(batch, answered, started, ended)
 
     def _fail(self, batch: Batch, cause: Exception) -> None:
         for (request, _, _), error in zip(

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from symbiosis.core.requests import Batch, Key, Request
 
-__all__ = ["ClientStatistics", "LayerStatistics", "Statistics"]
+__all__ = ["ClientStatistics", "LayerStatistics", "Statistics", "group_name"]
 
 
 MAX_KEYS = 20_000
@@ -143,7 +143,7 @@ class Counters:
     def snapshot(self, names: list[str]) -> Statistics:
         """The statistics so far; ``names`` of the layer table."""
         layers = {
-            f"{_group_name([names[index] for index in key.layers])} {key.pass_.name.lower().replace('_', ' ')}": (
+            f"{group_name([names[index] for index in key.layers])} {key.pass_.name.lower().replace('_', ' ')}": (
                 LayerStatistics(layer.requests, layer.batches, layer.members, layer.rows, layer.wait_s)
             )
             for key, layer in sorted(self.layers.items())
@@ -170,7 +170,8 @@ class Counters:
         )
 
 
-def _group_name(names: list[str]) -> str:
+def group_name(names: list[str]) -> str:
+    """How siblings are called: ``model.layers.0.self_attn.q_proj+k_proj+v_proj``."""
     prefix = names[0].rpartition(".")[0]
     if len(names) > 1 and all(name.rpartition(".")[0] == prefix for name in names):
         return f"{prefix}.{'+'.join(name.rpartition('.')[2] for name in names)}"

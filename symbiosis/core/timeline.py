@@ -1,0 +1,135 @@
+"""What ran when, for people to look at: events in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
+
+One line shows the executor's batches, with their layers, rows, members and the policy's reason; one line for each
+client shows when it was thinking, waiting in a queue, and running.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.statistics import group_name
+from symbiosis.errors import UsageError
+
+__all__ = ["Timeline"]
+
+MAX_EVENTS = 5_000_000
+"""Some 600 MB. Nothing is written after that."""
+_BATCHES = 0
+
+
+class Timeline:
+    """Writes a trace file as events come, so that it is of use even if its process is killed.
+
+    Times are seconds on the executor's clock. Thread-safe: lone requests run on their client's thread.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+
+    def __init__(self, file: str | Path, names: Sequence[str], now: float) -> None:
+        self._names = names
+        self._began = now
+        self._lines: dict[str, int] = {}
+        self._thinks_since: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self.events = 0
+        try:
+            self._file = Path(file).open("w", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise UsageError(f"cannot write a trace to {file}: {error.strerror or error}") from error
+        self._file.write("[\n")
+        self._name_line(_BATCHES, "batches")
+
+    # -------------------------------------------------------------------------------------------------- what happens
+
+    def ran(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
+        """A batch ran, and answered these requests."""
+        with self._lock:
+            name = self._name_of(batch.key)
+            members = len(batch.slices)
+            pass_ = batch.key.pass_.name.lower()
+            facts = {"rows": batch.rows, "members": members, "reason": batch.reason, "pass": pass_}
+            self._event(_BATCHES, name, "batch", started, ended, facts)
+            for request, start, stop in batch.slices:
+                line = self._line(request.client)
+                if start == 0:
+                    self._thought(request.client, request.arrived)
+                    self._event(line, "waiting", "waiting", request.arrived, started)
+                mine = {"rows": stop - start, "kind": request.kind.name.lower()}
+                self._event(line, name, "running", started, ended, mine)
+            for request in answered:
+                self._thinks_since[request.client] = ended
+
+    def ran_alone(self, key: Key, client: str, rows: int, started: float, ended: float) -> None:
+        """A lone request ran, without a wait."""
+        with self._lock:
+            name = self._name_of(key)
+            facts = {"rows": rows, "members": 1, "reason": "lone", "pass": key.pass_.name.lower()}
+            self._event(_BATCHES, name, "batch", started, ended, facts)
+            line = self._line(client)
+            self._thought(client, started)
+            self._event(line, name, "running", started, ended, {"rows": rows})
+            self._thinks_since[client] = ended
+
+    def pass_began(self, client: str, now: float) -> None:
+        with self._lock:
+            self._thinks_since[client] = now
+
+    def pass_ended(self, client: str, now: float) -> None:
+        with self._lock:
+            self._thought(client, now)
+
+    def close(self) -> None:
+        """Finish the file; harmless a second time."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write("{}]\n")
+                self._file.close()
+
+    # ----------------------------------------------------------------------------------------------------------- parts
+
+    def _thought(self, client: str, until: float) -> None:
+        since = self._thinks_since.pop(client, None)
+        if since is not None and until > since:
+            self._event(self._line(client), "thinking", "thinking", since, until)
+
+    def _line(self, client: str) -> int:
+        line = self._lines.get(client)
+        if line is None:
+            line = self._lines[client] = len(self._lines) + 1
+            self._name_line(line, client)
+        return line
+
+    def _name_line(self, line: int, name: str) -> None:
+        self._write({"ph": "M", "name": "thread_name", "pid": 1, "tid": line, "args": {"name": name}})
+        self._write({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": line, "args": {"sort_index": line}})
+
+    def _event(
+        self, line: int, name: str, category: str, began: float, ended: float, facts: dict[str, Any] | None = None
+    ) -> None:
+        event = {
+            "ph": "X",
+            "name": name,
+            "cat": category,
+            "pid": 1,
+            "tid": line,
+            "ts": round(1e6 * (began - self._began), 1),
+            "dur": round(1e6 * (ended - began), 1),
+        }
+        if facts is not None:
+            event["args"] = facts
+        self._write(event)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self.events < MAX_EVENTS and not self._file.closed:
+            self.events += 1
+            self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+
+    def _name_of(self, key: Key) -> str:
+        return group_name([self._names[index] for index in key.layers])

@@ -1,0 +1,76 @@
+"""A trace of what ran when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import symbiosis
+from symbiosis.errors import UsageError
+from tests.helpers import BATCH, IDS, adamw, lora
+
+
+def lines(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Events by the name of their line."""
+    names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
+    for event in events:
+        if event.get("ph") == "X":
+            found[names[event["tid"]]].append(event)
+    return found
+
+
+async def test_batches_and_clients(base: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    async with symbiosis.Executor(base, max_rows=8) as executor:
+        async with executor.client(lora(), name="alice") as alice, executor.client(name="bob") as bob:
+            executor.reset_statistics()
+            with executor.trace(file):
+                await asyncio.gather(alice.train_step(BATCH, adamw(alice.model)), bob.forward(input_ids=IDS))
+            statistics = executor.statistics()
+            await bob.forward(input_ids=IDS)  # no longer traced
+    traced = lines([event for event in json.loads(file.read_text()) if event])
+    batches = traced["batches"]
+    assert len(batches) == statistics.batches
+    assert sum(event["args"]["rows"] for event in batches) == statistics.rows
+    assert sum(event["args"]["members"] for event in batches) == statistics.members
+    assert {event["args"]["reason"] for event in batches} == set(statistics.reasons)
+    assert any(event["name"].endswith("self_attn.q_proj") for event in batches)
+    for client in ("alice", "bob"):
+        mine = sorted(traced[client], key=lambda event: float(event["ts"]))
+        assert {event["cat"] for event in mine} >= {"thinking", "running"}
+        assert sum(event["args"]["rows"] for event in mine if event["cat"] == "running") > 0
+        assert all(event["dur"] >= 0 for event in mine)
+        for before, after in pairwise(mine):  # one thing at a time
+            assert after["ts"] >= before["ts"] + before["dur"] - 1.0
+
+
+async def test_lone_requests_too(base: Any, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        await client.forward(input_ids=IDS)
+        await asyncio.sleep(0.6)
+        executor.reset_statistics()
+        with executor.trace(file):
+            await client.forward(input_ids=IDS)
+            assert executor.statistics().reasons["lone"] > 0
+    batches = lines([event for event in json.loads(file.read_text()) if event])["batches"]
+    assert {event["args"]["reason"] for event in batches} >= {"lone"}
+
+
+async def test_one_at_a_time_and_where_it_can_be_written(base: Any, tmp_path: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(UsageError, match="cannot write a trace"), executor.trace(tmp_path / "nowhere" / "t.json"):
+            pass
+        with executor.trace(tmp_path / "a.json"):
+            with pytest.raises(UsageError, match="already"), executor.trace(tmp_path / "b.json"):
+                pass
+        with executor.trace(tmp_path / "b.json"):
+            pass
+    assert not (tmp_path / "nowhere").exists()
+    assert json.loads((tmp_path / "b.json").read_text())
