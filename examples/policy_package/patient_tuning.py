@@ -1,0 +1,42 @@
+"""A policy of one's own, as a package: fine-tuning waits for everything else. docs/policies.md tells how it was made."""
+
+from __future__ import annotations
+
+from symbiosis.core.protocols import Decision, QueueView, Run, View
+from symbiosis.core.requests import Kind, Request
+
+
+class PatientTuning:
+    """Queues with inference in them go first, the largest of them. Fine-tuning goes when there are none, a few rows at
+    a time while tenants generate text: they are thinking, and will be back in a moment.
+
+    Args:
+        patience_ms: after which a request goes before all others, whatever it is.
+        rows: of fine-tuning in a batch while tenants generate.
+    """
+
+    name = "patient-tuning"
+    lone_at_once = True
+
+    def __init__(self, patience_ms: float = 800.0, rows: int = 64) -> None:
+        self.patience_ms = patience_ms
+        self.rows = rows
+        self._generated = float("-inf")
+
+    def submitted(self, request: Request) -> None:
+        if request.kind is not Kind.FINETUNE:
+            self._generated = request.arrived
+
+    def decide(self, view: View, now: float) -> Decision:
+        oldest = view.oldest
+        if now - oldest.arrived >= self.patience_ms / 1e3:
+            return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "patience")
+        queue = max(view.queues.values(), key=_importance)
+        if _importance(queue)[0]:
+            return Run(queue.key, queue.take(view.max_rows), "inference")
+        rows = self.rows if now - self._generated < 0.1 else view.max_rows
+        return Run(queue.key, queue.take(min(rows, view.max_rows)), "tuning")
+
+
+def _importance(queue: QueueView) -> tuple[bool, int]:
+    return any(request.kind is not Kind.FINETUNE for request in queue), queue.rows

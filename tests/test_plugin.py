@@ -1,0 +1,81 @@
+"""A policy from a package of its own: installed from another folder, found, listed, configured, conforming, serving."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from symbiosis.core.registry import make_transport
+from tests.service import Service, save_model
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "examples" / "policy_package"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that it was installed to by pip, from a copy: a build leaves things beside its sources."""
+    folder = tmp_path_factory.mktemp("plugin")
+    shutil.copytree(PACKAGE, folder / "source", ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", str(folder / "installed"), str(folder / "source")], check=True, timeout=120)
+    return folder / "installed"
+
+
+def symbiosis(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "symbiosis.cli.main", *arguments],
+        env={**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_it_is_listed_with_its_options(installed: Path) -> None:
+    done = symbiosis(installed, "policies")
+    assert done.returncode == 0, done.stderr
+    assert "patient-tuning" in done.stdout
+    assert "patience_ms=800.0, rows=64" in done.stdout
+
+
+def test_its_options_are_checked(installed: Path) -> None:
+    done = symbiosis(installed, "serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--policy", "patient-tuning:row=3")
+    assert done.returncode != 0
+    assert "patience_ms, rows" in done.stderr
+
+
+def test_it_passes_its_own_tests(installed: Path) -> None:
+    """The conformance kit among them."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PACKAGE / "test_patient_tuning.py")],
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_it_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    address, trace = f"shm://{tmp_path}/s.sock", tmp_path / "batches.json"
+    options = ["--policy", "patient-tuning:rows=32", "--trace", str(trace)]
+    with Service(save_model(tmp_path / "model"), address, *options) as service:
+        assert "PatientTuning" in make_transport(address).look(address).status["policy"]
+        assert service.stop() == 0
+    assert trace.read_text().rstrip().endswith("]")
+
+
+def test_the_tutorial_shows_this_code() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "policies.md").read_text(), re.DOTALL)
+    assert blocks == [(PACKAGE / name).read_text() for name in ("patient_tuning.py", "test_patient_tuning.py")]
