@@ -1,4 +1,4 @@
-"""A policy of one's own, as a package: fine-tuning waits for everything else. docs/policies.md tells how it was made."""
+"""A policy of one's own, as a package: fine-tuning waits for everything else. See docs/policies.md."""
 
 from __future__ import annotations
 
