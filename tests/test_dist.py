@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes, wire
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes, Note
+from symbiosis.transports.tcp_connection import Connection
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, until
 from tests.raw import a_call, hello, raw, receive, rows
@@ -35,6 +37,12 @@ from tests.service import free_port
 
 LOCAL = "dist://127.0.0.1:0"
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes of hostile clients end within the test."""
+    monkeypatch.setattr(lanes, "WITHIN_S", 3.0)
 
 
 # --------------------------------------------------------------------------------------------------------- equivalence
@@ -45,7 +53,7 @@ async def test_coroutines_alone_bit_equal(base: Any, method: str | None) -> None
     config = METHODS[method]("llama") if method else None
     expected = run_job_plain(base, copy.deepcopy(config))
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(config, seed=0) as client:
             outcome = await run_job(client)
     comparison = Comparison.of(outcome, expected)
@@ -56,7 +64,7 @@ async def test_coroutines_alone_bit_equal(base: Any, method: str | None) -> None
 async def test_synchronous_code_alone_bit_equal(base: Any, base_layers: str) -> None:
     expected = run_job_plain(base, lora())
     async with symbiosis.Executor(base, base_layers=base_layers) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
 
         def tenant() -> Any:
             with symbiosis.open_model(listener.address) as opened:
@@ -71,7 +79,7 @@ async def test_bfloat16() -> None:
     model = tiny_model(dtype=torch.bfloat16)
     expected = run_job_plain(model, lora())
     async with symbiosis.Executor(model) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
             comparison = Comparison.of(await run_job(client), expected)
     assert comparison.bit_equal, comparison
@@ -80,7 +88,7 @@ async def test_bfloat16() -> None:
 async def test_among_others(base: Any) -> None:
     expected = run_job_plain(base, lora())
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
             async with crowd(executor, [(lora(), "train"), (None, "generate")]):
                 outcome = await run_job(client)
@@ -89,7 +97,7 @@ async def test_among_others(base: Any) -> None:
 
 async def test_ipv6(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen("dist://[::1]:0")
+        listener = await executor.listen("dist://[::1]:0", insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client() as client:
             await client.forward(input_ids=IDS)
 
@@ -97,13 +105,14 @@ async def test_ipv6(base: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------- addresses
 
 
-async def test_tensors_stay_on_this_host_unless_told(base: Any, tmp_path: Path) -> None:
-    """Keys or not: torch.distributed encrypts nothing."""
+async def test_it_must_be_told_that_everybody_is_trusted(base: Any, tmp_path: Path) -> None:
+    """Keys or not: torch.distributed encrypts nothing, and trusts its peers."""
     new_key(tmp_path, "server")
     key = new_key(tmp_path, "alice")
     async with symbiosis.Executor(base) as executor:
-        with pytest.raises(UsageError, match="not encrypted"):
-            await executor.listen("dist://0.0.0.0:0", keys=tmp_path)
+        for address in ("dist://0.0.0.0:0", LOCAL):
+            with pytest.raises(UsageError, match="not encrypted"):
+                await executor.listen(address, keys=tmp_path)
         with pytest.raises(UsageError, match="insecure=True"):
             await symbiosis.connect("dist://192.0.2.1:7000", key=key).__aenter__()
         listener = await executor.listen("dist://0.0.0.0:0", keys=tmp_path, insecure=True)
@@ -121,7 +130,7 @@ async def test_nccl_without_a_gpu(base: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, backend="nccl")
+        listener = await executor.listen(LOCAL, insecure=True, backend="nccl")
         async with symbiosis.connect(listener.address) as remote:
             with pytest.raises(symbiosis.errors.RefusedError, match="no GPU here; use tcp://"):
                 await remote.client().open()
@@ -136,7 +145,7 @@ async def restart(address: str, executors: list[symbiosis.Executor], job: asynci
         await old.close()
         await asyncio.sleep(0.05)
         await new.start()
-        await new.listen(address)
+        await new.listen(address, insecure=True)
 
 
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
@@ -145,7 +154,7 @@ async def test_survives_a_restart(base: Any, kind: str) -> None:
     address = f"dist://127.0.0.1:{free_port()}"
     executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(3)]
     await executors[0].start()
-    await executors[0].listen(address)
+    await executors[0].listen(address, insecure=True)
 
     async def coroutine() -> Any:
         async with symbiosis.connect(address, retry=30.0) as remote, remote.client(lora(), seed=0) as client:
@@ -164,7 +173,7 @@ async def test_survives_a_restart(base: Any, kind: str) -> None:
 
 async def test_patience_ends(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         remote = symbiosis.connect(listener.address, retry=0.3)
         await remote.__aenter__()
         client = await remote.client().open()
@@ -188,7 +197,7 @@ with symbiosis.open_model(sys.argv[1]) as model:
 )
 async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: float) -> None:
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         tenant = await asyncio.create_subprocess_exec(
             sys.executable, "-c", HANGS, listener.address, stdout=subprocess.PIPE
         )
@@ -203,11 +212,74 @@ async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: 
         await tenant.wait()
 
 
+ENDS = """
+import sys, torch, symbiosis
+with symbiosis.open_model(sys.argv[1]) as model:
+    model(torch.arange(3, 21).reshape(2, 9))
+print("end of script")
+"""
+
+
+async def test_a_process_ends_in_good_order(base: Any) -> None:
+    """gloo has threads of its own, which must not see the interpreter go down."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        for _ in range(3):
+            tenant = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", ENDS, listener.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            out, errors = await asyncio.wait_for(tenant.communicate(), 60)
+            assert (tenant.returncode, out) == (0, b"end of script\n"), errors
+
+
+async def test_an_executor_that_goes_again_at_once_is_asked_again(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the welcome and the first look at the connection."""
+    address = f"dist://127.0.0.1:{free_port()}"
+    async with symbiosis.Executor(copy.deepcopy(base)) as executor:
+        await executor.listen(address, insecure=True)
+        remote = symbiosis.connect(address, retry=30.0)
+        await remote.__aenter__()
+        client = await remote.client().open()
+    real, left = Connection.ends, [2]
+
+    def ends(self: Connection) -> tuple[str, str]:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise ConnectionLostError("gone again")
+        return real.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    monkeypatch.setattr(Connection, "ends", property(ends))
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address, insecure=True)
+        await asyncio.wait_for(client.forward(input_ids=IDS), 20)
+        assert left[0] < 0
+        await remote.close()
+
+
+async def test_reconnects_pile_nothing_up(base: Any) -> None:
+    """Lanes that are opened and left wait for their time; how many of a tenant do is limited."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True, limits=Limits(clients=3))
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            busy = 0
+            for number in range(12):
+                with raw(listener.address) as mallory:
+                    mallory.send(hello(f"mallory-{number}"))
+                    assert (await in_thread(receive, mallory))[0] is Type.WELCOME
+                    mallory.send(wire.pack(Type.RENDEZVOUS, 0, "", mute.getsockname()[1]))
+                    type_, content = await in_thread(receive, mallory)
+                    busy += type_ is Type.ENDED and content[0] == "BusyError"
+                await until(lambda: not executor.status()["clients"])
+            assert busy >= 9
+            waiting = [thread for thread in threading.enumerate() if thread.name == "symbiosis-dist"]
+            assert len(waiting) <= 6
+
+
 async def test_lanes_that_never_open_are_given_up(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages come through, tensors do not: that will not get better by asking again and again."""
     monkeypatch.setattr(lanes, "_gloo", lambda *_: 1 / 0)
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address, retry=60.0) as remote, remote.client() as client:
             with pytest.raises(BrokenError, match=r"torch\.distributed: division by zero"):
                 await asyncio.wait_for(client.forward(input_ids=IDS), 40)
@@ -295,7 +367,7 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
             with raw(listener.address) as mallory:
                 mallory.send(hello("mallory"))
@@ -326,7 +398,7 @@ async def test_garbage_disturbs_nobody(base: Any) -> None:
     with torch.no_grad():
         expected = base(IDS).logits
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
 
         @settings(max_examples=50)
         @given(MESSAGES)
@@ -345,11 +417,10 @@ async def test_garbage_disturbs_nobody(base: Any) -> None:
             await until(lambda: executor.status()["clients"] == ["alice"])
 
 
-async def test_garbage_at_the_port_of_a_lane(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_garbage_at_the_port_of_a_lane(base: Any) -> None:
     """gloo's own port, opened for one client: whoever talks to it may cost that client its lane, and nothing else."""
-    monkeypatch.setattr(lanes, "WITHIN_S", 2.0)
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
             with raw(listener.address) as mallory, socket.create_server(("127.0.0.1", 0)) as hers:
                 mallory.send(hello("mallory"))
@@ -367,7 +438,7 @@ async def test_who_announces_and_does_not_send(base: Any) -> None:
     """Limits hold for what is announced: nothing is allocated beyond them."""
     limits = Limits(calls=4, arena_bytes=1 << 20)
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, limits=limits)
+        listener = await executor.listen(LOCAL, insecure=True, limits=limits)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
             with raw(listener.address) as mallory:
                 mallory.send(hello("mallory"))
@@ -384,7 +455,7 @@ async def test_who_announces_and_does_not_send(base: Any) -> None:
 async def test_a_client_of_ours_keeps_to_the_limits(base: Any) -> None:
     limits = Limits(calls=4, rows=64)
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
-        listener = await executor.listen(LOCAL, limits=limits)
+        listener = await executor.listen(LOCAL, insecure=True, limits=limits)
         channel = await make_transport(listener.address).connect(listener.address, "greedy")
         x = torch.randn(20, 32)
         replies = [channel.send(Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,))) for _ in range(200)]
@@ -396,7 +467,7 @@ async def test_a_client_of_ours_keeps_to_the_limits(base: Any) -> None:
 async def test_cancelled_on_its_way(base: Any) -> None:
     """A call that is cancelled while its tensors travel is answered once, and the lane goes on."""
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         channel = await make_transport(listener.address).connect(listener.address, "client")
         x = torch.randn(50_000, 32)
         for _ in range(5):
@@ -417,7 +488,7 @@ def descriptors() -> int:
 
 async def test_training_leaves_nothing_behind(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
+        listener = await executor.listen(LOCAL, insecure=True)
         before = descriptors()
         async with symbiosis.connect(listener.address) as remote:
             for _ in range(3):

@@ -213,7 +213,7 @@ async def test_over_dist(checkpoint: Path, backend: str) -> None:
     expected = run_job_plain(plain(checkpoint), lora())
     address = f"dist://127.0.0.1:{free_port()}"
     device = "cuda:1" if backend == "nccl" else "cuda"
-    with Service(checkpoint, address, "--device", device, "--dist-backend", backend) as service:
+    with Service(checkpoint, address, "--device", device, "--dist-backend", backend, "--insecure") as service:
         async with symbiosis.connect(service.address) as remote:
             async with remote.client(lora(), seed=0, device="cuda") as client:
                 comparison = Comparison.of(await run_job(client), expected)

@@ -209,7 +209,7 @@ async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path,
         async with alice, bob, alice.client() as hers, bob.client(name="bob") as his:
             await hers.forward(input_ids=IDS)
             (keys / "alice.public").unlink()
-            await until(lambda: executor.status()["clients"] == ["bob"], 5)
+            await until(lambda: executor.status()["clients"] == ["bob/bob"], 5)
             with pytest.raises(RefusedError, match="the key of alice was taken away"):  # and does not come back
                 await asyncio.wait_for(hers.forward(input_ids=IDS), 5)
             (keys / "bob.public").rename(keys / "robert.public")
@@ -246,7 +246,7 @@ async def test_nobody_speaks_for_another(base: Any, keys: Path, caplog: pytest.L
                 bob.send(hello("b"))
                 bob.send_multipart([a_call(1), rows()])
                 await asyncio.sleep(0.3)
-                assert executor.status()["clients"] == ["a"]
+                assert executor.status()["clients"] == ["alice/a"]
                 assert executor.status()["requests"] == 0
                 assert not bob.poll(0)
             alice.send_multipart([a_call(1), rows()])
@@ -625,11 +625,44 @@ async def test_a_mute_connection_is_closed(base: Any, monkeypatch: pytest.Monkey
             await until(lambda: not listener.links)  # type: ignore[attr-defined]
 
 
+async def test_names_are_each_tenants_own(base: Any, keys: Path) -> None:
+    """Nobody takes another's place by taking its name."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
+        bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
+        async with alice, bob, alice.client(name="job") as hers, bob.client(name="job") as his:
+            await asyncio.gather(hers.forward(input_ids=IDS), his.forward(input_ids=IDS))
+            assert executor.status()["clients"] == ["alice/job", "bob/job"]
+
+
+async def test_hello_is_said_once(base: Any) -> None:
+    """Each is answered with the tokenizer's files: enough of them would be a lot."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        with raw(listener.address) as mallory:
+            mallory.send(hello(None))
+            assert (await in_thread(receive, mallory))[0] is Type.WELCOME
+            mallory.send(hello(None))
+            type_, content = await in_thread(receive, mallory)
+            assert (type_, content[1]) == (Type.ENDED, "a second HELLO")
+
+
+async def test_looking_has_an_end(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "LOOK_WITHIN_S", 0.5)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        with raw(listener.address) as idle:
+            idle.send(hello(None))
+            assert (await in_thread(receive, idle))[0] is Type.WELCOME
+            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+
+
 async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys, limits=Limits(clients=1))
         async with symbiosis.connect(listener.address, key=keys / "alice.secret") as remote, remote.client():
-            with pytest.raises(RefusedError, match="alice has 1 clients here already"):
+            with pytest.raises(RefusedError, match="alice has 1 connections here already"):
                 await remote.client().open()
             async with symbiosis.connect(listener.address, key=keys / "bob.secret") as other, other.client() as bob:
                 await bob.forward(input_ids=IDS)

@@ -48,7 +48,13 @@ class TestDist(TransportConformance):
     def address(self, folder: Path) -> str:
         return "dist://127.0.0.1:0"
 
+    def listen_options(self, folder: Path) -> dict[str, Any]:
+        return {"insecure": True}
+
 
 class TestDistWithKeys(TestTcpWithKeys):
     def address(self, folder: Path) -> str:
         return "dist://127.0.0.1:0"
+
+    def listen_options(self, folder: Path) -> dict[str, Any]:
+        return {**super().listen_options(folder), "insecure": True}

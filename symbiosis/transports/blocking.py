@@ -27,6 +27,9 @@ __all__ = ["BlockingChannel", "SynchronousChannel", "forked_error"]
 
 log = get_logger(__name__)
 
+AGAIN_S = 5.0
+"""How long to try for another connection after a call was interrupted."""
+
 Results = tuple[torch.Tensor, ...]
 
 
@@ -64,9 +67,10 @@ class BlockingChannel(SynchronousChannel, ABC):
         self._lock = threading.Lock()
         self._closed = False
         self._in_pass = False
+        self._spoiled = False
+        """Whether somebody was interrupted in the middle of an exchange, by Ctrl-C say."""
         self._pid = os.getpid()
-        me = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _forked(me))
+        _channels.add(self)
 
     # --------------------------------------------------------------------------------------- what a transport provides
 
@@ -105,20 +109,30 @@ class BlockingChannel(SynchronousChannel, ABC):
             while True:
                 if self._closed:
                     raise self._closed_error()
+                if self._spoiled:
+                    self._reconnect(InterruptedError("a call was interrupted"), max(self._retry_s, AGAIN_S))
+                    self._spoiled = False
                 try:
                     return self._exchange(call)
                 except (OSError, ConnectionLostError, ExecutorClosedError) as error:
-                    self._reconnect(error)
+                    self._reconnect(error, self._retry_s)
+                except SymbiosisError:
+                    raise
+                except BaseException:
+                    # Nobody knows what was sent, and what is still to come. The executor keeps nothing between calls.
+                    self._spoiled = True
+                    raise
 
-    def _reconnect(self, cause: BaseException) -> None:
+    def _reconnect(self, cause: Exception, patience_s: float) -> None:
         self._hang_up()
         if self._closed:
             raise self._closed_error()
-        if self._retry_s <= 0:
+        if patience_s <= 0:
             raise ConnectionLostError(f"lost the executor at {self._address}: {cause}") from cause
-        log.warning("executor lost", address=self._address, client=self.client, why=str(cause))
+        if not self._spoiled:
+            log.warning("executor lost", address=self._address, client=self.client, why=str(cause))
         last: BaseException = cause
-        for delay in backoff(self._retry_s):
+        for delay in backoff(patience_s):
             time.sleep(delay)
             if self._closed:
                 raise self._closed_error()
@@ -132,7 +146,7 @@ class BlockingChannel(SynchronousChannel, ABC):
                 log.info("executor is back", address=self._address, client=self.client)
                 return
         raise ConnectionLostError(
-            f"lost the executor at {self._address} and it did not come back within {self._retry_s:.0f} s: {last}"
+            f"lost the executor at {self._address} and it did not come back within {patience_s:.0f} s: {last}"
         ) from last
 
     def begin_pass(self) -> None:
@@ -162,10 +176,15 @@ class BlockingChannel(SynchronousChannel, ABC):
         return ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
 
 
-def _forked(channel: weakref.ref[BlockingChannel]) -> None:
-    """In a forked child (a DataLoader's worker, say): the connection is the parent's alone."""
-    mine = channel()
-    if mine is not None:
-        mine._closed = True
-        mine._lock = threading.Lock()
-        mine._let_go()
+_channels: weakref.WeakSet[BlockingChannel] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child (a DataLoader's worker, say): the connections are the parent's alone."""
+    for channel in list(_channels):
+        channel._closed = True
+        channel._lock = threading.Lock()
+        channel._let_go()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -4,8 +4,9 @@ All but the tensors is as over ``tcp://``: ZeroMQ carries the messages, CURVE ke
 limits are the same. The tensors travel by :mod:`symbiosis.transports.lanes`: of a CALL after its message, of a RESULT
 too.
 
-What torch.distributed sends is neither encrypted nor made for strangers: whoever reaches its ports can disturb it. So
-beyond this host it must be told ``insecure=True``, keys or not; it is for clusters whose hosts trust each other.
+torch.distributed encrypts nothing and trusts its peers: a tenant who answers gloo with the wrong bytes ends the
+executor's process, inside C++ where nothing can be done about it. So a listener must be told ``insecure=True``, keys or
+not, and so must a client whose executor is on another host. It is for clusters whose tenants trust each other.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from symbiosis.core.protocols import Channel, Session
-from symbiosis.errors import ClientClosedError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.core.protocols import Channel, Service, Session
+from symbiosis.errors import BusyError, ClientClosedError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.chunks import Progress, bar_unless
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes, Note
 from symbiosis.transports.sockets import Frames, local_ip
-from symbiosis.transports.tcp import TcpTransport
+from symbiosis.transports.tcp import TcpListener, TcpTransport
 from symbiosis.transports.tcp_client import Pending, TcpChannel
 from symbiosis.transports.tcp_connection import Connection, Message
 from symbiosis.transports.tcp_peer import Link, TcpPeer
@@ -31,12 +33,11 @@ from symbiosis.transports.threads import LoopThread, ThreadedChannel
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import CallMessage, Limits, Type
 
-if TYPE_CHECKING:
-    from symbiosis.transports.tcp import TcpListener
-
 __all__ = ["DistChannel", "DistPeer", "DistTransport"]
 
 MAX_FAILURES = 5
+_open_lanes: WeakKeyDictionary[TcpListener, dict[str, list[Lanes]]] = WeakKeyDictionary()
+"""By listener and tenant."""
 
 
 class DistPeer(TcpPeer):
@@ -54,6 +55,12 @@ class DistPeer(TcpPeer):
     def welcome(self, session: bool) -> dict[str, Any]:
         return {**super().welcome(session), "backend": self._backend}
 
+    def received(self, data: bytes | memoryview) -> None:
+        try:
+            super().received(data)
+        except BusyError as error:
+            self.refuse(error)
+
     def _control(self, type_: Type, content: Sequence[Any]) -> None:
         if type_ is Type.RENDEZVOUS and self.session is not None:
             self._open().met(Note(*wire.read_rendezvous(content)))
@@ -62,12 +69,20 @@ class DistPeer(TcpPeer):
 
     def _open(self) -> Lanes:
         if self._lanes is None:
+            # A lane may outlast its session by WITHIN_S, and has threads: those count as well.
+            waiting = _open_lanes.setdefault(self._listener, {}).setdefault(self.tenant, [])
+            waiting[:] = [lanes for lanes in waiting if lanes.alive]
+            if len(waiting) >= self._limits.clients:
+                raise BusyError(
+                    f"{self.tenant} has {len(waiting)} connections whose lanes are not closed yet; try later"
+                )
             try:
                 local = local_ip(self.link.descriptor)
             except OSError as error:
                 raise WireError("its connection has ended") from error
             remote = self.link.remote[0]
             self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, remote, self._tell, self._broken)
+            waiting.append(self._lanes)
         return self._lanes
 
     @property
@@ -239,11 +254,14 @@ class DistTransport(TcpTransport):
         self._backend = backend
         self._peer = self._make_peer
 
-    def _check_exposed(self, address: str) -> None:
-        raise UsageError(
-            f"{address} can be reached from other hosts, and what torch.distributed sends is not encrypted, with keys "
-            "or without; give insecure=True if all hosts on the network may be trusted, or use tcp://"
-        )
+    async def listen(self, address: str, service: Service) -> TcpListener:
+        if not self._insecure:
+            raise UsageError(
+                f"{address}: what torch.distributed sends is not encrypted, keys or not, and a tenant who misuses it "
+                "can end the executor's process; give insecure=True (--insecure) if all tenants and hosts may be "
+                "trusted, or use tcp://"
+            )
+        return await super().listen(address, service)
 
     def connect_blocking(self, address: str, client: str) -> Channel:
         # Lanes live on an event loop; so does this client's end of them, in a thread of its own.

@@ -14,12 +14,14 @@ bytes that the other side's C++ code takes as they are (and crashes on if they a
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import os
 import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -39,6 +41,9 @@ UP, DOWN = 0, 1
 """Lanes: from the client, to the client."""
 WITHIN_S = 60.0
 """How long the rendezvous, or one matrix, may take."""
+
+END_WITHIN_S = 5.0
+"""At the end of the process."""
 
 _SOCKADDR = 128
 _ADDRESS = _SOCKADDR + 8
@@ -110,6 +115,11 @@ class Lanes:
         for lane in self._lanes:
             lane.close()
 
+    @property
+    def alive(self) -> bool:
+        """Whether a thread of it still waits for something."""
+        return any(lane.alive for lane in self._lanes)
+
     # From the lanes' threads.
 
     def call_soon(self, callback: Callable[[], None]) -> None:
@@ -148,7 +158,9 @@ class _Lane:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._group: Any = None
-        threading.Thread(target=self._run, args=(make,), name="symbiosis-dist", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(make,), name="symbiosis-dist", daemon=True)
+        _threads.add(self)
+        self._thread.start()
 
     def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
         self._jobs.put(_Job(tensors, done, _event(self._device)))
@@ -161,6 +173,10 @@ class _Lane:
         self._jobs.put(None)
 
     def _run(self, make: Callable[[], Any]) -> None:
+        self._work(make)
+        _threads.discard(self)  # now that the group is gone, with its own threads
+
+    def _work(self, make: Callable[[], Any]) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -176,6 +192,15 @@ class _Lane:
         finally:
             self._group = None
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self, within_s: float) -> None:
+        """Close it and wait for its thread."""
+        self.close()
+        self._thread.join(within_s)
+
     def _one(self, group: Any) -> bool:
         job = self._jobs.get()
         if job is None:
@@ -188,6 +213,19 @@ class _Lane:
         if job.done is not None:
             self._lanes.call_soon(partial(_after, _event(self._device), job.done))
         return True
+
+
+_threads: set[_Lane] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    """gloo's threads must not see the interpreter go down: C++ ends the process with an abort then."""
+    end = time.monotonic() + END_WITHIN_S
+    for lane in list(_threads):
+        lane.close()
+    for lane in list(_threads):
+        lane.end(max(end - time.monotonic(), 0.0))
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:

@@ -42,6 +42,7 @@ class Peer(ABC):
         self._rows = 0
         self._paused = False
         self._gone = False
+        self._greeted = False
 
     # --------------------------------------------------------------------------------------- what a transport provides
 
@@ -72,6 +73,10 @@ class Peer(ABC):
     @abstractmethod
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
         """Send RESULT, with the results where the message wants them."""
+
+    def qualified(self, name: str) -> str:
+        """What a client of this name is called here."""
+        return name
 
     # ------------------------------------------------------------------------------------------------- the conversation
 
@@ -105,18 +110,19 @@ class Peer(ABC):
             raise WireError(f"{type_.name} is not for executors")
 
     def _hello(self, hello: wire.Hello) -> None:
-        if self.session is not None:
+        if self._greeted:
             raise WireError("a second HELLO")
+        self._greeted = True
         if hello.name is not None:
             try:
-                self.session = self._service.join(hello.name)
+                self.session = self._service.join(self.qualified(hello.name))
             except UsageError as error:  # the name is in use
                 self.refuse(BusyError(str(error)))
                 return
             except ExecutorClosedError as error:
                 self.refuse(error)
                 return
-            log.info("client joined", client=hello.name, tenant=self.tenant)
+            log.info("client joined", client=self.session.client, tenant=self.tenant)
         share = self._service.share()
         welcome = {
             "share": share.description,

@@ -217,7 +217,8 @@ class _ShmPeer(Peer, asyncio.Protocol):
 
     def hang_up(self) -> None:
         self._stop_waiting()
-        self._transport.close()
+        self._transport.close()  # when what was said has been read; but not for ever
+        self._deadline = asyncio.get_running_loop().call_later(wire.GOODBYE_S, self._transport.abort)
 
     def listen(self, wanted: bool) -> None:
         self._listening = wanted
@@ -230,6 +231,9 @@ class _ShmPeer(Peer, asyncio.Protocol):
     def welcome(self, session: bool) -> dict[str, Any]:
         self._stop_waiting()
         if not session:
+            self._deadline = asyncio.get_running_loop().call_later(
+                wire.LOOK_WITHIN_S, lambda: self.refuse(WireError("it has looked for long enough"))
+            )
             return {}
         self._arena, descriptor = Arena.create(self._limits.arena_bytes)
         try:

@@ -129,8 +129,6 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         """Whether the last answer came soon."""
         self._arena: Arena | None = None
         self._gpu: DeviceArena | None = None
-        self._owed: int | None = None
-        """A call whose answer somebody did not wait for."""
         self._use(connection)
 
     @classmethod
@@ -146,11 +144,8 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         self._arena = connection.arena
         self._gpu = self._gpu_arena(connection)
         self._frames = Frames(wire.MAX_TO_CLIENT)
-        self._owed = None
 
     def _exchange(self, call: Call) -> Results:
-        if self._owed is not None:
-            self._answer(self._owed)
         key, rows = call.key, call.tensors[0].shape[0]
         widths, dtype, results = self._expects(key)
         taken = spread(rows, widths, dtype)
@@ -158,7 +153,6 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         _put(memory, place, call, widths, dtype)
         id_ = next(self._ids)
         message = wire.pack_call(CallMessage(id_, key, call.kind, rows, place, place + taken))
-        self._owed = id_
         sent = time.perf_counter()
         self._socket.sendall(frame(message))
         type_, content = self._answer(id_)
@@ -183,9 +177,7 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
 
     def _answer(self, id_: int) -> tuple[Type, Sequence[Any]]:
         """RESULT or FAILED of call ``id_``."""
-        found = self._next(lambda type_, content: type_ in (Type.RESULT, Type.FAILED) and wire.read_id(content) == id_)
-        self._owed = None
-        return found
+        return self._next(lambda type_, content: type_ in (Type.RESULT, Type.FAILED) and wire.read_id(content) == id_)
 
     def _next(self, wanted: Callable[[Type, Sequence[Any]], bool]) -> tuple[Type, Sequence[Any]]:
         """The next message that is ``wanted``."""
@@ -207,6 +199,7 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
                 if message is None:
                     heard = time.monotonic()
                     continue
+            heard = 0.0
             type_, content = wire.unpack_answer(message)
             if type_ is Type.ENDED:
                 raise wire.error_of(*content[:2])

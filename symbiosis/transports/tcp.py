@@ -82,18 +82,14 @@ class TcpTransport:
 
     async def listen(self, address: str, service: Service) -> TcpListener:
         endpoint = await resolve(address)
-        if not endpoint.loopback and not self._insecure:
-            self._check_exposed(address)
+        if self._keys is None and not endpoint.loopback and not self._insecure:
+            raise UsageError(
+                f"{address} can be reached from other hosts; give keys=folder (--keys; `symbiosis keys new` makes "
+                "them), or insecure=True (--insecure) if everybody on the network may read along and use the executor"
+            )
         listener = TcpListener(endpoint, service, self._limits, self._keys, self._peer)
         listener.open(address)
         return listener
-
-    def _check_exposed(self, address: str) -> None:
-        if self._keys is None:
-            raise UsageError(
-                f"{address} can be reached from other hosts; give keys=folder (symbiosis.transports.keys.new_key makes "
-                "them), or insecure=True if everybody on the network may read along and use the executor"
-            )
 
     def _options(self) -> tcp_client.Options:
         return tcp_client.Options(self._key, self._insecure, self._retry_s, self._progress)
@@ -179,9 +175,9 @@ class TcpListener:
             self._chunks = Chunks(self.service.share().tensors)
         return self._chunks
 
-    def sessions_of(self, tenant: str) -> int:
-        """How many clients a tenant has here."""
-        return sum(peer.tenant == tenant and peer.session is not None for peer in self.peers.values())
+    def connections_of(self, tenant: str) -> int:
+        """How many clients, and how many who look, a tenant has here."""
+        return sum(peer.tenant == tenant and not peer.is_gone for peer in self.peers.values())
 
     # ------------------------------------------------------------------------------------------------------- messages
 
@@ -268,6 +264,8 @@ class TcpListener:
         for link in list(self.links.values()):
             if link.peer is None:
                 why = None if now - link.since < HELLO_WITHIN_S else "it has not said who it is"
+            elif link.peer.session is None and link.cut_at is None:
+                why = None if now - link.since < wire.LOOK_WITHIN_S else "it has looked for long enough"
             elif link.cut_at is not None:
                 why = None if now < link.cut_at else "it was shown out"
             else:

@@ -342,8 +342,13 @@ class TcpChannel:
                 self._end(another_model(self._address))
                 return
             self.welcome = welcome
+            try:
+                self._use(connection)
+            except MAY_RETURN as error:  # gone again
+                connection.close()
+                why = error
+                continue
             log.info("executor is back", address=self._address, client=self.client)
-            self._use(connection)
             return
         patience = f"{self._options.retry_s:.0f} s"
         self._end(
@@ -394,8 +399,6 @@ class TcpBlockingChannel(BlockingChannel):
         self._line = line
         self._ids = itertools.count(1)
         self._expected: dict[Key, Expected] = {}
-        self._owed: int | None = None
-        """A call whose answer somebody did not wait for."""
 
     @classmethod
     def open(cls, address: str, client: str, options: Options) -> TcpBlockingChannel:
@@ -415,15 +418,12 @@ class TcpBlockingChannel(BlockingChannel):
             return cls(address, *thread.run(join(progress)), client, options)
 
     def _exchange(self, call: Call) -> Results:
-        if self._owed is not None:
-            self._answer(self._owed)
         expected_ = self._expected.get(call.key)
         if expected_ is None:
             expected_ = self._expected[call.key] = expected(self.layers, call.key)
         rows, _ = measure(call, expected_, self.layers, self.welcome.limits)
         id_ = next(self._ids)
         message = wire.pack_call(CallMessage(id_, call.key, call.kind, rows, 0, 0))
-        self._owed = id_
         self._line.send([message, *map(payload, call.tensors)])
         type_, content, frames = self._answer(id_)
         if type_ is Type.FAILED:
@@ -449,7 +449,6 @@ class TcpBlockingChannel(BlockingChannel):
             if message.type is Type.ENDED:
                 raise wire.error_of(*message.content[:2])
             if message.type in (Type.RESULT, Type.FAILED) and wire.read_id(message.content) == id_:
-                self._owed = None
                 return message
 
     def _tell(self, in_pass: bool) -> None:
@@ -466,7 +465,7 @@ class TcpBlockingChannel(BlockingChannel):
         if welcome.fingerprint != self.welcome.fingerprint:
             line.close()
             raise another_model(self._address)
-        self._line, self.welcome, self._owed = line, welcome, None
+        self._line, self.welcome = line, welcome
 
     def _interrupt(self) -> None:
         pass  # it looks every tenth of a second

@@ -102,8 +102,8 @@ class Connection:
         private = key is not None and not self.address.startswith("dist:")
         if not private and not endpoint.loopback and not self._options.insecure:
             raise UsageError(
-                f"{self.address} is on another host; give key=file (yours, from whoever runs the executor), or "
-                "insecure=True if everybody on the network may read along"
+                f"{self.address} is on another host; give key=file (--key; yours, from whoever runs the executor), "
+                "or insecure=True (--insecure) if everybody on the network may read along"
             )
         socket = self._context.socket(zmq.DEALER)
         configure(socket, v6=endpoint.v6, max_frame_bytes=MAX_FRAME_BYTES)
@@ -139,7 +139,7 @@ class Connection:
 
     def _mismatch(self) -> str:
         if self._options.key is None:
-            return "this client has no key, and the executor wants one: give key=file"
+            return "this client has no key, and the executor wants one: give key=file (--key)"
         return "its public key is not the server-key in this client's key file, or it runs without keys"
 
     def _refusal(self, status: int) -> SymbiosisError:

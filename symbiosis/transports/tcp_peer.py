@@ -28,8 +28,6 @@ __all__ = ["Link", "TcpPeer"]
 PING = wire.pack(Type.PING)
 _COPIED_BELOW = 64 << 10
 """Bytes. ZeroMQ copies what is smaller: that costs less than keeping track of it."""
-GOODBYE_S = 1.0
-"""How long a client that was shown out has to take notice before its connection is cut."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,12 +140,15 @@ class TcpPeer(Peer):
         else:
             super()._control(type_, content)
 
+    def qualified(self, name: str) -> str:
+        # With keys, names are each tenant's own: nobody can be in the way of another.
+        return name if self.user is None else f"{self.tenant}/{name}"
+
     def _hello(self, hello: wire.Hello) -> None:
-        if hello.name is not None and self.session is None:
-            mine = self._listener.sessions_of(self.tenant)
-            if mine >= self._limits.clients:
-                self.refuse(BusyError(f"{self.tenant} has {mine} clients here already; close one first"))
-                return
+        mine = self._listener.connections_of(self.tenant)
+        if not self._greeted and mine > self._limits.clients:
+            self.refuse(BusyError(f"{self.tenant} has {mine - 1} connections here already; close one first"))
+            return
         super()._hello(hello)
 
     def tensors(self, message: CallMessage, expected: Expected) -> tuple[torch.Tensor, ...]:
@@ -188,7 +189,7 @@ class TcpPeer(Peer):
 
     def send(self, message: bytes) -> None:
         if not self._gone:
-            self._send([message])
+            self._send([message if len(message) < _COPIED_BELOW else self._trace(memoryview(message))])
 
     def _trace(self, buffer: Any) -> Any:
         """A large buffer as a frame of which we learn when it is on its way."""
@@ -219,7 +220,7 @@ class TcpPeer(Peer):
         self.link.cut()
 
     def hang_up(self) -> None:
-        self.link.cut_at = asyncio.get_running_loop().time() + GOODBYE_S
+        self.link.cut_at = asyncio.get_running_loop().time() + wire.GOODBYE_S
 
     def gone(self, why: str) -> None:
         super().gone(why)

@@ -65,7 +65,9 @@ class ThreadCalls:
         except RuntimeError as error:  # the loop is closed
             self._waiting.discard(waiting)
             raise ExecutorClosedError("the event loop of this client is closed") from error
-        with waiting.answered:
+        try:
+            waiting.answered.acquire()
+        finally:
             self._waiting.discard(waiting)
         if waiting.error is not None:
             raise waiting.error

@@ -57,6 +57,10 @@ MAX_NAME = 128
 MAX_SIBLINGS = 64
 MAX_RENDEZVOUS = 4096
 """Bytes of what NCCL needs to know."""
+LOOK_WITHIN_S = 30.0
+"""How long a connection without a session may stay."""
+GOODBYE_S = 1.0
+"""How long a client that was shown out has to take notice before its connection is cut."""
 _INT63 = (1 << 63) - 1
 
 
