@@ -21,6 +21,7 @@ from symbiosis.cli.main import app
 from symbiosis.core import registry
 from symbiosis.errors import UsageError
 from symbiosis.transports.keys import load_key
+from tests.service import save_model
 
 
 @pytest.fixture
@@ -90,12 +91,20 @@ def test_keys(tmp_path: Path) -> None:
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "cannot be loaded"),
         (["serve", "nowhere", "--listen", "carrier-pigeon://x"], "unknown transport"),
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--policy", "whim"], "unknown policy"),
+        (
+            ["serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--limit", "arena=5"],
+            "one of calls, rows, arena_bytes",
+        ),
+        (["serve", "nowhere", "--listen", "tcp://127.0.0.1:0", "--keys", "nowhere"], "nowhere"),
+        (["serve", "MODEL", "--listen", "shm:///tmp/x.sock", "--device", "nosuch"], "a device that exists here"),
         (["status", "tcp://127.0.0.1:1"], "no executor answers"),
         (["status", "shm:///tmp/x.sock", "--key", "k.secret"], "no option key"),
         (["finetune", "shm:///tmp/x.sock", "--data", "none.txt", "--output", "out"], "cannot be read"),
     ],
 )
 def test_what_cannot_be_done_says_why(command: list[str], reason: str, tmp_path: Path) -> None:
+    if "MODEL" in command:
+        command[1] = str(save_model(tmp_path / "model"))
     done = run(*command, folder=tmp_path)
     assert done.returncode == 1
     assert reason in done.stderr.replace("\n", " ")

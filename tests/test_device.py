@@ -159,6 +159,18 @@ async def test_a_full_gpu_and_a_call_too_large(base: Any, address: str, gpu: Gpu
         channel.close()
 
 
+async def test_longer_and_longer_calls_one_by_one(base: Any, address: str, gpu: Gpu) -> None:
+    """Each within the limit: what is too small by now is given back."""
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address, limits=Limits(arena_bytes=64 << 20))
+        channel = await in_thread(make_transport(address).connect_blocking, address, "client")
+        for rows in (1000, 140_000, 180_000, 240_000):  # 34, 44 and 59 MiB there and back
+            x = torch.ones(rows, 32)
+            (y,) = await in_thread(channel.call, Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,)))
+            assert y.shape == (rows, 32)
+        channel.close()
+
+
 async def test_a_client_without_that_gpu_goes_by_the_hosts_memory(
     base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

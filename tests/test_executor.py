@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -523,3 +524,19 @@ async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
         out = await client.forward(inputs_embeds=embedded, labels=IDS)
         await client.backward(out.loss)
         assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
+
+
+async def test_who_has_stopped_in_the_middle_is_not_waited_for(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a debugger, or saying BEGIN and nothing else: others wait for it once, and not for ever."""
+    monkeypatch.setattr("symbiosis.core.executor._STOPPED_S", 0.2)
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        async with executor.client(name="stopped") as stopped, executor.client(name="works") as works:
+            channel = stopped._channel
+            assert channel is not None
+            channel.begin_pass()
+            began = time.monotonic()
+            await asyncio.wait_for(works.forward(input_ids=IDS), 5)  # lockstep: each layer would wait for the other
+            assert time.monotonic() - began > 0.15
+            again = asyncio.create_task(works.forward(input_ids=IDS))
+            await asyncio.wait_for(stopped.forward(input_ids=IDS), 5)  # it goes on, and counts again
+            await asyncio.wait_for(again, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 import os
@@ -29,7 +30,7 @@ from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain,
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.wire import Limits
-from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, in_thread, lora, prefix
+from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
 
 T = TypeVar("T")
 
@@ -468,6 +469,44 @@ async def test_a_silent_connection_is_closed(base: Any, address: str, monkeypatc
         type_, content = await in_thread(lambda: Raw(address).next())
         assert type_ is ENDED
         assert "no HELLO" in content[1]
+
+
+async def test_looking_has_an_end(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "LOOK_WITHIN_S", 0.2)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(address)
+        raw = Raw(address)
+        raw.send(wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, None))
+        await until(lambda: listener.peers)  # type: ignore[attr-defined]
+        await until(lambda: not listener.peers)  # type: ignore[attr-defined]
+
+
+async def test_cancelled_while_it_opens(base: Any, address: str) -> None:
+    """At any moment: no session, no descriptor is left."""
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as remote:
+            await (await remote.client().open()).close()
+            before = open_descriptors()
+            for number in range(40):
+                client = remote.client(name=f"client-{number}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(client.open(), 0.0005 * number)
+                await client.close()
+            await until(lambda: not executor.status()["clients"])
+            await until(lambda: open_descriptors() <= before)
+
+
+async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lives, so the kernel says nothing; and it does not answer pings."""
+    monkeypatch.setattr("symbiosis.transports.shm_client.PING_AFTER_S", 0.2)
+    monkeypatch.setattr("symbiosis.transports.shm_client.SILENT_FOR_S", 1.0)
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address, retry=0.0) as remote, remote.client() as client:
+            monkeypatch.setattr("symbiosis.transports.peer.Peer.received", lambda *_: None)
+            with pytest.raises(ConnectionLostError):
+                await asyncio.wait_for(client.forward(input_ids=IDS), 10)
 
 
 async def test_another_user_is_refused(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json as json_module
 import signal
 from contextlib import AsyncExitStack
+from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,6 +68,14 @@ def serve(
         typer.Option(help="Folder with the tenants' public keys, for tcp:// and dist://; see `symbiosis keys`."),
     ] = None,
     insecure: InsecureOption = False,
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What one client may take over shm://, tcp:// and dist://, as name=number; repeat for several: "
+            "calls, rows, arena_bytes, clients. `symbiosis.transports.wire.Limits` tells more.",
+            show_default=False,
+        ),
+    ] = None,
     dist_backend: Annotated[
         str | None, typer.Option(help="Of dist://: nccl (the default on CUDA) or gloo.", show_default=False)
     ] = None,
@@ -90,11 +99,12 @@ def serve(
     if any(address.startswith("shm://") for address in listen):
         wait_passively()
     make_policy(policy)
-    network: dict[str, Any] = {"keys": keys, "insecure": insecure}
-    options = {"tcp": network, "dist": {**network, "backend": dist_backend}}
+    limits = {"limits": _limits(limit or [])}
+    network: dict[str, Any] = {**limits, "keys": keys, "insecure": insecure}
+    options = {"shm": limits, "tcp": network, "dist": {**network, "backend": dist_backend}}
     addresses = {address: options_of(**options.get(address.partition(":")[0], {})) for address in listen}
     for address, given in addresses.items():
-        make_transport(address, **given)  # a mistake should show at once, not after the model is loaded
+        make_transport(address, **given)  # most mistakes show at once, not after the model is loaded
     from symbiosis.log import render
 
     render(log_format is LogFormat.JSON)
@@ -112,6 +122,19 @@ def serve(
     )
 
 
+def _limits(given: list[str]) -> Any:
+    from symbiosis.transports.wire import Limits
+
+    known = [field.name for field in fields(Limits)]
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in known or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise UsageError(f"--limit {text!r}: write name=number, where name is one of {', '.join(known)}")
+        found[name] = int(number)
+    return Limits(**found)
+
+
 async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path | None, **settings: Any) -> None:
     from symbiosis.core.executor import Executor
 
@@ -123,10 +146,11 @@ async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path |
     with out.status(f"loading {escape(model)}"):
         try:
             executor = Executor.from_pretrained(model, **settings)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise UsageError(
-                f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id ({reason})"
+                f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id, and a device that "
+                f"exists here ({reason})"
             ) from error
     async with executor, AsyncExitStack() as stack:
         if trace is not None:

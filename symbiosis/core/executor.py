@@ -54,6 +54,8 @@ _COMPANY_S = 0.5
 take turns meet. The gain is small: docs/architecture.md."""
 _TURN_S = 0.01
 """How long batches may follow one another before everything else on the event loop gets its turn."""
+_STOPPED_S = 1.0
+"""A client in a pass that has asked for nothing for so long, or up to twice as long, is no longer waited for."""
 
 
 class Executor:
@@ -112,6 +114,11 @@ class Executor:
         self._turned = 0.0
         """When the loop last came round to us."""
         self._timer: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._thought: dict[str, int] = {}
+        """Who was thinking when we last looked, and how many requests they had made."""
+        self._stopped: set[str] = set()
+        """Who is in a pass, and not waited for."""
         self._policy_failures = 0
         self._last = ""
         """The client that was last at work."""
@@ -178,6 +185,7 @@ class Executor:
             raise UsageError(f"the executor at {self._address} was started before; make a new one")
         self._loop = asyncio.get_running_loop()
         self._started = _now()
+        self._look_who_stopped()
         await self.listen(self._address)
 
     async def listen(self, address: str, **options: Any) -> Listener:
@@ -200,8 +208,9 @@ class Executor:
         error = ExecutorClosedError(f"the executor at {self._address} was shut down")
         for session in list(self._sessions.values()):
             session.close(error)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._watch):
+            if timer is not None:
+                timer.cancel()
         self._loop = None
         self._address = f"{self._address} (closed)" if "closed" not in self._address else self._address
 
@@ -321,6 +330,9 @@ class Executor:
         if results is not None:
             reply.set_result(results)
             return reply
+        if client in self._stopped:
+            self._stopped.discard(client)
+            self._scheduler.pass_began(client)
         call.id = id_ = next(self._ids)
         call.reply = reply
         self._calls[id_] = call
@@ -367,6 +379,7 @@ class Executor:
 
     def begin_pass(self, client: str) -> None:
         """A client starts to walk the model."""
+        self._stopped.discard(client)
         self._scheduler.pass_began(client)
         if self._timeline is not None:
             self._timeline.pass_began(client, _now())
@@ -375,10 +388,29 @@ class Executor:
 
     def end_pass(self, client: str) -> None:
         """A client is idle."""
+        self._stopped.discard(client)
         self._scheduler.pass_ended(client)
         if self._timeline is not None:
             self._timeline.pass_ended(client, _now())
         self.pump_soon()
+
+    def _look_who_stopped(self) -> None:
+        """Others wait for clients that think. One that sits in a debugger, or that says so and means harm, is not
+        waited for until it asks again."""
+        assert self._loop is not None
+        self._watch = self._loop.call_later(_STOPPED_S, self._look_who_stopped)
+        thinking = {
+            client: self._counters.requests_of(client)
+            for client in self._sessions
+            if self._scheduler.is_thinking(client)
+        }
+        for client, requests in thinking.items():
+            if self._thought.get(client) == requests:
+                self._stopped.add(client)
+                self._scheduler.pass_ended(client)
+        self._thought = thinking
+        if self._stopped:
+            self.pump_soon()
 
     def _meet(self, client: str) -> None:
         if client != self._last:
@@ -387,6 +419,7 @@ class Executor:
 
     def leave(self, client: str, error: BaseException) -> None:
         """A client is gone: what it waits for ends with ``error``."""
+        self._stopped.discard(client)
         del self._sessions[client]
         for request in self._scheduler.client_left(client):
             _fail(self._calls.pop(request.id), error)

@@ -169,6 +169,10 @@ class Scheduler:
             raise UsageError(f"a client named {client!r} is connected already; choose another name")
         self._clients[client] = _Client()
 
+    def is_thinking(self, client: str) -> bool:
+        """Whether a client is in a pass with nothing outstanding."""
+        return self._clients[client].thinking
+
     def client_left(self, client: str) -> list[Request]:
         """Forget a client. Returns its unanswered requests, now cancelled."""
         self.pass_ended(client)

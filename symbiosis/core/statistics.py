@@ -114,6 +114,11 @@ class Counters:
         with self.lock:
             self._request(self._layer(key, 1, rows, "lone", seconds), client, rows, 0.0, 1)
 
+    def requests_of(self, client: str) -> int:
+        """How many of a client were answered."""
+        found = self.clients.get(client)
+        return found.requests if found is not None else 0
+
     def _layer(self, key: Key, size: int, rows: int, reason: str, seconds: float) -> _Layer:
         self.run_s += seconds
         self.reasons[reason] += 1

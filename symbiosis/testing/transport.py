@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -57,7 +59,9 @@ class TransportConformance:
     """What every transport must do. Override :meth:`address` and, where needed, the options."""
 
     blocking = True
-    """Whether it has channels for synchronous code."""
+    """Whether it has channels for synchronous code, and for other processes."""
+    reconnects = True
+    """Whether a client waits, ``retry`` seconds, for an executor that was lost."""
 
     def address(self, folder: Path) -> str:
         """A free address; ``folder`` is the test's own."""
@@ -68,8 +72,12 @@ class TransportConformance:
         return {}
 
     def connect_options(self, folder: Path) -> dict[str, Any]:
-        """For clients."""
+        """For clients. A transport whose channels do not reconnect returns what else they need, without ``retry``."""
         return {"retry": 0.0}
+
+    async def throw(self, address: str, data: bytes) -> None:
+        """Send bytes to the listener's door, as a stranger would, and hang up."""
+        raise NotImplementedError
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
@@ -233,6 +241,63 @@ class TransportConformance:
             with pytest.raises((PeerError, BrokenError)):
                 await asyncio.wait_for(channel.send(self._call_like(channel)), WITHIN_S)
 
+    @pytest.mark.parametrize("ms", [0, 1, 3, 10, 30])
+    async def test_cancelled_while_it_opens(self, tmp_path: Path, ms: int) -> None:
+        """No session is left of a client that gave up before it was in."""
+        async with self._executor(tmp_path) as (executor, address):
+            transport = make_transport(address, **self.connect_options(tmp_path))
+            for _ in range(5):
+                with contextlib.suppress(TimeoutError):
+                    (await asyncio.wait_for(transport.connect(address, f"client-{next(_names)}"), ms / 1e3)).close()
+            await self._until(lambda: not executor.status()["clients"])
+            async with self._channel(address, tmp_path) as channel:
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+
+    async def test_a_killed_client_is_forgotten(self, tmp_path: Path) -> None:
+        """``kill -9`` in the middle of a walk, in which others would wait for it."""
+        if not self.blocking:
+            return
+        async with self._executor(tmp_path) as (executor, address):
+            options = {name: str(value) for name, value in self.connect_options(tmp_path).items() if name != "retry"}
+            victim = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", _VICTIM, address, json.dumps(options), stdout=asyncio.subprocess.PIPE
+            )
+            assert victim.stdout is not None
+            await asyncio.wait_for(victim.stdout.readline(), WITHIN_S)
+            assert len(executor.status()["clients"]) == 1
+            victim.kill()
+            await victim.wait()
+            await self._until(lambda: not executor.status()["clients"])
+
+    async def test_an_executor_that_comes_back(self, tmp_path: Path) -> None:
+        """Calls that were outstanding are answered by the next executor of the same model."""
+        if not self.reconnects:
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._executor(tmp_path) as (executor, address):
+                options = {**self.connect_options(tmp_path), "retry": WITHIN_S}
+                channel = await make_transport(address, **options).connect(address, "client")
+                stack.callback(channel.close)
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+                calls = [self._call(executor, (0,), Pass.FORWARD, 200, seed=seed) for seed in range(4)]
+                replies = [channel.send(call) for call in calls]
+            async with Executor(_model(), policy="no-lockstep") as again:
+                await again.listen(address, **self.listen_options(tmp_path))
+                for call, reply in zip(calls, replies, strict=True):
+                    (result,) = await asyncio.wait_for(reply, WITHIN_S)
+                    assert_same(result, self._expected(again, call)[0])
+
+    @pytest.mark.parametrize("data", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, bytes(range(256)) * 50])
+    async def test_garbage_at_the_door(self, tmp_path: Path, data: bytes) -> None:
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            try:
+                for _ in range(3):
+                    await self.throw(address, data)
+            except NotImplementedError:
+                pytest.skip("this transport's test does not say how to throw() bytes at its door")
+            await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+            await self._until(lambda: executor.status()["clients"] == [_full_name(executor, channel)])
+
     async def test_nobody_there(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (_, address):
             pass
@@ -296,6 +361,21 @@ class TransportConformance:
     def _call_like(channel: Channel) -> Call:
         spec = channel.layers[0]
         return Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(1, spec.in_features, dtype=spec.dtype),))
+
+
+_VICTIM = """
+import json, sys, time
+from symbiosis.core.registry import make_transport
+channel = make_transport(sys.argv[1], **json.loads(sys.argv[2])).connect_blocking(sys.argv[1], "victim")
+channel.begin_pass()
+print("there", flush=True)
+time.sleep(600)
+"""
+
+
+def _full_name(executor: Executor, channel: Channel) -> str:
+    """What the executor calls a client: with its tenant in front where names are each tenant's own."""
+    return next(str(name) for name in executor.status()["clients"] if name.rpartition("/")[2] == channel.client)
 
 
 def _siblings(layers: Any) -> tuple[int, ...]:

@@ -40,7 +40,9 @@ EXECUTOR, TENANT = 0, 1
 UP, DOWN = 0, 1
 """Lanes: from the client, to the client."""
 WITHIN_S = 60.0
-"""How long the rendezvous, or one matrix, may take."""
+"""How long the other side may take to come to the rendezvous, and how long one matrix may take."""
+MEET_WITHIN_S = 4.0
+"""How long a connection of gloo's may take; it tries five times."""
 
 END_WITHIN_S = 5.0
 """At the end of the process."""
@@ -209,7 +211,10 @@ class _Lane:
             job.ready.wait()
         for tensor in job.tensors:
             work = group.send([tensor], self._other, 0) if self._sends else group.recv([tensor], self._other, 0)
-            work.wait()
+            if self._device.type == "cpu":
+                work.wait(timedelta(seconds=WITHIN_S))
+            else:
+                work.wait()  # has this thread's stream wait; with a limit, NCCL would have this thread wait
         if job.done is not None:
             self._lanes.call_soon(partial(_after, _event(self._device), job.done))
         return True
@@ -250,7 +255,7 @@ def _gloo(store: _Store, rank: int, local: str) -> Any:
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # A device for each group: its pairs are numbered from the start, the same on both sides.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local)]
-    options._timeout = timedelta(seconds=WITHIN_S)
+    options._timeout = timedelta(seconds=MEET_WITHIN_S)
     options._threads = 1
     return dist.ProcessGroupGloo(store, rank, 2, options)
 
@@ -298,7 +303,7 @@ class _Store(dist.Store):  # type: ignore[misc, name-defined]
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        seconds = WITHIN_S if timeout is None else timeout.total_seconds()
+        seconds = WITHIN_S  # a process group's own patience is with connections
         with self._changed:
             found = self._changed.wait_for(lambda: self._closed or all(key in self._values for key in keys), seconds)
             if self._closed or not found:

@@ -245,11 +245,19 @@ class _ShmPeer(Peer, asyncio.Protocol):
             os.close(descriptor)
         gpu = device.identity(self._service.device)
         if gpu is not None:
-            self._gpu = DeviceArena(self._service.device, self._arena.size, self._limits.arena_bytes)
+            self._gpu = self._new_gpu_arena()
         return {"arena_bytes": self._arena.size, "gpu": gpu}
+
+    def _new_gpu_arena(self) -> DeviceArena:
+        assert self._arena is not None
+        return DeviceArena(self._service.device, self._arena.size, self._limits.arena_bytes)
 
     def _control(self, type_: Type, content: Sequence[Any]) -> None:
         if type_ is Type.SEGMENT and self._gpu is not None:
+            if len(content) == 2 and content[1] is True:  # instead of what it has
+                if self._calls:
+                    raise WireError("segments are replaced while no call is outstanding")
+                self._gpu = self._new_gpu_arena()
             try:
                 self.send(wire.pack(Type.SEGMENT, *self._gpu.grow(wire.read_id(content))))
             except UsageError as error:

@@ -33,7 +33,7 @@ from symbiosis.transports.arena import Arena, Places, spread
 from symbiosis.transports.backoff import MAY_RETURN, backoff
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.device import DeviceArena, Handles
-from symbiosis.transports.shm_connection import Connection, connect
+from symbiosis.transports.shm_connection import Connection, connect, connect_soon
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.wire import CallMessage, Frames, Type, frame
 
@@ -172,7 +172,9 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         for segment in gpu.segments:
             if segment.start + size <= segment.end:
                 return gpu, segment.start
-        self._socket.sendall(frame(wire.pack(Type.SEGMENT, size)))
+        if gpu.segments:  # one that is larger, in the place of all there are
+            gpu = self._gpu = DeviceArena(gpu.device, arena.size, self.welcome.limits.arena_bytes)
+        self._socket.sendall(frame(wire.pack(Type.SEGMENT, size, True)))
         return gpu, _open_segment(gpu, self._next(lambda type_, _: type_ is Type.SEGMENT)[1], self._address)
 
     def _answer(self, id_: int) -> tuple[Type, Sequence[Any]]:
@@ -269,6 +271,8 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         self._ended: SymbiosisError | None = None
         self._transport: Any = None
         self._reconnecting: asyncio.Task[None] | None = None
+        self._heard = time.monotonic()
+        self._watcher: asyncio.TimerHandle | None = None
         self._threads = ThreadCalls(self._loop, self.send, self.cancel)
         self.call = self._threads.call
         self.interrupt = self._threads.interrupt
@@ -276,9 +280,18 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
     @classmethod
     async def open(cls, address: str, client: str, retry_s: float) -> ShmChannel:
         """Join the executor at ``address``."""
-        connection = await asyncio.to_thread(connect, address, client)
-        channel = cls(address, connection, client, retry_s)
-        await channel._use(connection)
+        connection = await connect_soon(address, client)
+        try:
+            channel = cls(address, connection, client, retry_s)
+        except BaseException:
+            connection.close()
+            raise
+        try:
+            await channel._use(connection)
+        except BaseException:
+            channel.close()
+            connection.socket.close()
+            raise
         return channel
 
     async def _use(self, connection: Connection) -> None:
@@ -289,6 +302,9 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         self._frames = Frames(wire.MAX_TO_CLIENT)
         connection.socket.setblocking(False)
         self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=connection.socket)
+        self._heard = time.monotonic()
+        if self._watcher is None:
+            self._watch()
         if self._in_pass:
             self._transport.write(_BEGIN)
         for pending in list(self._pending.values()):
@@ -297,9 +313,23 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
             else:
                 self._write(pending)
 
+    def _watch(self) -> None:
+        """Every few seconds: does the executor still answer? The kernel tells of its death, and not of its sleep."""
+        self._watcher = self._loop.call_later(PING_AFTER_S, self._watch)
+        unheard = time.monotonic() - self._heard
+        if self._transport is None or not self._pending or unheard < PING_AFTER_S:
+            return
+        if unheard > SILENT_FOR_S:
+            log.warning("executor silent", address=self._address, client=self.client, seconds=round(unheard))
+            self._transport.abort()
+        else:
+            self._transport.write(_PING)
+
     def send(self, call: Call) -> asyncio.Future[Results]:
         if self._ended is not None:
             raise self._ended
+        if not self._pending:
+            self._heard = time.monotonic()
         call.id = next(self._ids)
         reply: asyncio.Future[Results] = self._loop.create_future()
         pending = _Pending(call.id, call, reply, -1, 0)
@@ -342,7 +372,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
                 "its calls; send fewer tokens at once, or ask the executor's host for a larger arena_bytes limit"
             )
         if not self._unplaced:
-            self._transport.write(frame(wire.pack(Type.SEGMENT, size)))
+            self._transport.write(frame(wire.pack(Type.SEGMENT, size, False)))
         self._unplaced.append(pending)
         return None
 
@@ -366,6 +396,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
                 self._settle(pending, error)
 
     def data_received(self, data: bytes) -> None:
+        self._heard = time.monotonic()
         try:
             message = self._frames.only(data) or self._frames.next()
             while message is not None:
@@ -425,9 +456,13 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         for delay in backoff(self._retry_s):
             await asyncio.sleep(delay)
             try:
-                connection = await asyncio.to_thread(connect, self._address, self.client, self.welcome.fingerprint)
+                connection = await connect_soon(self._address, self.client, self.welcome.fingerprint)
                 os.close(connection.share)
-                await self._use(connection)
+                try:
+                    await self._use(connection)
+                except BaseException:
+                    connection.socket.close()
+                    raise
             except (SymbiosisError, OSError) as error:
                 if isinstance(error, SymbiosisError) and not isinstance(error, MAY_RETURN):
                     self._end(error)
@@ -453,6 +488,8 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         self._pending.clear()
         self._arena = self._gpu = None  # their memory goes with the last tensor in it
         self._unplaced.clear()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._transport is not None:
             self._transport.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -15,7 +16,7 @@ from symbiosis.transports.arena import Arena
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import Frames, Type, frame
 
-__all__ = ["Connection", "connect", "look", "socket_path"]
+__all__ = ["Connection", "connect", "connect_soon", "look", "socket_path"]
 
 ANSWER_WITHIN_S = 30.0
 """How long a handshake may take."""
@@ -31,6 +32,12 @@ class Connection:
     arena: Arena
     share: int
     """Descriptor of the client's share."""
+
+    def close(self) -> None:
+        """Hang up; the share's descriptor, too."""
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            os.close(self.share)
 
 
 def socket_path(address: str) -> Path:
@@ -125,3 +132,18 @@ def connect(address: str, name: str, fingerprint: str | None = None) -> Connecti
         for descriptor in descriptors:
             os.close(descriptor)
         raise
+
+
+async def connect_soon(address: str, name: str, fingerprint: str | None = None) -> Connection:
+    """:func:`connect`, in a thread. Where nobody waits for it any more, it hangs up again."""
+    connecting = asyncio.get_running_loop().run_in_executor(None, connect, address, name, fingerprint)
+    try:
+        return await asyncio.shield(connecting)
+    except asyncio.CancelledError:
+        connecting.add_done_callback(_abandon)
+        raise
+
+
+def _abandon(connecting: asyncio.Future[Connection]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
