@@ -8,6 +8,7 @@ import getpass
 import itertools
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -160,33 +161,61 @@ def open_model(
 
 
 class _Walk:
-    """Tells the executor when a synchronous client walks the model, so that nobody waits for it meanwhile (D5)."""
+    """Tells the executor when a synchronous client walks the model, so that nobody waits for it meanwhile (D5).
+
+    Several threads may walk it at once, forward and backward: from when the first begins to when the last has ended.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._depth = 0
-        self._backward = False
+        self._lock = threading.RLock()
+        self._walks = 0
+        self._backwards: set[int] = set()
+        """Backward passes in progress, by the number that the autograd engine gives them."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Walk:
         return self  # a copy of the model walks on the same connection
 
     def begin(self, *_: Any) -> None:
-        self._depth += 1
-        self._channel.begin_pass()
+        with self._lock:
+            self._walks += 1
+            if self._walks == 1:
+                self._channel.begin_pass()
 
     def end(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and not self._backward:
-            self._channel.end_pass()
+        with self._lock:
+            self._walks -= 1
+            if self._walks == 0:
+                self._channel.end_pass()
 
     def backward(self) -> None:
         """A request is about to be made that may be the first of a backward pass."""
-        if not self._backward and torch._C._current_graph_task_id() != -1:
-            self._backward = True
-            self._channel.begin_pass()
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        number = torch._C._current_graph_task_id()
+        if number == -1 or number in self._backwards:
+            return
+        with self._lock:
+            if number in self._backwards:
+                return
+            self._backwards.add(number)
+        self.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(_Ended(self, number))
 
-    def _backward_ended(self) -> None:
-        self._backward = False
-        if self._depth == 0:
-            self._channel.end_pass()
+    def backward_ended(self, number: int) -> None:
+        with self._lock:
+            if number not in self._backwards:
+                return
+            self._backwards.remove(number)
+        self.end()
+
+
+class _Ended:
+    """Called by the engine when a backward pass is through, and dropped by it also when that has failed."""
+
+    def __init__(self, walk: _Walk, number: int) -> None:
+        self._walk = walk
+        self._number = number
+
+    def __call__(self) -> None:
+        self._walk.backward_ended(self._number)
+
+    __del__ = __call__

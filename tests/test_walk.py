@@ -1,0 +1,166 @@
+"""When a synchronous client counts as walking its model: several threads, backward passes, and those that fail."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.connect import _Walk
+from tests.helpers import IDS, in_thread
+
+
+class Channel:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def begin_pass(self) -> None:
+        self.said.append("begin")
+
+    def end_pass(self) -> None:
+        self.said.append("end")
+
+
+@pytest.fixture
+def channel() -> Channel:
+    return Channel()
+
+
+class Layer(torch.autograd.Function):
+    """Its backward tells the walk, then does something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, walk: _Walk, then: Any) -> torch.Tensor:
+        ctx.walk, ctx.then = walk, then
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.walk.backward()
+        ctx.then()
+        return dy, None, None
+
+
+def backward(walk: _Walk, then: Any, layers: int = 1) -> None:
+    y = torch.ones(2, requires_grad=True)
+    with torch.enable_grad():
+        for _ in range(layers):
+            y = Layer.apply(y, walk, then)  # type: ignore[no-untyped-call]
+        y.sum().backward()
+
+
+def test_walks_that_overlap(channel: Any) -> None:
+    """From the first's beginning to the last's end, whoever that is."""
+    walk = _Walk(channel)
+    walk.begin()
+    walk.begin()
+    walk.end()
+    assert channel.said == ["begin"]
+    walk.end()
+    assert channel.said == ["begin", "end"]
+
+
+def test_many_threads(channel: Any) -> None:
+    walk = _Walk(channel)
+
+    def work() -> None:
+        for _ in range(200):
+            walk.begin()
+            backward(walk, lambda: None)
+            walk.end()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert channel.said == ["begin", "end"] * (len(channel.said) // 2)
+
+
+def test_backward_passes_that_overlap(channel: Any) -> None:
+    walk, both = _Walk(channel), threading.Barrier(2, timeout=30)
+    first_is_through = threading.Event()
+
+    def first() -> None:
+        backward(walk, both.wait)
+        first_is_through.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+
+    def second() -> None:
+        both.wait()
+        assert first_is_through.wait(30)
+        assert channel.said == ["begin"]
+
+    backward(walk, second)
+    thread.join(30)
+    assert channel.said == ["begin", "end"]
+
+
+def test_one_backward_pass_is_one_walk(channel: Any) -> None:
+    """Also if another runs inside it, as with reentrant checkpoints."""
+    walk = _Walk(channel)
+    backward(walk, lambda: backward(walk, lambda: None), layers=3)
+    assert channel.said == ["begin", "end"]
+
+
+def test_a_backward_pass_that_fails_has_ended(channel: Any) -> None:
+    """Else the executor's other clients would wait for this one for ever."""
+    walk = _Walk(channel)
+
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="on purpose"):
+            backward(walk, fail)
+    assert channel.said == ["begin", "end"] * 2
+
+
+@pytest.mark.parametrize("copied", [False, True])
+async def test_threads_that_share_an_opened_model(base: Any, tmp_path: Path, copied: bool) -> None:
+    """Forward and backward, each with its own rows; logits and gradients are those of the plain model."""
+    plain = base.get_input_embeddings().weight.detach()
+
+    def gradient(model: Any, n: int) -> torch.Tensor:
+        rows = plain[IDS + n].clone().requires_grad_()
+        model(inputs_embeds=rows).logits.square().sum().backward()
+        assert rows.grad is not None
+        return rows.grad
+
+    def logits(model: Any, n: int) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(IDS + n).logits
+        return found
+
+    jobs = (logits, gradient)
+    expected = [[job(base, n) for job in jobs] for n in range(4)]
+
+    def tenant() -> list[float]:
+        worst = [1.0] * 4
+        with symbiosis.open_model(f"shm://{tmp_path}/s.sock") as model:
+            models = [model, copy.deepcopy(model)] if copied else [model, model]
+
+            def work(n: int) -> None:
+                difference = 0.0
+                for turn in range(32):
+                    for job, right in list(zip(jobs, expected[n], strict=True))[: 1 if turn % 8 else 2]:
+                        difference = max(difference, float((job(models[n % 2], n) - right).abs().max() / right.max()))
+                worst[n] = difference
+
+            threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(30)
+        return worst
+
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(f"shm://{tmp_path}/s.sock")
+        assert max(await in_thread(tenant)) < 1e-5
