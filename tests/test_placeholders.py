@@ -73,10 +73,13 @@ FORWARD: dict[str, Form] = {
     "mm permute": lambda x, w: torch.mm(x, mat2=w.permute(1, 0)),
     "linalg": lambda x, w: torch.linalg.matmul(x, w.t()),
     "addmm": lambda x, w: torch.addmm(torch.ones(O), x, w.t(), beta=2, alpha=3),
+    "addmm that ignores its input": lambda x, w: torch.addmm(torch.full((O,), torch.nan), x, w.t(), beta=0, alpha=3),
     "addmm_": addmm_,
     "data": lambda x, w: x @ w.data.t(),
     "detach": lambda x, w: x @ w.detach().t(),
     "clone": lambda x, w: x @ w.clone().t().contiguous(),
+    "a copy": lambda x, w: x @ copy.deepcopy(w).t(),
+    "a copy of a part": lambda x, w: x @ copy.copy(w)[3:7].t(),
     "casts": lambda x, w: x.double() @ w.to(torch.float64).t(),
     "cast to what it is": lambda x, w: x.float() @ w.float().type_as(x).t(),
     "vector": lambda x, w: x[0] @ w.t(),
@@ -184,16 +187,63 @@ async def test_parts_one_after_another_are_one_request(executor: Any, client: An
 
     check(*await client.run(change_the_result))
     await client.run(chunks)
-    assert client._link.product is None
+    assert client._link.here.product is None
 
     def let_go() -> object:
         rows = x.clone()
         rows @ client.model.linear.weight[:5].t()
-        assert client._link.product is not None
+        assert client._link.here.product is not None
         del rows
-        return client._link.product
+        return client._link.here.product
 
     assert await client.run(let_go) is None
+
+
+@pytest.mark.parametrize("behind", ["numpy", "data"])
+async def test_rows_that_change_behind_their_version(executor: Any, client: Any, behind: str) -> None:
+    """No product of what was there before is used for the next part."""
+
+    def work(weight: torch.Tensor) -> torch.Tensor:
+        x, parts = torch.ones(N, I), []
+        same_memory = x.numpy()
+        for part in weight.split(3):
+            parts.append(x @ part.t())
+            if behind == "numpy":
+                same_memory *= 2
+            else:
+                x.data.mul_(2)
+        return torch.cat(parts, -1)
+
+    with torch.no_grad():
+        expected = work(executor._split.model.linear.weight)
+    check(await client.run(work, client.model.linear.weight), expected)
+
+
+async def test_backward_part_by_part(executor: Any, client: Any) -> None:
+    """Each part has a graph of its own, which is gone when its backward is through."""
+
+    def work(weight: torch.Tensor) -> torch.Tensor:
+        x = torch.ones(N, I, requires_grad=True)
+        for part in weight.split(3):
+            (x @ part.t()).square().mean().backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = work(executor._split.model.linear.weight.detach())
+    check(await asyncio.to_thread(work, client.model.linear.weight), expected)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+async def test_a_copy_is_a_placeholder_too(client: Any, how: Callable[[Any], Any]) -> None:
+    """Until it is made the tenant's own."""
+    weight = how(client.model.linear.weight)
+    assert weight is not client.model.linear.weight
+    assert weight.is_placeholder
+    with pytest.raises(PlaceholderError, match=r"^linear: mul needs the values"):
+        weight * 2
+    weight.requires_grad_(True)
+    assert weight.isfinite().all()
+    assert client.model.linear.weight.is_placeholder
 
 
 async def test_autocast(executor: Any, client: Any) -> None:
@@ -271,6 +321,18 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "round the parameter": lambda w: torch.neg_(w),
     "foreach": lambda w: torch._foreach_zero_([w.data]),
     "out": lambda w: torch.mul(torch.ones(O, I), 2, out=w),
+    "sign": lambda w: w.sign(),
+    "sgn": lambda w: torch.sgn(w[2:4]),
+    "copysign": lambda w: torch.ones(O, I).copysign(w),
+    "heaviside": lambda w: torch.heaviside(w, torch.zeros(())),
+    "nan_to_num": lambda w: torch.nan_to_num(w),
+    "nan_to_num_": lambda w: torch.nan_to_num_(w.detach()),
+    "nansum": lambda w: w.nansum(),
+    "nanmean": lambda w: w.nanmean(0),
+    "nanmedian": lambda w: torch.nanmedian(w, 1),
+    "nanquantile": lambda w: w.nanquantile(0.5, 0),
+    "fmax": lambda w: torch.fmax(torch.zeros(()), w),
+    "fmin": lambda w: w.fmin(torch.zeros(())),
     "number": lambda w: w[0, 0].item(),
     "array": lambda w: w.detach().numpy(),
     "sparse": lambda w: w.to_sparse().sum(),

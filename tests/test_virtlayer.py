@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import pickle
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -99,7 +101,7 @@ class TestSiblings:
             y = await client.run(layer, torch.ones(3, 32))
             expected = y if expected is None else expected
             assert torch.equal(y, expected)
-            assert not layer._siblings or not layer._siblings._results
+            assert not client._link.here.fetched
 
     async def test_an_input_that_changed_in_place_is_sent_again(self, client: Any) -> None:
         attention = client.model.model.layers[0].self_attn
@@ -131,6 +133,58 @@ class TestSiblings:
         for result in results[3::3]:
             assert torch.equal(result, results[0])
         assert torch.equal(results[0], results[1])
+
+    @pytest.mark.parametrize("how", ["call", "multiply"])
+    async def test_not_with_a_copy_of_itself(self, client: Any, how: str) -> None:
+        """Policy and reference from one hidden state: the same layer twice, in two copies of the model."""
+        model, copied = client.model, copy.deepcopy(client.model)
+        x = torch.ones(3, 32)
+
+        def work() -> list[torch.Tensor]:
+            with torch.no_grad():
+                if how == "call":
+                    return [model.lm_head(x), copied.lm_head(x)]
+                return [x @ model.lm_head.weight.t(), x @ copied.lm_head.weight.t()]
+
+        for _ in range(3):
+            one, two = await client.run(work)
+            assert torch.equal(one, two)
+            await client.forward(input_ids=IDS)
+        assert model.lm_head._siblings is copied.lm_head._siblings is None
+
+    async def test_of_one_copy_only(self, client: Any) -> None:
+        """A copy's q and the original's k are no siblings; those of each are."""
+        one = client.model.model.layers[0].self_attn
+        two = copy.deepcopy(client.model).model.layers[0].self_attn
+
+        def both(x: torch.Tensor) -> None:
+            for layer in (one.q_proj, two.k_proj, one.k_proj, one.v_proj, two.q_proj, two.k_proj):
+                layer(x)
+
+        for _ in range(3):
+            await client.run(both, torch.ones(3, 32))
+        assert one.k_proj._siblings.members == [one.k_proj, one.v_proj]
+        assert two.k_proj._siblings.members == [two.q_proj, two.k_proj]
+
+    async def test_threads_that_share_a_model(self, client: Any) -> None:
+        """Each finds what it has fetched itself, also while they find out who are siblings."""
+        model, base = client.model, client.executor._split.model
+        with torch.no_grad():
+            expected = [base(input_ids=IDS + n).logits for n in range(4)]
+        start = threading.Barrier(4)
+
+        def work(n: int) -> float:
+            worst = 0.0
+            start.wait()
+            with torch.no_grad():
+                for _ in range(20):
+                    worst = max(worst, float((model(input_ids=IDS + n).logits - expected[n]).abs().max()))
+            return worst
+
+        assert max(await asyncio.gather(*[asyncio.to_thread(work, n) for n in range(4)])) < 1e-5
+        attention = model.model.layers[0].self_attn
+        assert len(attention.q_proj._siblings.members) == 3
+        assert attention.q_proj._siblings is attention.k_proj._siblings is attention.v_proj._siblings
 
 
 class TestAutograd:

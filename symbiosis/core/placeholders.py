@@ -11,7 +11,8 @@ offset and strides which rows and columns of the weight these are. The executor 
 is multiplied by padding the rows with zeros, or by leaving out columns of the result.
 
 Whatever else is computed from a placeholder runs as it would without all this. Where NaN comes out of it, it wanted
-the values, and is refused: that leaves shapes, dtypes, ``isnan`` and the like alone, without a list of them all.
+the values, and is refused: that leaves shapes, dtypes, ``isnan`` and the like alone, without a list of them all. What
+turns NaN into numbers (``sign``, ``nansum``) is refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,9 +31,19 @@ from symbiosis.core.parameters import SharedParameter, values_of
 from symbiosis.errors import PlaceholderError
 
 if TYPE_CHECKING:
-    from symbiosis.core.virtlayer import VirtLayer
+    from symbiosis.core.virtlayer import Here, VirtLayer
 
-__all__ = ["introduce"]
+__all__ = ["Product", "introduce"]
+
+
+class Product(NamedTuple):
+    """The last product with a whole weight, kept while parts of it are asked for."""
+
+    of: weakref.ref[torch.Tensor]
+    rows: torch.Tensor
+    """A copy of what was multiplied, which may be written to in ways that no version counter sees."""
+    state: tuple[Any, ...]
+    result: torch.Tensor
 
 
 class _StandsForWeight:
@@ -70,6 +81,19 @@ class Placeholder(_StandsForWeight, SharedParameter):
         # A column more than there are: else the strides of a weight with one column would not tell which way it lies.
         return torch.empty(rows, columns + 1, dtype=self.dtype, device="meta")[:, :columns]
 
+    def __copy__(self) -> SharedParameter:
+        return self._introduced(super().__copy__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedParameter:
+        return self._introduced(super().__deepcopy__(memo))
+
+    def _introduced(self, copy: SharedParameter) -> SharedParameter:
+        """A copy that stands for the same layer; one that is made with its layer is introduced to the copied one."""
+        if type(copy) is SharedParameter and copy.is_placeholder:
+            copy.__class__ = Placeholder
+            copy._layer = self._layer  # type: ignore[attr-defined]
+        return copy
+
 
 class Part(_StandsForWeight, torch.Tensor):
     """Some rows and columns of a placeholder, transposed perhaps, or in another dtype."""
@@ -78,6 +102,9 @@ class Part(_StandsForWeight, torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
         return self  # there are no values that a copy could keep apart
+
+    def __copy__(self) -> Part:
+        return self
 
 
 def introduce(weight: SharedParameter, layer: VirtLayer) -> None:
@@ -92,6 +119,11 @@ _ROWS = {"linear": 0, "matmul": 0, "linalg_matmul": 0, "mm": 0, "addmm": 1, "add
 _OPERANDS = ("input", "weight", "mat1", "mat2", "other", "bias")
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "clone", "contiguous"}
 _READS = {"item", "tolist", "numpy", "__array__", "__float__"}
+_HIDE_NAN = {
+    *("sign", "sgn", "copysign", "heaviside", "fmax", "fmin"),
+    *("nan_to_num", "nansum", "nanmean", "nanmedian", "nanquantile"),
+}
+"""They would give numbers that look like an answer."""
 _WRITE_NOTHING = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 _UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided", "as_subclass"}
 """What comes out of these may be NaN by chance, or was asked for."""
@@ -116,7 +148,10 @@ def _multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if name == "linear" and len(operands) > 2 and operands[2] is not None:
         y = y + operands[2].to(y.dtype)
     elif at:
-        y = torch.add(operands[0] * kwargs.get("beta", 1), y, alpha=kwargs.get("alpha", 1))
+        y = y * kwargs.get("alpha", 1)
+        beta = kwargs.get("beta", 1)
+        if beta != 0:  # else torch does not even look at it
+            y = operands[0] * beta + y
     out = operands[0] if name == "addmm_" else kwargs.get("out")
     return y if out is None else out.resize_(y.shape).copy_(y)
 
@@ -155,17 +190,24 @@ def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:
 
 def _whole_product(layer: VirtLayer, x: torch.Tensor, forward: bool, dtype: torch.dtype, more: bool) -> torch.Tensor:
     """x times the whole weight; kept where only a part was wanted and ``more`` parts are likely to follow."""
-    link = layer._link
-    state = (layer, forward, dtype, torch.is_grad_enabled(), None if x.is_inference() else x._version)
-    if link.product is not None and link.product[0]() is x and link.product[1] == state:
-        y = link.product[2]
+    if x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):  # each part has a graph of its own
+        return layer.multiply(x, forward).to(dtype)
+    here = layer._link.here
+    state = (layer, forward, dtype)
+    kept = here.product
+    if kept is not None and kept.of() is x and kept.state == state and torch.equal(kept.rows, x):
         if not more:
-            link.product = None
-        return y
+            here.product = None
+        return kept.result
     y = layer.multiply(x, forward).to(dtype)
-    if more and not x.is_inference():
-        link.product = (weakref.ref(x, lambda _: link.forget_product()), state, y)
+    if more:
+        made = Product(weakref.ref(x, lambda _: _forget(here)), x.detach().clone(), state, y)
+        here.product = made
     return y
+
+
+def _forget(here: Here) -> None:
+    here.product = None
 
 
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +216,8 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
     part = next(_placeholders((*args, *kwargs.values())))
     first = bool(args) and args[0] is part
     with torch._C.DisableTorchFunctionSubclass():
-        refused = name in _READS or _writes(func, name) or isinstance(kwargs.get("out"), _StandsForWeight)
+        refused = name in _READS or name in _HIDE_NAN or _writes(func, name)
+        refused = refused or isinstance(kwargs.get("out"), _StandsForWeight)
         if refused and _is_hole(part):
             raise _refusal(part, name)
         if first and name in _CASTS and _is_hole(part):

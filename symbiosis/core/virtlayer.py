@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.fibers import Fiber, RandomStream
 from symbiosis.core.parameters import SharedParameter, fetch_of, placeholder, share, values_of
-from symbiosis.core.placeholders import introduce
+from symbiosis.core.placeholders import Product, introduce
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
 from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
@@ -41,6 +41,41 @@ on_thread = threading.local()
 """``link``: whose backward thread this is."""
 
 
+class _Model:
+    """Which copy of a client's model a layer belongs to: ``copy.deepcopy`` copies this along with the layers."""
+
+
+class _Fetched:
+    """What one request of a group brought to one thread, less what its members have come for already."""
+
+    __slots__ = ("pass_", "results", "version", "x")
+
+    def __init__(self, x: torch.Tensor, pass_: Pass, results: dict[VirtLayer, torch.Tensor]) -> None:
+        self.x = x
+        self.version = x._version
+        self.pass_ = pass_
+        self.results = results
+
+
+class Here:
+    """What a link remembers for one thread: threads that share a model each walk it with rows of their own."""
+
+    __slots__ = ("fetched", "last_input", "pass_", "product", "run")
+
+    def __init__(self) -> None:
+        self.last_input: weakref.ref[torch.Tensor] | None = None
+        self.run: list[VirtLayer] = []
+        """Layers that were fed the last input, so far."""
+        self.pass_ = Pass.FORWARD
+        self.fetched: dict[Siblings, _Fetched] = {}
+        self.product: Product | None = None
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.here = Here()
+
+
 class Link:
     """What the VirtLayers of one client share: the channel, how to wait on it, and which layers are siblings."""
 
@@ -50,17 +85,20 @@ class Link:
         """Thread of the event loop, where only a fiber can wait; None for a client without a loop."""
         self.interrupted: BaseException | None = None
         """Raised by the next call from a thread, so that a cancelled backward ends."""
+        self.model = _Model()
+        """Of layers that are not copies."""
         self.stream_on_thread: RandomStream | None = None
         """Set while the client's thread draws random numbers, to be left while it waits."""
         self.backward_began: Callable[[], None] | None = None
         """Called before each backward request, where nobody else says when a backward pass begins."""
-        self._last_input: weakref.ref[torch.Tensor] | None = None
-        self._run_of_siblings: list[VirtLayer] = []
-        self._pass_of_siblings = Pass.FORWARD
-        self._groups: list[Siblings] = []
-        self.product: tuple[weakref.ref[torch.Tensor], tuple[Any, ...], torch.Tensor] | None = None
-        """The last product with a whole weight, while parts of it are asked for: of what, in which state, result."""
+        self._threads = _Threads()
+        self._grouping = threading.Lock()
         self._pretend = False
+
+    @property
+    def here(self) -> Here:
+        """What is remembered for this thread."""
+        return self._threads.here
 
     @contextlib.contextmanager
     def pretending(self) -> Iterator[None]:
@@ -72,14 +110,11 @@ class Link:
             self._pretend = False
 
     def forget(self) -> None:
-        """Drop what an interrupted pass left behind."""
-        for group in self._groups:
-            group.forget()
-        self._last_input = None
-        self.forget_product()
-
-    def forget_product(self) -> None:
-        self.product = None
+        """Drop what a pass that ended, or was interrupted, left behind on whatever thread."""
+        run = self._threads.here.run
+        if len(run) > 1:
+            self._group(run)
+        self._threads = _Threads()
 
     def request(self, key: Key, kind: Kind, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[torch.Tensor, ...]:
         """Send a request and wait for its results."""
@@ -137,19 +172,35 @@ class Link:
 
     def watch(self, layer: VirtLayer, x: torch.Tensor, pass_: Pass) -> None:
         """See which layers are fed the very same tensor one after another: they are siblings from then on (D9)."""
-        last = self._last_input
-        if last is not None and last() is x and self._pass_of_siblings is pass_:
-            if layer not in self._run_of_siblings:
-                self._run_of_siblings.append(layer)
-            return
-        if len(self._run_of_siblings) > 1:
-            group = Siblings(self._run_of_siblings)
-            self._groups.append(group)
-            for member in self._run_of_siblings:
-                member._siblings = group
-        self._run_of_siblings = [layer]
-        self._pass_of_siblings = pass_
-        self._last_input = weakref.ref(x)
+        here = self._threads.here
+        last = here.last_input
+        if last is not None and last() is x and here.pass_ is pass_:
+            if layer in here.run:
+                return
+            if all(layer.may_be_sibling_of(other) for other in here.run):
+                here.run.append(layer)
+                return
+        if len(here.run) > 1:
+            self._group(here.run)
+        here.run = [layer]
+        here.pass_ = pass_
+        here.last_input = weakref.ref(x)
+
+    def _group(self, run: list[VirtLayer]) -> None:
+        with self._grouping:
+            # Another thread may have seen the same meanwhile.
+            if all(member._siblings is None and member._may_have_siblings for member in run):
+                group = Siblings(run)
+                for member in run:
+                    member._siblings = group
+
+    def dissolve(self, group: Siblings) -> None:
+        """These are no siblings after all."""
+        with self._grouping:
+            for member in group.members:
+                member._siblings = None
+                member._may_have_siblings = False
+        self._threads = _Threads()  # what other threads have fetched for the group: nobody would come for it
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:
@@ -169,39 +220,29 @@ class Siblings:
             pass_: Key(tuple(member.spec.layer for member in self.members), pass_)
             for pass_ in (Pass.FORWARD, Pass.FORWARD_WITHOUT_BIAS)
         }
-        self._results: dict[VirtLayer, torch.Tensor] = {}
-        self._x: torch.Tensor | None = None
-        self._version = 0
-        self._pass = Pass.FORWARD
         self._misses = 0
         """How often in a row somebody's result was not wanted."""
 
     def forward(self, layer: VirtLayer, x: torch.Tensor, pass_: Pass) -> torch.Tensor | None:
         """The layer's [n, o]; None if the group has just been dissolved."""
-        if self._results:
-            if self._x is x and x._version == self._version and pass_ is self._pass:
-                result = self._results.pop(layer, None)
+        mine = layer._link._threads.here.fetched
+        fetched = mine.get(self)
+        if fetched is not None:
+            if fetched.x is x and x._version == fetched.version and pass_ is fetched.pass_:
+                result = fetched.results.pop(layer, None)
                 if result is not None:
-                    if not self._results:
-                        self._x = None
+                    if not fetched.results:
+                        del mine[self]
                         self._misses = 0
                     return result
-            self.forget()
+            del mine[self]
             self._misses += 1
-            if self._misses == _MISSES:
-                for member in self.members:
-                    member._siblings = None
-                    member._may_have_siblings = False
+            if self._misses >= _MISSES:
+                layer._link.dissolve(self)
                 return None
-        results = layer._request(self.keys[pass_], x)
-        self._results = dict(zip(self.members, results, strict=True))
-        self._x, self._version, self._pass = x, x._version, pass_
-        return self._results.pop(layer)
-
-    def forget(self) -> None:
-        """Drop results that nobody came for."""
-        self._results.clear()
-        self._x = None
+        results = dict(zip(self.members, layer._request(self.keys[pass_], x), strict=True))
+        mine[self] = _Fetched(x, pass_, results)
+        return results.pop(layer)
 
 
 _MISSES = 3
@@ -214,12 +255,14 @@ class VirtLayer(nn.Module):
     _link: Link
     _siblings: Siblings | None
     _may_have_siblings: bool
+    _model: _Model
 
     def _attach(self, spec: LayerSpec, link: Link) -> None:
         self.spec = spec
         self._link = link
         self._siblings = None
         self._may_have_siblings = True
+        self._model = link.model
         self._keys = {pass_: Key((spec.layer,), pass_) for pass_ in Pass}
 
     def _call(self, x: torch.Tensor, pass_: Pass = Pass.FORWARD) -> torch.Tensor:
@@ -242,8 +285,9 @@ class VirtLayer(nn.Module):
         elif self._link._pretend:
             y = x.new_zeros(shape[:-1].numel(), spec.out_features)
         elif self._may_have_siblings and spec.linear and not x.is_inference():
-            if self._siblings is not None:
-                y = self._siblings.forward(self, x, pass_)
+            siblings = self._siblings
+            if siblings is not None:
+                y = siblings.forward(self, x, pass_)
             else:
                 self._link.watch(self, x, pass_)
         if y is None:
@@ -254,6 +298,10 @@ class VirtLayer(nn.Module):
         else:
             y = y.view(*shape[:-1], spec.out_features)
         return y.to(torch.get_autocast_dtype(x.device.type)) if autocast else y
+
+    def may_be_sibling_of(self, other: VirtLayer) -> bool:
+        """Whether one request can be for both: other layers, of the same copy of the model."""
+        return self.spec.layer != other.spec.layer and self._model is other._model
 
     def _request(self, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if torch.is_grad_enabled():
