@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import symbiosis
+from symbiosis.core import virtlayer
 from symbiosis.core.virtlayer import VirtLayer, VirtLinear
 from symbiosis.errors import RequestError
 from symbiosis.testing import tiny_model
@@ -185,6 +187,33 @@ class TestSiblings:
         attention = model.model.layers[0].self_attn
         assert len(attention.q_proj._siblings.members) == 3
         assert attention.q_proj._siblings is attention.k_proj._siblings is attention.v_proj._siblings
+
+    async def test_threads_never_get_each_others_rows(self, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Wherever one of them is interrupted."""
+        attention = client.model.model.layers[0].self_attn
+        await client.forward(input_ids=IDS)
+        monkeypatch.setattr(virtlayer, "_MISSES", 10**9)
+
+        def answer(key: Any, kind: Any, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[torch.Tensor, ...]:
+            return tuple(tensors[0][:, :1].expand(-1, client._link.channel.layers[n].out_features) for n in key.layers)
+
+        monkeypatch.setattr(client._link, "request", answer)
+
+        def work(n: int) -> bool:
+            with torch.no_grad():
+                x = torch.full((1, 32), float(n))
+                for _ in range(1500):
+                    for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+                        if layer(x)[0, 0] != n:
+                            return False
+            return True
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            assert all(await asyncio.gather(*[asyncio.to_thread(work, n) for n in range(4)]))
+        finally:
+            sys.setswitchinterval(interval)
 
 
 class TestAutograd:

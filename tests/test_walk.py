@@ -159,6 +159,8 @@ async def test_threads_that_share_an_opened_model(base: Any, tmp_path: Path, cop
                 thread.start()
             for thread in threads:
                 thread.join(30)
+            for layer in (one.model.layers[0].self_attn.q_proj for one in models):
+                assert len(layer._siblings.members) == 3  # they still share their requests
         return worst
 
     async with symbiosis.Executor(base) as executor:

@@ -48,13 +48,15 @@ class _Model:
 class _Fetched:
     """What one request of a group brought to one thread, less what its members have come for already."""
 
-    __slots__ = ("pass_", "results", "version", "x")
+    __slots__ = ("misses", "pass_", "results", "version", "x")
 
-    def __init__(self, x: torch.Tensor, pass_: Pass, results: dict[VirtLayer, torch.Tensor]) -> None:
+    def __init__(self, x: torch.Tensor, pass_: Pass, results: dict[VirtLayer, torch.Tensor], misses: int) -> None:
         self.x = x
         self.version = x._version
         self.pass_ = pass_
         self.results = results
+        self.misses = misses
+        """How often in a row, before this, somebody's result was not wanted."""
 
 
 class Here:
@@ -220,12 +222,11 @@ class Siblings:
             pass_: Key(tuple(member.spec.layer for member in self.members), pass_)
             for pass_ in (Pass.FORWARD, Pass.FORWARD_WITHOUT_BIAS)
         }
-        self._misses = 0
-        """How often in a row somebody's result was not wanted."""
 
     def forward(self, layer: VirtLayer, x: torch.Tensor, pass_: Pass) -> torch.Tensor | None:
         """The layer's [n, o]; None if the group has just been dissolved."""
         mine = layer._link._threads.here.fetched
+        misses = 0
         fetched = mine.get(self)
         if fetched is not None:
             if fetched.x is x and x._version == fetched.version and pass_ is fetched.pass_:
@@ -233,15 +234,14 @@ class Siblings:
                 if result is not None:
                     if not fetched.results:
                         del mine[self]
-                        self._misses = 0
                     return result
             del mine[self]
-            self._misses += 1
-            if self._misses >= _MISSES:
+            misses = fetched.misses + 1
+            if misses == _MISSES:
                 layer._link.dissolve(self)
                 return None
         results = dict(zip(self.members, layer._request(self.keys[pass_], x), strict=True))
-        mine[self] = _Fetched(x, pass_, results)
+        mine[self] = _Fetched(x, pass_, results, misses)
         return results.pop(layer)
 
 
