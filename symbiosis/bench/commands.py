@@ -171,7 +171,7 @@ def run_all(
     from symbiosis.bench.page import write_page
 
     folder = output.parent / "benchmarks"
-    work = [(folder / "wire.json", ["wire"])]
+    work = [(folder / "wire.json", ["wire"]), (folder / "schedule.json", ["schedule"])]
     for name in preset or list(PresetName):
         size = ["--preset", name.value]
         for benchmark, rounds in (("overhead", 6), ("serve", 3), ("finetune", 2)):

@@ -35,7 +35,7 @@ def write_page(file: Path) -> None:
 def _plot(report: Report, folder: Path) -> Path | None:
     """Rates against the number of tenants, for the benchmarks that have one."""
     by = next((column for column in ("clients", "adapters") if column in report.rows[0]), None)
-    if by is None or len(report.rows) < 2:
+    if by is None or len(report.rows) < 2 or not any(column.endswith("tok/s") for column in report.rows[0]):
         return None
     import matplotlib
 
