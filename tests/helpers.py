@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -113,3 +114,22 @@ async def until(condition: Callable[[], object], within_s: float = 20.0) -> None
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110 (what it waits for has no event)
             await asyncio.sleep(0.01)
+
+
+async def restart(address: str, executors: list[symbiosis.Executor], job: asyncio.Future[Any], **options: Any) -> None:
+    """Close each executor after some work and start the next one on the same port."""
+    for old, new in itertools.pairwise(executors):
+        await until(lambda old=old: old.statistics().requests > 50 or job.done())
+        await old.close()
+        await asyncio.sleep(0.05)
+        await new.start()
+        await new.listen(address, **options)
+
+
+HANGS = """
+import sys, time, torch, symbiosis
+with symbiosis.open_model(sys.argv[1]) as model:
+    model.base_model.layers[0].register_forward_hook(lambda *_: (print("there", flush=True), time.sleep(600)))
+    model(torch.arange(3, 21).reshape(2, 9))
+"""
+"""A tenant's program, which stops in the middle of a walk."""

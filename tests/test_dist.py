@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import os
 import signal
 import socket
@@ -31,7 +30,7 @@ from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes, Note
 from symbiosis.transports.tcp_connection import Connection
 from symbiosis.transports.wire import Limits, Type
-from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, until
+from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.raw import a_call, hello, raw, receive, rows
 from tests.service import free_port
 
@@ -140,15 +139,6 @@ async def test_nccl_without_a_gpu(base: Any) -> None:
 # -------------------------------------------------------------------------------------------------- restarts and deaths
 
 
-async def restart(address: str, executors: list[symbiosis.Executor], job: asyncio.Future[Any]) -> None:
-    for old, new in itertools.pairwise(executors):
-        await until(lambda old=old: old.statistics().requests > 50 or job.done())
-        await old.close()
-        await asyncio.sleep(0.05)
-        await new.start()
-        await new.listen(address, insecure=True)
-
-
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
 async def test_survives_a_restart(base: Any, kind: str) -> None:
     expected = run_job_plain(base, lora())
@@ -166,7 +156,7 @@ async def test_survives_a_restart(base: Any, kind: str) -> None:
             return run_job_plain(model, lora())
 
     job = asyncio.create_task(coroutine() if kind == "coroutines" else in_thread(synchronous))
-    await restart(address, executors, job)
+    await restart(address, executors, job, insecure=True)
     comparison = Comparison.of(await asyncio.wait_for(job, 60), expected)
     await executors[-1].close()
     assert comparison.bit_equal, comparison
@@ -181,14 +171,6 @@ async def test_patience_ends(base: Any) -> None:
     with pytest.raises(ConnectionLostError, match="did not come back within"):
         await asyncio.wait_for(client.forward(input_ids=IDS), 30)
     await remote.close()
-
-
-HANGS = """
-import sys, time, torch, symbiosis
-with symbiosis.open_model(sys.argv[1]) as model:
-    model.base_model.layers[0].register_forward_hook(lambda *_: (print("there", flush=True), time.sleep(600)))
-    model(torch.arange(3, 21).reshape(2, 9))
-"""
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import itertools
 import logging
 import os
 import signal
@@ -33,7 +32,7 @@ from symbiosis.transports.chunks import CHUNK, Chunks, ShareFile
 from symbiosis.transports.keys import Keyring, load_key, new_key
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.wire import Limits, Type
-from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, until
+from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.raw import a_call, hello, raw, receive, rows
 
 T = TypeVar("T")
@@ -381,16 +380,6 @@ def test_a_share_that_lies() -> None:
 # -------------------------------------------------------------------------------------------------- restarts and deaths
 
 
-async def restart(address: str, executors: list[symbiosis.Executor], job: asyncio.Future[Any]) -> None:
-    """Close each executor after some work and start the next one on the same port."""
-    for old, new in itertools.pairwise(executors):
-        await until(lambda old=old: old.statistics().requests > 50 or job.done())
-        await old.close()
-        await asyncio.sleep(0.05)
-        await new.start()
-        await new.listen(address)
-
-
 async def test_coroutines_survive_a_restart(base: Any) -> None:
     expected = run_job_plain(base, lora())
     address = free_address()
@@ -447,14 +436,6 @@ async def test_patience_ends(base: Any) -> None:
     with pytest.raises(ConnectionLostError, match="did not come back within"):
         await asyncio.wait_for(client.forward(input_ids=IDS), 30)
     await remote.close()
-
-
-HANGS = """
-import sys, time, torch, symbiosis
-with symbiosis.open_model(sys.argv[1]) as model:
-    model.base_model.layers[0].register_forward_hook(lambda *_: (print("there", flush=True), time.sleep(600)))
-    model(torch.arange(3, 21).reshape(2, 9))
-"""
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import bisect
 import fcntl
 import mmap
 import os
+from abc import ABC, abstractmethod
 from functools import lru_cache
 
 import torch
@@ -19,10 +20,10 @@ import torch
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import ALIGN, align
 
-__all__ = ["Arena", "Places", "seal", "sealed_copy", "spread"]
+__all__ = ["Arena", "Memory", "Places", "seal", "sealed_copy", "spread"]
 
 _VIEWS = 512
-"""Views that an arena keeps, because calls come back to the same places: making one costs two calls of torch."""
+"""That are kept."""
 _SEALS = 1033  # F_ADD_SEALS
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE = 1, 2, 4, 8
 
@@ -45,13 +46,38 @@ def sealed_copy(data: bytes, name: str) -> int:
     return descriptor
 
 
-class Arena:
+class Memory(ABC):
+    """Memory that two processes map. Calls come back to the same places, and making a view costs two calls of torch: so
+    views are kept."""
+
+    def __init__(self) -> None:
+        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
+
+    def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Views of matrices [rows, width] that lie one after another from ``place``.
+
+        Raises:
+            WireError: they are not wholly inside.
+        """
+        key = place, rows, widths, dtype
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            views = self._views[key] = self._make(place, rows, widths, dtype)
+        return views
+
+    @abstractmethod
+    def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]: ...
+
+
+class Arena(Memory):
     """A mapped arena. ``descriptor`` stays the caller's to close; the mapping lives as long as tensors in it do."""
 
     def __init__(self, descriptor: int, size: int) -> None:
+        super().__init__()
         self.size = size
         self._map = mmap.mmap(descriptor, size)
-        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     @classmethod
     def create(cls, size: int) -> tuple[Arena, int]:
@@ -64,20 +90,6 @@ class Arena:
         except BaseException:
             os.close(descriptor)
             raise
-
-    def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Views of matrices [rows, width] that lie one after another from ``place``.
-
-        Raises:
-            WireError: they are not wholly inside the arena.
-        """
-        key = place, rows, widths, dtype
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            views = self._views[key] = self._make(place, rows, widths, dtype)
-        return views
 
     def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         itemsize = dtype.itemsize

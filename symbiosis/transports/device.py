@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symbiosis.errors import UsageError, WireError
+from symbiosis.transports.arena import Memory
 from symbiosis.transports.wire import align
 
 __all__ = ["DeviceArena", "Handles", "find", "identity"]
@@ -34,7 +35,6 @@ FIRST = 32 << 20
 """Bytes of a client's first segment, or more if it asks for more; each next one is twice as large."""
 HANDLE = 64
 """Bytes of an IPC handle."""
-_VIEWS = 512
 
 
 class Handles(NamedTuple):
@@ -58,7 +58,7 @@ class _Segment(NamedTuple):
         return self.start + self.bytes.shape[0]
 
 
-class DeviceArena:
+class DeviceArena(Memory):
     """The segments of one client. On the executor's side :meth:`grow` makes them, on the client's :meth:`open` maps
     them.
 
@@ -69,13 +69,13 @@ class DeviceArena:
     """
 
     def __init__(self, device: torch.device, start: int, limit: int) -> None:
+        super().__init__()
         self.device = device
         self.end = start
         self.called: Any = None
         self.answered: Any = None
         self.segments: list[_Segment] = []
         self._limit = start + limit
-        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     # ---------------------------------------------------------------------------------------------- the executor's side
 
@@ -127,20 +127,6 @@ class DeviceArena:
     def record(self, event: Any) -> None:
         """What this thread's stream has done so far is what ``called`` or ``answered`` stands for."""
         event.record(stream(self.device))
-
-    def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Views of matrices [rows, width] that lie one after another from ``place``.
-
-        Raises:
-            WireError: they are not wholly inside one segment.
-        """
-        key = place, rows, widths, dtype
-        views = self._views.get(key)
-        if views is None:
-            if len(self._views) >= _VIEWS:
-                self._views.clear()
-            views = self._views[key] = self._make(place, rows, widths, dtype)
-        return views
 
     def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         segment = next((one for one in self.segments if one.start <= place < one.end), None)
