@@ -63,7 +63,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if thread.name == "symbiosis-dist":  # it ends by itself, soon
-            thread.join(20)
+            thread.join(40)
     assert not client_threads(), f"threads left behind: {client_threads()}"
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
