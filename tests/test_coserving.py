@@ -73,6 +73,14 @@ def test_a_client_may_be_promised_more_than_others() -> None:
     assert tight.slow_s <= 0.0612
 
 
+def test_what_is_over_is_forgotten() -> None:
+    """One client's tight SLO stays at the top of the heaps; what lies below must not pile up."""
+    policy = CoServing(slo_ms=200, clients={"text-0": (50.0, 1000.0)})
+    simulate(policy, 4, 0, seconds=60)
+    assert len(policy._by_room) <= 2 * 4 + 65
+    assert len(policy._by_due) <= 2 * 4 + 65
+
+
 def test_without_inference_nothing_is_held_back() -> None:
     best = simulate(Opportunistic(), 0, 2)
     assert simulate(CoServing(slo_ms=60), 0, 2).steps >= 0.95 * best.steps

@@ -302,19 +302,6 @@ async def test_another_model_at_the_same_address_is_not_taken(base: Any, address
         await remote.close()
 
 
-async def test_patience_ends(base: Any, address: str) -> None:
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        remote = symbiosis.connect(address, retry=0.3)
-        await remote.__aenter__()
-        client = await remote.client().open()
-    with pytest.raises(ConnectionLostError, match="did not come back within"):
-        await asyncio.wait_for(client.forward(input_ids=IDS), 30)
-    await remote.close()
-    with pytest.raises(ConnectionLostError, match="no executor answers"):
-        await symbiosis.connect(address).__aenter__()
-
-
 # ------------------------------------------------------------------------------------------------------ hostile clients
 
 

@@ -427,17 +427,6 @@ async def test_another_model_at_the_same_address_is_not_taken(base: Any) -> None
         await remote.close()
 
 
-async def test_patience_ends(base: Any) -> None:
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL)
-        remote = symbiosis.connect(listener.address, retry=0.3)
-        await remote.__aenter__()
-        client = await remote.client().open()
-    with pytest.raises(ConnectionLostError, match="did not come back within"):
-        await asyncio.wait_for(client.forward(input_ids=IDS), 30)
-    await remote.close()
-
-
 @pytest.mark.parametrize(
     ("how", "within_s"),
     [(signal.SIGKILL, 3.0), pytest.param(signal.SIGSTOP, 15.0, marks=pytest.mark.slow)],

@@ -74,3 +74,12 @@ async def test_one_at_a_time_and_where_it_can_be_written(base: Any, tmp_path: Pa
             pass
     assert not (tmp_path / "nowhere").exists()
     assert json.loads((tmp_path / "b.json").read_text())
+
+
+async def test_a_full_disk_ends_the_trace_and_nothing_else(base: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        with executor.trace("/dev/full"):
+            for _ in range(6):
+                await asyncio.wait_for(client.forward(input_ids=IDS), 20)
+        await asyncio.wait_for(client.forward(input_ids=IDS), 20)
+    assert "cannot go on with the trace" in caplog.text

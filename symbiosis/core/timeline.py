@@ -6,7 +6,9 @@ client shows when it was thinking, waiting in a queue, and running.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from symbiosis.core.statistics import group_name
 from symbiosis.errors import UsageError
 
 __all__ = ["Timeline"]
+
+log = logging.getLogger(__name__)
 
 MAX_EVENTS = 5_000_000
 """Some 600 MB. Nothing is written after that."""
@@ -39,6 +43,7 @@ class Timeline:
         self._thinks_since: dict[str, float] = {}
         self._lock = threading.Lock()
         self.events = 0
+        self._full = False
         try:
             self._file = Path(file).open("w", encoding="utf-8")  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -89,8 +94,10 @@ class Timeline:
         """Finish the file; harmless a second time."""
         with self._lock:
             if not self._file.closed:
-                self._file.write("{}]\n")
-                self._file.close()
+                with contextlib.suppress(OSError):
+                    self._file.write("{}]\n")
+                with contextlib.suppress(OSError):
+                    self._file.close()
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
@@ -127,9 +134,13 @@ class Timeline:
         self._write(event)
 
     def _write(self, event: dict[str, Any]) -> None:
-        if self.events < MAX_EVENTS and not self._file.closed:
+        if self.events < MAX_EVENTS and not self._file.closed and not self._full:
             self.events += 1
-            self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+            try:
+                self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+            except OSError as error:  # a full disk is no reason to serve nobody
+                self._full = True
+                log.error("cannot go on with the trace: %s", error)
 
     def _name_of(self, key: Key) -> str:
         return group_name([self._names[index] for index in key.layers])

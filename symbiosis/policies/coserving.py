@@ -46,6 +46,8 @@ _FLAT = 16
 _UNKNOWN = 64
 """Rows of a batch of which nothing is known, and of a prefill's least chunk."""
 _MAX_CLIENTS = 4096
+_SLACK_ENTRIES = 64
+"""Beyond two for each client, that a heap may have before what is over is taken out."""
 
 Takes = list[tuple[Request, int]]
 
@@ -148,6 +150,11 @@ class CoServing:
         if not prefill:  # prompts differ: nobody knows how long one takes before it has been read
             usual = self._usual.get(client, slo / 2)
             heapq.heappush(self._by_room, (_EARLY * slo - usual + self._tuned, request.id, token))
+        # Tokens that are over fall out at the top. Below one client's tight SLO those of others would never get there.
+        for heap in (self._by_due, self._by_room):
+            if len(heap) > 2 * len(self._tokens) + _SLACK_ENTRIES:
+                heap[:] = [entry for entry in heap if not entry[2].over]
+                heapq.heapify(heap)
         return token
 
     def slack(self, now: float) -> float:

@@ -287,6 +287,19 @@ class TransportConformance:
                     (result,) = await asyncio.wait_for(reply, WITHIN_S)
                     assert_same(result, self._expected(again, call)[0])
 
+    async def test_patience_ends(self, tmp_path: Path) -> None:
+        """An executor that does not come back ends what waits for it, in time and with a reason."""
+        if not self.reconnects:
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            async with self._executor(tmp_path) as (executor, address):
+                options = {**self.connect_options(tmp_path), "retry": 0.3}
+                channel = await make_transport(address, **options).connect(address, "client")
+                stack.callback(channel.close)
+                await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
+            with pytest.raises(BrokenError, match="did not come back within"):
+                await asyncio.wait_for(channel.send(self._call_like(channel)), WITHIN_S)
+
     @pytest.mark.parametrize("data", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, bytes(range(256)) * 50])
     async def test_garbage_at_the_door(self, tmp_path: Path, data: bytes) -> None:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:

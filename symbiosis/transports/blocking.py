@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
 import time
@@ -19,6 +18,7 @@ from symbiosis.errors import (
     ExecutorClosedError,
     SymbiosisError,
     UsageError,
+    WireError,
 )
 from symbiosis.log import get_logger
 from symbiosis.transports.backoff import MAY_RETURN, backoff
@@ -68,7 +68,7 @@ class BlockingChannel(SynchronousChannel, ABC):
         self._closed = False
         self._in_pass = False
         self._spoiled = False
-        """Whether somebody was interrupted in the middle of an exchange, by Ctrl-C say."""
+        """Whether somebody was interrupted in the middle of an exchange, by Ctrl-C say, or did not understand it."""
         self._pid = os.getpid()
         _channels.add(self)
 
@@ -116,7 +116,8 @@ class BlockingChannel(SynchronousChannel, ABC):
                     return self._exchange(call)
                 except (OSError, ConnectionLostError, ExecutorClosedError) as error:
                     self._reconnect(error, self._retry_s)
-                except SymbiosisError:
+                except SymbiosisError as error:
+                    self._spoiled = isinstance(error, WireError)
                     raise
                 except BaseException:
                     # Nobody knows what was sent, and what is still to come. The executor keeps nothing between calls.
@@ -159,8 +160,13 @@ class BlockingChannel(SynchronousChannel, ABC):
         with self._lock:
             if self._in_pass != in_pass and not self._closed:
                 self._in_pass = in_pass
-                with contextlib.suppress(OSError, SymbiosisError):  # the next call finds out, and reconnects
+                try:
                     self._tell(in_pass)
+                except (OSError, SymbiosisError):
+                    pass  # the next call finds out, and reconnects
+                except BaseException:
+                    self._spoiled = True  # half a message may be out
+                    raise
 
     def close(self) -> None:
         """Leave. A call in progress on another thread ends."""
