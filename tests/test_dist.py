@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import signal
@@ -10,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Kind, Pass
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
-from symbiosis.transports import lanes, wire
+from symbiosis.transports import rendezvous, wire
 from symbiosis.transports.keys import new_key
-from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes, Note
+from symbiosis.transports.lanes import Lanes
+from symbiosis.transports.rendezvous import EXECUTOR, TENANT, Note
 from symbiosis.transports.tcp_connection import Connection
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
@@ -41,8 +42,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes of hostile clients end within the test."""
-    monkeypatch.setattr(lanes, "WITHIN_S", 10.0)
-    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
+    monkeypatch.setattr(rendezvous, "WITHIN_S", 10.0)
+    monkeypatch.setattr(rendezvous, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
 
 
 # --------------------------------------------------------------------------------------------------------- equivalence
@@ -228,30 +229,126 @@ async def test_an_executor_that_goes_again_at_once_is_asked_again(base: Any, mon
         await remote.close()
 
 
-async def test_reconnects_pile_nothing_up(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes that are opened and left wait for their time; how many of a tenant do is limited."""
-    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 2.0)  # five times that, in all: longer than the visits below take
+def children() -> set[int]:
+    """Processes that this one has started, directly or not."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            pid, _, rest = stat.read_text().partition(" ")
+            parents[int(pid)] = int(rest.rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    while more := {pid for pid, parent in parents.items() if parent in {os.getpid(), *found}} - found:
+        found |= more
+    return found
+
+
+async def test_reconnects_pile_nothing_up(base: Any) -> None:
+    """Lanes whose client does not come to the rendezvous end with its connection, not with gloo's patience."""
     async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, insecure=True, limits=Limits(clients=3))
+        listener = await executor.listen(LOCAL, insecure=True)
+        await until(lambda: children())
+        before = children()
         with socket.create_server(("127.0.0.1", 0)) as mute:
-            busy = 0
-            for number in range(12):
+            for number in range(5):
                 with raw(listener.address) as mallory:
                     mallory.send(hello(f"mallory-{number}"))
                     assert (await in_thread(receive, mallory))[0] is Type.WELCOME
                     mallory.send(wire.pack(Type.RENDEZVOUS, 0, "", mute.getsockname()[1]))
-                    type_, content = await in_thread(receive, mallory)
-                    busy += type_ is Type.ENDED and content[0] == "BusyError"
-                    await asyncio.sleep(0.1)  # for gloo to be at it
-                await until(lambda: not executor.status()["clients"])
-                waiting = [thread for thread in threading.enumerate() if thread.name == "symbiosis-dist"]
-                assert len(waiting) <= 6
-            assert busy >= 3
+                    assert (await in_thread(receive, mallory))[0] is Type.RENDEZVOUS
+                    await until(lambda: len(children() - before) == 2)
+                await until(lambda: not children() - before)
+    await until(lambda: not children() & before)
+
+
+async def test_lanes_that_outlast_their_connection_count(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lanes, "alive", True)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True, limits=Limits(clients=2))
+        for number in range(3):
+            with raw(listener.address) as mallory:
+                mallory.send(hello(f"mallory-{number}"))
+                assert (await in_thread(receive, mallory))[0] is Type.WELCOME
+                mallory.send(a_call(1))
+                type_, content = await in_thread(receive, mallory)
+                assert (type_ is Type.ENDED and content[0] == "BusyError") == (number == 2)
+            await until(lambda: not executor.status()["clients"])
+
+
+VANDAL = """
+import os, socket, sys, torch, symbiosis
+opened = symbiosis.open_model(sys.argv[1])
+model = opened.__enter__()
+model(torch.arange(3, 21).reshape(2, 9))
+port = int(sys.argv[1].rpartition(":")[2])
+lanes = []
+for name in os.listdir("/proc/self/fd"):
+    try:
+        found = socket.socket(fileno=os.dup(int(name)))
+        if found.family == socket.AF_INET and port not in (found.getpeername()[1], found.getsockname()[1]):
+            lanes.append(found)
+    except OSError:
+        pass
+print(len(lanes), flush=True)
+said = bytes.fromhex(sys.stdin.readline())
+for lane in lanes:
+    lane.setblocking(True)
+    lane.sendall(said)
+sys.stdin.read()
+"""
+
+
+def _preamble(*numbers: int) -> bytes:
+    """gloo's: bytes, what it is, slot, offset, length, offset there."""
+    return struct.pack("<6Q", *numbers)
+
+
+NONSENSE = {
+    "ones": b"\xff" * 4096,
+    "no such operation": _preamble(48, 99, 0, 0, 0, 0) * 4,
+    "longer than it is": _preamble(48 + 4096, 1, 0, 0, (1 << 64) - 8, 0) + b"A" * 4096,
+    "not what was sent": _preamble(48 + 512, 1, 0, 0, 1 << 30, 0) + b"A" * 4096,
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+async def test_nonsense_on_a_lane_ends_that_client_alone(base: Any, kind: str) -> None:
+    """gloo ends the process that it runs in where it cannot make sense of what its peer says."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            await alice.forward(input_ids=IDS)
+            before = children()
+            vandal = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", VANDAL, listener.address, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            assert vandal.stdout is not None
+            assert vandal.stdin is not None
+            assert int(await asyncio.wait_for(vandal.stdout.readline(), 60)) >= 2
+            hers = children() - before - {vandal.pid}
+            assert len(hers) == 2
+            vandal.stdin.write(NONSENSE[kind].hex().encode() + b"\n")
+            if kind in ("longer than it is", "not what was sent"):  # what gloo does not survive
+                await until(lambda: not hers & children())
+            for _ in range(20):
+                await alice.forward(input_ids=IDS)
+            vandal.kill()
+            await vandal.wait()
+            await until(lambda: executor.status()["clients"] == ["alice"] and children() == before)
+            await alice.forward(input_ids=IDS)
+
+
+async def test_the_process_that_forks_may_be_killed(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        for pid in children():
+            os.kill(pid, signal.SIGKILL)
+        async with symbiosis.connect(listener.address) as remote, remote.client() as client:
+            await asyncio.wait_for(client.forward(input_ids=IDS), 20)
 
 
 async def test_lanes_that_never_open_are_given_up(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages come through, tensors do not: that will not get better by asking again and again."""
-    monkeypatch.setattr(lanes, "_gloo", lambda *_: 1 / 0)
+    monkeypatch.setattr(rendezvous, "gloo", lambda *_: 1 / 0)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address, retry=60.0) as remote, remote.client() as client:
@@ -312,10 +409,10 @@ async def test_a_lane_keeps_its_order_both_ways_at_once() -> None:
 def test_another_gloo_is_said_so() -> None:
     address = struct.pack("=HHI", socket.AF_INET, socket.htons(7000), 1).ljust(128, b"\0") + bytes(8)
     sound = struct.pack("<Q", 2) + b"vm" + struct.pack("<Q", 136) + address + bytes(16)
-    assert sound[lanes._address_at(sound) :][:136] == address
+    assert sound[rendezvous._address_at(sound) :][:136] == address
     for wrong in (sound[:100], struct.pack("<Q", 1 << 60) + sound[8:], sound.replace(b"\x88", b"\x80", 1)):
         with pytest.raises(BrokenError, match="use tcp://"):
-            lanes._address_at(wrong)
+            rendezvous._address_at(wrong)
 
 
 @pytest.mark.parametrize("content", [(), (0, "", 0), (2, "", 7), (0, "x" * 200, 7), (0, "", b"x" * 5000), (0, 1, 7)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from symbiosis.testing.transport import TransportConformance
-from symbiosis.transports import lanes
+from symbiosis.transports import rendezvous
 from symbiosis.transports.keys import new_key
 
 _names = itertools.count(1)
@@ -69,8 +69,8 @@ class TestTcpWithKeys(TestTcp):
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane whose other side was killed while it opened ends within the test."""
-    monkeypatch.setattr(lanes, "WITHIN_S", 10.0)
-    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
+    monkeypatch.setattr(rendezvous, "WITHIN_S", 10.0)
+    monkeypatch.setattr(rendezvous, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
 
 
 @pytest.mark.usefixtures("impatient")

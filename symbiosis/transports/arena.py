@@ -91,6 +91,15 @@ class Arena(Memory):
             os.close(descriptor)
             raise
 
+    @property
+    def address(self) -> int:
+        """Where it begins, in this process."""
+        return torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
+
+    def region(self, place: int, size: int) -> memoryview:
+        """A part of it."""
+        return memoryview(self._map)[place : place + size]
+
     def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         itemsize = dtype.itemsize
         found = []

@@ -4,27 +4,40 @@ All but the tensors is as over ``tcp://``: ZeroMQ carries the messages, CURVE ke
 limits are the same. The tensors travel by :mod:`symbiosis.transports.lanes`: of a CALL after its message, of a RESULT
 too.
 
-torch.distributed encrypts nothing and trusts its peers: a tenant who answers gloo with the wrong bytes ends the
-executor's process, inside C++ where nothing can be done about it. So a listener must be told ``insecure=True``, keys or
-not, and so must a client whose executor is on another host. It is for clusters whose tenants trust each other.
+torch.distributed encrypts nothing and does not ask who it talks to, so a listener must be told ``insecure=True``, keys
+or not, and so must a client whose executor is on another host. A tenant who answers gloo with the wrong bytes ends the
+process it runs in: the executor has it in processes of their own, two a client (:mod:`~symbiosis.transports
+.lane_process`), and it is that client's connection that ends. NCCL is in the executor's own process.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from symbiosis.core.protocols import Channel, Service, Session
-from symbiosis.errors import BusyError, ClientClosedError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import (
+    BrokenError,
+    BusyError,
+    ClientClosedError,
+    RefusedError,
+    SymbiosisError,
+    UsageError,
+    WireError,
+)
 from symbiosis.transports import wire
 from symbiosis.transports.chunks import Progress, bar_unless
-from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes, Note
-from symbiosis.transports.sockets import Frames, local_ip
+from symbiosis.transports.keys import Keyring
+from symbiosis.transports.lane_process import LaneProcesses
+from symbiosis.transports.lanes import Lanes
+from symbiosis.transports.rendezvous import BACKENDS, EXECUTOR, TENANT, Note
+from symbiosis.transports.sockets import Endpoint, Frames, local_ip
 from symbiosis.transports.tcp import TcpListener, TcpTransport
 from symbiosis.transports.tcp_client import Pending, TcpChannel
 from symbiosis.transports.tcp_connection import Connection, Message
@@ -36,18 +49,16 @@ from symbiosis.transports.wire import CallMessage, Limits, Type
 __all__ = ["DistChannel", "DistPeer", "DistTransport"]
 
 MAX_FAILURES = 5
-_open_lanes: WeakKeyDictionary[TcpListener, dict[str, list[Lanes]]] = WeakKeyDictionary()
-"""By listener and tenant."""
 
 
 class DistPeer(TcpPeer):
     """The executor's side of one connection."""
 
-    def __init__(
-        self, listener: TcpListener, identity: bytes, link: Link, user: str | None, tenant: str, backend: str
-    ) -> None:
+    _listener: DistListener
+
+    def __init__(self, listener: DistListener, identity: bytes, link: Link, user: str | None, tenant: str) -> None:
         super().__init__(listener, identity, link, user, tenant)
-        self._backend = backend
+        self._backend = listener.backend
         self._lanes: Lanes | None = None
         self._arriving: dict[int, bool] = {}
         """Calls whose tensors are on their way, by id: whether they were cancelled."""
@@ -69,19 +80,22 @@ class DistPeer(TcpPeer):
 
     def _open(self) -> Lanes:
         if self._lanes is None:
-            # A lane may outlast its session by WITHIN_S, and has threads: those count as well.
-            waiting = _open_lanes.setdefault(self._listener, {}).setdefault(self.tenant, [])
+            # NCCL's may outlast their session: they count as well.
+            listener = self._listener
+            waiting = listener.lanes[self.tenant]
             waiting[:] = [lanes for lanes in waiting if lanes.alive]
             if len(waiting) >= self._limits.clients:
                 raise BusyError(
                     f"{self.tenant} has {len(waiting)} connections whose lanes are not closed yet; try later"
                 )
             try:
-                local = local_ip(self.link.descriptor)
+                ends = local_ip(self.link.descriptor), self.link.remote[0]
             except OSError as error:
                 raise WireError("its connection has ended") from error
-            remote = self.link.remote[0]
-            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, remote, self._tell, self._broken)
+            memory = 2 * self._limits.arena_bytes
+            self._lanes = Lanes(
+                self._backend, EXECUTOR, self._device, *ends, self._tell, self._broken, listener.processes, memory
+            )
             waiting.append(self._lanes)
         return self._lanes
 
@@ -109,13 +123,17 @@ class DistPeer(TcpPeer):
             raise WireError("a CALL has 1 row at least")
         if self._held_bytes + size > self._limits.arena_bytes:
             raise self._too_much(self._held_bytes + size)
-        tensors = tuple([torch.empty(message.rows, width, dtype=dtype, device=self._device) for width in widths])
+        lanes = self._open()
+        try:
+            tensors = tuple([lanes.empty(message.rows, width, dtype) for width in widths])
+        except BrokenError as error:
+            raise WireError(str(error)) from error
         self._arriving[message.id] = False
         self._sizes[message.id] = size
         self._held_bytes += size
         self._rows += message.rows
         self._pause_if_full()
-        self._open().receive(tensors, partial(self._arrived, message, tensors))
+        lanes.receive(tensors, partial(self._arrived, message, tensors))
 
     def _arrived(self, message: CallMessage, tensors: tuple[torch.Tensor, ...]) -> None:
         if self._gone or self.session is None:
@@ -146,7 +164,11 @@ class DistPeer(TcpPeer):
         size = sum(result.nbytes for result in results)
         self._unsent_bytes += size
         self._send([wire.pack(Type.RESULT, message.id)])
-        self._lanes.send([result.to(self._device).contiguous() for result in results], partial(self._sent, size))
+        sent = partial(self._sent, size)
+        try:
+            self._lanes.send([result.to(self._device).contiguous() for result in results], sent)
+        except BrokenError as error:
+            self._broken(error)
 
     def _sent(self, size: int) -> None:
         self._unsent_bytes -= size
@@ -156,6 +178,35 @@ class DistPeer(TcpPeer):
         self._arriving.clear()
         if self._lanes is not None:
             self._lanes.close()
+            if not self._lanes.alive:
+                self._listener.lanes[self.tenant].remove(self._lanes)
+            self._lanes = None
+
+
+class DistListener(TcpListener):
+    """A bound port, the clients that came through it, and what their lanes run in."""
+
+    _peer = DistPeer
+    processes: LaneProcesses | None = None
+    """Where gloo's lanes run."""
+
+    def __init__(
+        self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None, backend: str
+    ) -> None:
+        super().__init__(endpoint, service, limits, keys)
+        self.backend = backend
+        self.lanes: defaultdict[str, list[Lanes]] = defaultdict(list)
+        """By tenant."""
+
+    def open(self, address: str) -> None:
+        super().open(address)
+        if self.backend == "gloo":
+            self.processes = LaneProcesses()
+
+    async def close(self) -> None:
+        await super().close()
+        if self.processes is not None:
+            await asyncio.to_thread(self.processes.close)
 
 
 class DistChannel(TcpChannel):
@@ -252,14 +303,12 @@ class DistTransport(TcpTransport):
         if not torch.distributed.is_available():
             raise UsageError("this build of torch has no torch.distributed; use tcp://")
         self._backend = backend
-        self._peer = self._make_peer
 
     async def listen(self, address: str, service: Service) -> TcpListener:
         if not self._insecure:
             raise UsageError(
-                f"{address}: what torch.distributed sends is not encrypted, keys or not, and a tenant who misuses it "
-                "can end the executor's process; give insecure=True (--insecure) if all tenants and hosts may be "
-                "trusted, or use tcp://"
+                f"{address}: what torch.distributed sends is not encrypted, keys or not, and it does not ask who it "
+                "talks to; give insecure=True (--insecure) if all on this network may be trusted, or use tcp://"
             )
         return await super().listen(address, service)
 
@@ -275,6 +324,6 @@ class DistTransport(TcpTransport):
             thread.close()
             raise
 
-    def _make_peer(self, listener: TcpListener, identity: bytes, link: Link, user: str | None, tenant: str) -> TcpPeer:
-        backend = self._backend or ("nccl" if listener.service.device.type == "cuda" else "gloo")
-        return DistPeer(listener, identity, link, user, tenant, backend)
+    def _listener(self, endpoint: Endpoint, service: Service) -> TcpListener:
+        backend = self._backend or ("nccl" if service.device.type == "cuda" else "gloo")
+        return DistListener(endpoint, service, self._limits, self._keys, backend)

@@ -12,7 +12,7 @@ over the very TCP connection, and with the very public key, that the conversatio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ __all__ = ["TcpListener", "TcpTransport"]
 
 log = get_logger(__name__)
 
-PeerFactory = Callable[["TcpListener", bytes, Link, str | None, str], TcpPeer]
 
 MAX_CONNECTIONS = 1024
 HELLO_WITHIN_S = 10.0
@@ -60,7 +59,6 @@ class TcpTransport:
     """
 
     _channel: type[tcp_client.TcpChannel] = tcp_client.TcpChannel
-    _peer: PeerFactory = TcpPeer
 
     def __init__(
         self,
@@ -87,9 +85,12 @@ class TcpTransport:
                 f"{address} can be reached from other hosts; give keys=folder (--keys; `symbiosis keys new` makes "
                 "them), or insecure=True (--insecure) if everybody on the network may read along and use the executor"
             )
-        listener = TcpListener(endpoint, service, self._limits, self._keys, self._peer)
+        listener = self._listener(endpoint, service)
         listener.open(address)
         return listener
+
+    def _listener(self, endpoint: Endpoint, service: Service) -> TcpListener:
+        return TcpListener(endpoint, service, self._limits, self._keys)
 
     def _options(self) -> tcp_client.Options:
         return tcp_client.Options(self._key, self._insecure, self._retry_s, self._progress)
@@ -107,9 +108,9 @@ class TcpTransport:
 class TcpListener:
     """A bound port and the clients that came through it."""
 
-    def __init__(
-        self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None, peer: PeerFactory
-    ) -> None:
+    _peer: type[TcpPeer] = TcpPeer
+
+    def __init__(self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None) -> None:
         self.address = ""
         self.service = service
         self.limits = limits
@@ -119,7 +120,6 @@ class TcpListener:
         """By descriptor."""
         self._endpoint = endpoint
         self._keys = keys
-        self._peer = peer
         self._failure: str | None = None
         """Why the last handshake failed, until we hear whose it was."""
         self._chunks: Chunks | None = None
