@@ -17,6 +17,7 @@ of a request, and what two tenants are let in for while both always have somethi
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -34,11 +35,14 @@ _MAX_TENANTS = 4096
 
 @dataclass(slots=True, eq=False)
 class _Tenant:
+    number: int
     weight: float
     counter: float = 0.0
     queued: int = 0
     """Requests with rows to run, held or let in."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    in_queued: bool = False
+    in_held: bool = False
 
 
 class Fair(Admission):
@@ -80,10 +84,10 @@ class Fair(Admission):
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._highest = 0.0
         self._largest = 0.0
-        self._numbers = 0
-        self._least: list[tuple[float, int, _Tenant]] = []
+        self._numbers = itertools.count()
+        self._queued: list[tuple[float, int, _Tenant]] = []
         """Tenants with something queued, by counter."""
-        self._first: list[tuple[float, int, _Tenant]] = []
+        self._held: list[tuple[float, int, _Tenant]] = []
         """Tenants with something held, by counter."""
 
     @property
@@ -102,28 +106,55 @@ class Fair(Admission):
         tenant = self._tenant(request)
         if not tenant.queued:
             tenant.counter = max(tenant.counter, self._highest - self.bound)
-            self._push(self._least, tenant)
-        if not tenant.held:
-            self._push(self._first, tenant)
+        if not tenant.in_queued:
+            heapq.heappush(self._queued, (tenant.counter, tenant.number, tenant))
+            tenant.in_queued = True
+        if not tenant.in_held:
+            heapq.heappush(self._held, (tenant.counter, tenant.number, tenant))
+            tenant.in_held = True
         tenant.queued += 1
         tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        while (first := self._top(self._first, "held")) is not None:
-            least = self._top(self._least, "queued")
-            assert least is not None  # who has something held has something queued
-            if first.counter > least.counter + self.quantum or self.admitted_rows >= view.max_rows:
+        while self.admitted_rows < view.max_rows and (first := self._first()) is not None:
+            if first.counter > self._least() + self.quantum:
                 break
             _, request = first.held.popitem(last=False)
             charge = self._kinds[request.kind] * tokens(request, view.layers) / first.weight
             first.counter += charge
             self._largest = max(self._largest, charge)
             self._highest = max(self._highest, first.counter)
-            self._push(self._least, first)
-            if first.held:
-                self._push(self._first, first)
             self.admit(request)
         return math.inf
+
+    # Counters only grow, so an entry of a heap is never too high; it is put right when it comes to the top.
+
+    def _first(self) -> _Tenant | None:
+        """Of the tenants with something held, the one with the least counter."""
+        heap = self._held
+        while heap:
+            counter, _, tenant = heap[0]
+            if not tenant.held:
+                heapq.heappop(heap)
+                tenant.in_held = False
+            elif counter != tenant.counter:
+                heapq.heapreplace(heap, (tenant.counter, tenant.number, tenant))
+            else:
+                return tenant
+        return None
+
+    def _least(self) -> float:
+        """The least counter of the tenants with something queued."""
+        heap = self._queued
+        while True:
+            counter, _, tenant = heap[0]  # who has something held has something queued
+            if not tenant.queued:
+                heapq.heappop(heap)
+                tenant.in_queued = False
+            elif counter != tenant.counter:
+                heapq.heapreplace(heap, (tenant.counter, tenant.number, tenant))
+            else:
+                return counter
 
     def drop(self, request: Request) -> None:
         self._tenant(request).held.pop(request.id, None)
@@ -135,7 +166,7 @@ class Fair(Admission):
         name = tenant_of(request.client)
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(self.weights.get(name, 1.0))
+            tenant = self._tenants[name] = _Tenant(next(self._numbers), self.weights.get(name, 1.0))
             if len(self._tenants) > _MAX_TENANTS:
                 self._forget()
         return tenant
@@ -145,20 +176,6 @@ class Fair(Admission):
         idle = [name for name, tenant in self._tenants.items() if not tenant.queued][:-1]
         for name in idle[: len(idle) // 2 + 1]:
             del self._tenants[name]
-
-    def _push(self, heap: list[tuple[float, int, _Tenant]], tenant: _Tenant) -> None:
-        self._numbers += 1
-        heapq.heappush(heap, (tenant.counter, self._numbers, tenant))
-
-    @staticmethod
-    def _top(heap: list[tuple[float, int, _Tenant]], what: str) -> _Tenant | None:
-        """The tenant with the least counter that has something ``held``, or ``queued``."""
-        while heap:
-            counter, _, tenant = heap[0]
-            if counter == tenant.counter and getattr(tenant, what):
-                return tenant
-            heapq.heappop(heap)
-        return None
 
     def __repr__(self) -> str:
         return f"Fair({self.policy!r}, quantum={self.quantum:g})"
