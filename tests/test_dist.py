@@ -25,8 +25,9 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Kind, Pass
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
-from symbiosis.transports import rendezvous, wire
+from symbiosis.transports import lane_process, rendezvous, wire
 from symbiosis.transports.keys import new_key
+from symbiosis.transports.lane_process import LaneProcess
 from symbiosis.transports.lanes import Lanes
 from symbiosis.transports.rendezvous import EXECUTOR, TENANT, Note
 from symbiosis.transports.tcp_connection import Connection
@@ -335,6 +336,63 @@ async def test_nonsense_on_a_lane_ends_that_client_alone(base: Any, kind: str) -
             await vandal.wait()
             await until(lambda: executor.status()["clients"] == ["alice"] and children() == before)
             await alice.forward(input_ids=IDS)
+
+
+async def test_lanes_that_cannot_be_opened(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told, and the first lane does not stay behind when it is the second that fails."""
+    real, failing = LaneProcess.__init__, [False]
+
+    def fails(self: Any, number: int, *arguments: Any) -> None:
+        if failing[0] and number == 1:
+            raise OSError(24, "Too many open files")
+        real(self, number, *arguments)
+
+    monkeypatch.setattr(LaneProcess, "__init__", fails)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            await alice.forward(input_ids=IDS)
+            before, open_before, failing[0] = children(), descriptors(), True
+            with raw(listener.address) as mallory:
+                mallory.send(hello("mallory"))
+                await in_thread(receive, mallory)
+                mallory.send(a_call(1))
+                type_, content = await in_thread(receive, mallory)
+                assert (type_, content[0]) == (Type.ENDED, "BusyError")
+                assert "Too many open files" in content[1]
+            await until(lambda: children() == before and descriptors() <= open_before)
+            await alice.forward(input_ids=IDS)
+
+
+def private_bytes(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Private_Dirty")).split()[1]) << 10
+    return 0
+
+
+async def test_a_lane_is_not_told_to_remember_without_end(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """48 bytes of gloo's are a note for which it takes memory of its own."""
+    monkeypatch.setattr(lane_process, "_DATA_BYTES", 64 << 20)
+    monkeypatch.setitem(NONSENSE, "notes", b"".join(_preamble(48, 2, 1 << 20 | n, 0, 16, 0) for n in range(1 << 20)))
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        vandal = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", VANDAL, listener.address, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert vandal.stdout is not None
+        assert vandal.stdin is not None
+        await asyncio.wait_for(vandal.stdout.readline(), 60)
+        hers = children() - {vandal.pid}
+        vandal.stdin.write(NONSENSE["notes"].hex().encode() + b"\n")
+        most = 0
+        for _ in range(200):
+            await asyncio.sleep(0.05)
+            for pid in hers:
+                most = max(most, private_bytes(pid))
+        assert most < 128 << 20
+        vandal.kill()
+        await vandal.wait()
 
 
 async def test_the_process_that_forks_may_be_killed(base: Any) -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,8 @@ from symbiosis.errors import (
 from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
-from symbiosis.transports.wire import Limits
+from symbiosis.transports.shm import _AT_ONCE, _ShmPeer
+from symbiosis.transports.wire import Limits, Type, frame
 from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
 
 T = TypeVar("T")
@@ -42,6 +44,69 @@ def address(tmp_path: Path) -> str:
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_a_flood_waits_for_its_turn(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read may bring tens of thousands of messages: after a few of them, the loop goes round."""
+    order: list[str] = []
+    rounds: Counter[int] = Counter()
+    count = itertools.count()
+    now = 0
+    received = _ShmPeer.received
+
+    def noted(self: Any, data: Any) -> None:
+        order.append(self.session.client if self.session else "?")
+        rounds[now] += 1
+        received(self, data)
+
+    def goes_round() -> None:
+        nonlocal now
+        now = next(count)
+        asyncio.get_running_loop().call_soon(goes_round)
+
+    goes_round()
+
+    monkeypatch.setattr(_ShmPeer, "received", noted)
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        async with symbiosis.connect(address) as remote, remote.client(name="alice") as alice:
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as flood:
+                flood.connect(address.removeprefix("shm://"))
+                flood.sendall(frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, "flood")))
+                await until(lambda: "flood" in executor.status()["clients"])
+                stop = threading.Event()
+                pings = frame(wire.pack(Type.BEGIN)) * 50_000
+
+                def send() -> None:
+                    with contextlib.suppress(OSError):
+                        while not stop.is_set():
+                            flood.sendall(pings)
+
+                thread = threading.Thread(target=send)
+                thread.start()
+                await until(lambda: order.count("flood") > 1000)
+                order.clear()
+                for _ in range(3):
+                    await alice.forward(input_ids=IDS)
+                stop.set()
+                flood.shutdown(socket.SHUT_RDWR)
+                await in_thread(thread.join)
+    assert order.count("alice") > 30
+    assert order.count("flood") > 100
+    assert max(rounds.values()) <= 2 * _AT_ONCE
+
+
+async def test_threads_open_models_at_once(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+
+        def tenant() -> Any:
+            with symbiosis.open_model(address) as model:
+                return model(input_ids=IDS).logits.detach()
+
+        results = await asyncio.gather(*(in_thread(tenant) for _ in range(6)))
+        assert all(torch.equal(result, results[0]) for result in results)
+        assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
 # --------------------------------------------------------------------------------------------------------- equivalence

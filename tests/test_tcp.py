@@ -31,6 +31,7 @@ from symbiosis.transports import wire
 from symbiosis.transports.chunks import CHUNK, Chunks, ShareFile
 from symbiosis.transports.keys import Keyring, load_key, new_key
 from symbiosis.transports.sockets import resolve
+from symbiosis.transports.tcp import DOUBT_S
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.raw import a_call, hello, raw, receive, rows
@@ -230,6 +231,8 @@ async def test_a_key_folder_in_trouble_locks_nobody_out_for_good(
             with pytest.raises(ConnectionLostError, match="cannot check keys now"):
                 await symbiosis.connect(listener.address, **alice).__aenter__()
         (keys / "broken.public").write_text("no key")
+        (keys / "gone.public").symlink_to(keys / "nowhere.public")
+        os.mkfifo(keys / "pipe.public")
         async with symbiosis.connect(listener.address, **alice) as remote:
             assert (await remote.status())["layers"] == 15
 
@@ -251,6 +254,58 @@ async def test_nobody_speaks_for_another(base: Any, keys: Path, caplog: pytest.L
             alice.send_multipart([a_call(1), rows()])
             assert (await in_thread(receive, alice))[0] is Type.RESULT
         await until(lambda: not executor.status()["clients"])
+
+
+class Said:
+    """A frame as if it had come by another descriptor."""
+
+    def __init__(self, frame: Any, descriptor: int) -> None:
+        self.bytes, self.buffer = frame.bytes, frame.buffer
+        self._known = {zmq.SRCFD: descriptor, "User-Id": frame.get("User-Id")}
+
+    def get(self, what: Any) -> Any:
+        return self._known[what]
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+@pytest.mark.parametrize("greeted", [True, False])
+@pytest.mark.parametrize("name", ["alice", "bob"])
+@pytest.mark.parametrize("before", [True, False], ids=["before it speaks", "after"])
+async def test_what_the_dead_have_said_is_not_the_livings(
+    base: Any, keys: Path, greeted: bool, name: str, before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Messages that lie unread when their connection ends come by a descriptor that may be another's by then."""
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL, keys=keys)
+        unread: list[Any] = []
+        with raw(listener.address, keys / "bob.secret") as dead:
+            if greeted:
+                dead.send(hello("bob"))
+                await in_thread(receive, dead)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(listener._reader, "_received", unread.append)
+                dead.send(wire.pack(Type.BEGIN) if greeted else hello("bob"))
+                dead.send(wire.pack(Type.END))
+                await until(lambda: len(unread) == 2)
+        await until(lambda: not listener.links)
+        with raw(listener.address, keys / f"{name}.secret") as living:
+            await until(lambda: len(listener.links) == 1)
+            ((descriptor, link),) = listener.links.items()
+            link.doubtful_until = asyncio.get_running_loop().time() + DOUBT_S  # as it is for a descriptor used again
+            if not before:
+                living.send(hello("living"))
+                assert (await in_thread(receive, living))[0] is Type.WELCOME
+            for first, *rest in unread:
+                listener._received([first, *(Said(frame, descriptor) for frame in rest)])
+            if before:
+                living.send(hello("living"))
+                assert (await in_thread(receive, living))[0] is Type.WELCOME
+            living.send_multipart([a_call(1), rows()])
+            assert (await in_thread(receive, living))[0] is Type.RESULT
+            assert executor.status()["clients"] == [f"{name}/living"]
+        assert not refusals(caplog)
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:7000"])

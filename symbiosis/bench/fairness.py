@@ -93,8 +93,8 @@ async def fairness(
     report.headline["flood_share_without"] = median(shares["without"])
     report.notes.append(
         f"A tenant with {FLOOD} clients and {POLITE} with one each, all decoding; quantum {QUANTUM:g} tokens by "
-        f"weight, a generated token counts {OUTPUT_WEIGHT:g}. Medians of {rounds} rounds, the gap is the widest of all; policy "
-        f"{policy}, base layers {base_layers!r}."
+        f"weight, a generated token counts {OUTPUT_WEIGHT:g}. Medians of {rounds} rounds, the gap is the widest of "
+        f"all; policy {policy}, base layers {base_layers!r}."
     )
     return report
 

@@ -122,6 +122,9 @@ def serve(
     )
 
 
+MAX_LIMIT = 1 << 40
+
+
 def _limits(given: list[str]) -> Any:
     from symbiosis.transports.wire import Limits
 
@@ -131,6 +134,8 @@ def _limits(given: list[str]) -> Any:
         name, _, number = text.partition("=")
         if name not in known or not number.isascii() or not number.isdigit() or int(number) < 1:
             raise UsageError(f"--limit {text!r}: write name=number, where name is one of {', '.join(known)}")
+        if int(number) > MAX_LIMIT:
+            raise UsageError(f"--limit {text!r}: at most {MAX_LIMIT}")
         found[name] = int(number)
     return Limits(**found)
 
@@ -141,17 +146,19 @@ async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path |
     out = console(stderr=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    for number in (signal.SIGINT, signal.SIGTERM):  # loading blocks the loop: both end it at once
+        signal.signal(number, signal.default_int_handler)
     with out.status(f"loading {escape(model)}"):
         try:
             executor = Executor.from_pretrained(model, **settings)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, AssertionError) as error:  # torch asserts that there is CUDA
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id, and a device that "
                 f"exists here ({reason})"
             ) from error
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
     async with executor, AsyncExitStack() as stack:
         if trace is not None:
             stack.enter_context(executor.trace(trace))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from symbiosis.cli.console import console
 from symbiosis.cli.loop import wait_passively
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
-from symbiosis.errors import UsageError
+from symbiosis.errors import SymbiosisError, UsageError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -54,7 +55,9 @@ def finetune(
 
     corpus = read_corpus(data)
     config = lora_config(lora)
-    output.mkdir(parents=True, exist_ok=True)
+    writable(output, folder=True)
+    if json is not None:
+        writable(json)
     import torch
     from peft import get_peft_model
 
@@ -65,7 +68,10 @@ def finetune(
     with open_model(address, **options_of(key=key, insecure=insecure, retry=retry)) as base:
         torch.manual_seed(seed)
         batches = corpus.batches(base.tokenizer(), steps=steps, size=batch, length=sequence, seed=seed)
-        model: Any = get_peft_model(base, config)
+        try:
+            model: Any = get_peft_model(base, config)
+        except ValueError as error:  # no such layers in this model
+            raise UsageError(f"--lora {lora}: {' '.join(str(error).split())}") from error
         model.train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
         losses: list[float] = []
@@ -110,7 +116,48 @@ def lora_config(text: str) -> LoraConfig:
             raise UsageError(
                 f"--lora {part!r}: write r=8, alpha=16, dropout=0.05 or targets=q_proj+v_proj, joined with commas"
             ) from error
+    if options.get("r", 1) < 1 or options.get("lora_alpha", 1) < 1:
+        raise UsageError(f"--lora {text}: r and alpha are 1 or more")
+    if not 0 <= options.get("lora_dropout", 0.0) < 1:
+        raise UsageError(f"--lora {text}: dropout is a part, from 0 up to 1")
     return LoraConfig(task_type="CAUSAL_LM", **options)
+
+
+def writable(path: Path, *, folder: bool = False) -> None:
+    """See to it that something can be written to a folder, or to a file, before there is anything to write.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path if folder else path.parent):
+            pass
+        if not folder and path.is_dir():
+            raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
+
+
+def _with_adapter(base: Any, folder: Path) -> Any:
+    """The model with the adapter of a PEFT folder.
+
+    Raises:
+        UsageError: it is none, or of another model.
+    """
+    from peft import PeftModel
+
+    if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise UsageError(f"--adapter {folder}: there are no weights in it (adapter_model.safetensors)")
+    try:
+        return PeftModel.from_pretrained(base, str(folder))
+    except SymbiosisError:
+        raise
+    except Exception as error:  # whatever PEFT, safetensors and json make of a file that is not right
+        reason = " ".join(str(error).split())[:500]
+        raise UsageError(
+            f"--adapter {folder}: cannot be loaded onto this model ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def generate(
@@ -134,7 +181,6 @@ def generate(
     if address.startswith("shm://"):
         wait_passively()
     import torch
-    from peft import PeftModel
     from transformers import TextStreamer
 
     from symbiosis.core.connect import open_model
@@ -142,7 +188,7 @@ def generate(
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, **options_of(key=key, insecure=insecure, retry=retry)) as base:
         tokenizer = base.tokenizer()
-        model: Any = base if adapter is None else PeftModel.from_pretrained(base, str(adapter))
+        model: Any = base if adapter is None else _with_adapter(base, adapter)
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].shape[1] == 0:
             raise UsageError("--prompt is empty; give the model something to continue")

@@ -11,13 +11,13 @@ import hashlib
 import json
 import logging
 import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 
 from symbiosis.core.requests import LayerSpec
@@ -81,6 +81,31 @@ class Share:
         return cls(description, tensors, _tokenizer_files(source))
 
 
+class _EmptyParameters:
+    """What this thread builds has parameters without memory; buffers are real, for some of them are computed.
+
+    accelerate's ``init_empty_weights`` does the same to all threads, and two at once leave it so for good.
+    """
+
+    _lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._original = original = nn.Module.register_parameter
+        mine = threading.get_ident()
+
+        def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+            if parameter is not None and threading.get_ident() == mine:
+                parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            original(module, name, parameter)
+
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+
+    def __exit__(self, *_: object) -> None:
+        nn.Module.register_parameter = self._original  # type: ignore[method-assign]
+        self._lock.release()
+
+
 class Hollow:
     """A model without its base layers, built from a share; the skeletons of all clients of a process come from it.
 
@@ -113,7 +138,7 @@ class Hollow:
         known: Any = transformers.PreTrainedModel
         if not (isinstance(architecture, type) and issubclass(architecture, known)):
             raise ShareError(f"the executor's model is a {description['architecture']}, which is no transformers model")
-        with init_empty_weights(include_buffers=False):
+        with _EmptyParameters():
             self.model: Any = getattr(architecture, "_from_config")(  # noqa: B009 (mypy does not know the class)
                 config, attn_implementation=description["attention"], dtype=dtype
             )

@@ -93,9 +93,12 @@ class DistPeer(TcpPeer):
             except OSError as error:
                 raise WireError("its connection has ended") from error
             memory = 2 * self._limits.arena_bytes
-            self._lanes = Lanes(
-                self._backend, EXECUTOR, self._device, *ends, self._tell, self._broken, listener.processes, memory
-            )
+            try:
+                self._lanes = Lanes(
+                    self._backend, EXECUTOR, self._device, *ends, self._tell, self._broken, listener.processes, memory
+                )
+            except (OSError, BrokenError) as error:
+                raise BusyError(f"the executor cannot open lanes for {self.tenant}: {error}; try later") from error
             waiting.append(self._lanes)
         return self._lanes
 
@@ -187,6 +190,7 @@ class DistListener(TcpListener):
     """A bound port, the clients that came through it, and what their lanes run in."""
 
     _peer = DistPeer
+    _encrypts = False
     processes: LaneProcesses | None = None
     """Where gloo's lanes run."""
 

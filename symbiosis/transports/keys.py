@@ -98,6 +98,8 @@ def load_key(path: str | Path) -> Key:
 
 def _read(path: Path) -> dict[str, bytes]:
     try:
+        if not path.is_file():  # and nothing that one would wait for
+            raise FileNotFoundError("there is no such file")
         with path.open(encoding="ascii") as file:
             found = {name: key.encode() for name, key in _LINE.findall(file.read(MAX_FILE_BYTES))}
     except (OSError, UnicodeDecodeError) as error:
@@ -147,8 +149,12 @@ class Keyring:
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.endswith(".public") and entry.name != f"{SERVER}.public":
-                    state = entry.stat()
-                    seen[entry.name] = (state.st_mtime_ns, state.st_size)
+                    try:
+                        state = entry.stat()
+                    except OSError:  # a link to nowhere, or taken away just now
+                        seen[entry.name] = (0, 0)
+                    else:
+                        seen[entry.name] = (state.st_mtime_ns, state.st_size)
         if seen == self._seen:
             return
         self._seen, self._names, self.broken = seen, {}, {}

@@ -26,6 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ _MATRIX = struct.Struct("=QQ")
 _START = struct.Struct("=BBQdd64s64s")
 """Lane, whether it sends, bytes of its memory, the patience of rendezvous.py, IP addresses of both ends."""
 _MAX_MESSAGE = 4096
+_DATA_BYTES = 256 << 20
+"""Memory of its own that a lane may take: some for threads, and none of note for what gloo is told to remember."""
 _AT_ONCE = 32
 """Orders that a process is given before it has answered the first: what surely fits into a socket."""
 ORDER, DONE, PORT, FAILED = b"o", b"d", b"p", b"f"
@@ -69,6 +72,7 @@ class LaneProcesses:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is this process's to deal with
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )
@@ -142,17 +146,18 @@ class LaneProcess:
         self._given: deque[_Job] = deque()
         self._places = Places(0, size)
         self._freed: deque[tuple[int, int]] = deque()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
         arena, descriptor = Arena.create(size)
         try:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._socket.setblocking(False)
             with theirs:
                 times = rendezvous.MEET_WITHIN_S, rendezvous.WITHIN_S
                 order = _START.pack(number, sends, size, *times, local.encode(), remote.encode())
-                processes.start([theirs.fileno(), descriptor], order)
-        except BaseException:
-            self._socket.close()
-            raise
+                try:
+                    processes.start([theirs.fileno(), descriptor], order)
+                except BaseException:
+                    self._socket.close()
+                    raise
         finally:
             os.close(descriptor)
         self._arena: Arena | None = arena  # tensors in it keep it mapped
@@ -239,7 +244,6 @@ class LaneProcess:
 
 def serve(descriptor: int) -> None:
     """Fork a lane for every message that comes, until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to deal with
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a client could have one written with each connection
     control = socket.socket(fileno=descriptor)
@@ -260,6 +264,8 @@ def serve(descriptor: int) -> None:
 def _lane(parent: socket.socket, descriptor: int, order: bytes) -> None:
     number, sends, size, rendezvous.MEET_WITHIN_S, rendezvous.WITHIN_S, local, remote = _START.unpack(order)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what C++ says when it is ended
+    taken = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + _DATA_BYTES, taken))
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
         arena = Arena(descriptor, size)
@@ -273,6 +279,12 @@ def _lane(parent: socket.socket, descriptor: int, order: bytes) -> None:
             parent.send(DONE)
     except Exception as error:  # noqa: BLE001 (whatever torch.distributed raises, it is the end of this lane)
         parent.send(FAILED + rendezvous.first_line(error).encode())
+
+
+def _data_bytes() -> int:
+    """Memory of its own that this process has asked for."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData:")) << 10
 
 
 def _end_with(parent: socket.socket) -> None:

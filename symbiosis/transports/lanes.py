@@ -64,7 +64,25 @@ class Lanes:
         self._publish = publish
         self._lost = lost
         self._closed = False
-        lanes: list[_Lane | LaneProcess] = []
+        self._lanes: list[_Lane | LaneProcess] = []
+        try:
+            self._make(backend, rank, device, local, remote, processes, memory)
+        except BaseException:
+            self.close()
+            raise
+        self._out, self._in = self._lanes if rank == TENANT else reversed(self._lanes)
+
+    def _make(
+        self,
+        backend: str,
+        rank: int,
+        device: torch.device,
+        local: str,
+        remote: str,
+        processes: LaneProcesses | None,
+        memory: int,
+    ) -> None:
+        lanes = self._lanes
         for number in (UP, DOWN):
             sends = (number == UP) == (rank == TENANT)
             if backend == "nccl":
@@ -74,9 +92,7 @@ class Lanes:
                 store = GlooStore(number, rank, remote, self._note)
                 lanes.append(_Lane(store, partial(rendezvous.gloo, store, rank, local), device, 1 - rank, sends, self))
             else:
-                lanes.append(LaneProcess(number, sends, local, remote, memory, processes, publish, self._broken))
-        self._lanes = lanes
-        self._out, self._in = lanes if rank == TENANT else reversed(lanes)
+                lanes.append(LaneProcess(number, sends, local, remote, memory, processes, self._publish, self._broken))
 
     def met(self, note: Note) -> None:
         """The other side has sent a note."""

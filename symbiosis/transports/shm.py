@@ -36,6 +36,8 @@ __all__ = ["ShmListener", "ShmTransport"]
 
 log = get_logger(__name__)
 
+_AT_ONCE = 16
+"""Messages of one client before others have their turn."""
 HELLO_WITHIN_S = 5.0
 """How long a connection may stay silent before it says who it is."""
 MAX_CONNECTIONS = 1024
@@ -154,6 +156,8 @@ class _ShmPeer(Peer, asyncio.Protocol):
         self._listener = listener
         self._frames = Frames(wire.MAX_TO_EXECUTOR)
         self._listening = True
+        self._behind = False
+        """Whether messages wait that one read has brought."""
         self._arena: Arena | None = None
         self._gpu: DeviceArena | None = None
         self._transport: Any = None
@@ -186,10 +190,21 @@ class _ShmPeer(Peer, asyncio.Protocol):
 
     def _read_frames(self) -> None:
         try:
-            while self._listening and not self._gone and (message := self._frames.next()) is not None:
+            for _ in range(_AT_ONCE):
+                message = self._frames.next() if self._listening and not self._gone else None
+                if message is None:
+                    if self._behind and self._listening and not self._gone:
+                        self._behind = False
+                        self._transport.resume_reading()
+                    return
                 self.received(message)
         except WireError as error:
             self.refuse(error)
+            return
+        if not self._gone:  # others come first
+            self._behind = True
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._read_frames)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_waiting()
@@ -223,7 +238,8 @@ class _ShmPeer(Peer, asyncio.Protocol):
     def listen(self, wanted: bool) -> None:
         self._listening = wanted
         if wanted:
-            self._transport.resume_reading()
+            if not self._behind:
+                self._transport.resume_reading()
             asyncio.get_running_loop().call_soon(self._read_frames)
         else:
             self._transport.pause_reading()

@@ -12,7 +12,9 @@ over the very TCP connection, and with the very public key, that the conversatio
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from symbiosis.log import get_logger
 from symbiosis.transports import tcp_client, wire
 from symbiosis.transports.chunks import Chunks, Progress
 from symbiosis.transports.keys import Keyring, load_key
-from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Reader, configure, monitor, peer_of, resolve
+from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Frames, Reader, configure, monitor, peer_of, resolve
 from symbiosis.transports.tcp_peer import Link, TcpPeer
 from symbiosis.transports.wire import Limits, Type
 from symbiosis.transports.zap import Doorkeeper
@@ -35,6 +37,12 @@ log = get_logger(__name__)
 
 
 MAX_CONNECTIONS = 1024
+MAX_UNASKED = 64
+"""Messages of somebody who was not welcomed yet."""
+UNREAD_WITHIN_S = 0.5
+"""How long what a connection has sent may lie unread; more than that only if others never stop to send."""
+DOUBT_S = 0.05
+"""For a connection with the descriptor of one that has just ended: until ZeroMQ is done with that one."""
 HELLO_WITHIN_S = 10.0
 """How long a connection may stay silent before it says who it is."""
 SWEEP_S = 1.0
@@ -105,10 +113,23 @@ class TcpTransport:
         return tcp_client.look(address, self._options())
 
 
+@dataclass(slots=True)
+class _Stranger:
+    """Somebody who has spoken, and whom we do not know yet."""
+
+    link: Link
+    user: str | None
+    since: float
+    """Seconds on the loop's clock."""
+    messages: list[Frames] = field(default_factory=list)
+
+
 class TcpListener:
     """A bound port and the clients that came through it."""
 
     _peer: type[TcpPeer] = TcpPeer
+    _encrypts = True
+    """With keys, all that is sent."""
 
     def __init__(self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None) -> None:
         self.address = ""
@@ -123,6 +144,11 @@ class TcpListener:
         self._failure: str | None = None
         """Why the last handshake failed, until we hear whose it was."""
         self._chunks: Chunks | None = None
+        self._strangers: dict[bytes, _Stranger] = {}
+        """By ROUTER identity."""
+        self._settling: asyncio.Handle | None = None
+        self._ended: dict[int, float] = {}
+        """By descriptor, when a connection with it ended; in seconds on the loop's clock."""
         self._swept = 0.0
         self._closed = False
 
@@ -155,7 +181,7 @@ class TcpListener:
         self._reader = Reader(socket, loop, self._received)
         self._swept = loop.time()
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        log.info("listening", address=self.address, encrypted=self._keys is not None)
+        log.info("listening", address=self.address, encrypted=self._keys is not None and self._encrypts)
 
     def _configure(self, socket: zmq.Socket[bytes]) -> None:
         configure(socket, v6=self._endpoint.v6, max_frame_bytes=max(self.limits.arena_bytes, wire.MAX_TO_EXECUTOR))
@@ -194,26 +220,59 @@ class TcpListener:
         link = self.links.get(frames[1].get(zmq.SRCFD))
         if link is None:
             return  # its connection has ended
-        link.messages += 1
         identity = frames[0].bytes
-        if identity not in self.peers and not self._alive(identity):
-            return
         user = None if self._keys is None else str(frames[1].get("User-Id"))
         peer = self.peers.get(identity)
         if peer is None:
-            peer = self._new_peer(identity, link, user)
-        if peer.link is link and peer.user == user:
+            stranger = self._strangers.setdefault(identity, _Stranger(link, user, self._loop.time()))
+            small = len(frames) == 2 and len(frames[1]) <= wire.MAX_TO_EXECUTOR
+            if stranger.link is link and small and len(stranger.messages) < MAX_UNASKED:
+                stranger.messages.append(frames[1:])
+            if self._settling is None:
+                self._settling = self._loop.call_soon(self._settle)
+        elif peer.link is link and peer.user == user:
+            link.messages += 1
             peer.take(frames[1:])
-        else:
-            log.warning("message refused", tenant=peer.tenant, why=f"another connection, {link}, speaks in its name")
-            link.cut()
+
+    # A connection may end before we have read what it sent, and its descriptor be another's by now. ZeroMQ tells us of
+    # a message the descriptor that it came by, and the identity of its connection, and nothing else that one could go
+    # by. What a dead connection has sent must not be taken for the living one's. So whoever speaks for the first time
+    # is listened to when all that was sent has been read: then ZeroMQ knows who has gone, and refuses to send there.
+
+    def _settle(self) -> None:
+        """Get to know those who have spoken for the first time."""
+        self._settling = None
+        if self._closed:
+            return
+        now, again = self._loop.time(), math.inf
+        unread = int(self._reader.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        for identity, stranger in list(self._strangers.items()):
+            link = stranger.link
+            wait = max(now if unread and now < stranger.since + UNREAD_WITHIN_S else 0.0, link.doubtful_until)
+            if self.links.get(link.descriptor) is not link:
+                del self._strangers[identity]
+            elif wait >= now:
+                again = min(again, max(wait, now + 1e-3))
+            else:
+                del self._strangers[identity]
+                self._meet(identity, stranger)
+        if self._strangers and self._settling is None and again < math.inf:
+            self._settling = self._loop.call_at(again, self._settle)
+
+    def _meet(self, identity: bytes, stranger: _Stranger) -> None:
+        link = stranger.link
+        if not self._alive(identity) or (link.peer is not None and self._alive(link.peer.identity)):
+            return  # of a connection that has ended
+        if link.peer is not None:
+            self.peers.pop(link.peer.identity, None)
+            link.peer.gone("its connection has ended")
+        peer = self._new_peer(identity, link, stranger.user)
+        for frames in stranger.messages:
+            link.messages += 1
+            peer.take(frames)
 
     def _alive(self, identity: bytes) -> bool:
-        """Whether a client that we do not know yet is still connected.
-
-        A connection may end before we have read what it sent, and its descriptor be another's by now; such a message
-        must not be taken for the other's. ZeroMQ tells by refusing to send there.
-        """
+        """Whether ZeroMQ has a connection of this identity."""
         self._reader.socket.getsockopt(zmq.EVENTS)  # has it take notice of all that has happened; sending alone may not
         try:
             self._reader.send([identity, _PONG])
@@ -235,11 +294,14 @@ class TcpListener:
         if kind is zmq.Event.ACCEPTED:
             remote = peer_of(value)
             if remote is not None:
-                self.links[value] = link = Link(value, remote, self._loop.time())
+                now = self._loop.time()
+                doubtful = now + DOUBT_S if now < self._ended.pop(value, -math.inf) + UNREAD_WITHIN_S else -math.inf
+                self.links[value] = link = Link(value, remote, now, doubtful)
                 if len(self.links) > MAX_CONNECTIONS:
                     log.warning("client refused", client=None, tenant=str(link), why=f"{MAX_CONNECTIONS} are connected")
                     link.cut()
         elif kind is zmq.Event.DISCONNECTED:
+            self._ended[value] = self._loop.time()
             self._disconnected(self.links.pop(value, None))
         elif kind is zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
             self._failure = _FAILURES.get(value, f"it does not speak ZeroMQ as we do (error {value:#x})")
@@ -309,6 +371,8 @@ class TcpListener:
             peer.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
         self._closed = True
         self._sweeper.cancel()
+        if self._settling is not None:
+            self._settling.cancel()
         self._reader.socket.disable_monitor()
         self._monitor.close()
         self._reader.close(LINGER_MS)

@@ -38,6 +38,8 @@ class Link:
     remote: tuple[str, int]
     since: float
     """Seconds on the loop's clock."""
+    doubtful_until: float = 0.0
+    """When it is sure that messages that came by its descriptor are its own; on the same clock."""
     peer: TcpPeer | None = None
     cut_at: float | None = None
     messages: int = 0

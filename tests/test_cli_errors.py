@@ -1,0 +1,105 @@
+"""Ordinary mistakes on the command line end in one line that says what to do, before any work is done."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import symbiosis
+from symbiosis.cli.main import app
+from symbiosis.testing import tiny_model
+from tests.helpers import in_thread, lora
+
+
+def _error(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 1, result.output
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.output.startswith("error:"), result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("option", ["r=0", "r=-3", "alpha=0", "dropout=7", "r=x", "s=1"])
+def test_a_lora_that_cannot_be(tmp_path: Path, option: str) -> None:
+    (tmp_path / "t.txt").write_text("words " * 100)
+    files = "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "o")
+    assert "--lora" in _error("finetune", "shm:///nowhere.sock", *files, "--lora", option)
+
+
+def test_results_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("words " * 100)
+    data = "finetune", "shm:///nowhere.sock", "--data", str(tmp_path / "t.txt")
+    assert "cannot write to" in _error(*data, "--output", str(tmp_path / "t.txt"))
+    output = "--output", str(tmp_path / "o")
+    assert "cannot write to" in _error(*data, *output, "--json", str(tmp_path / "t.txt" / "losses.json"))
+    assert "it is a folder" in _error(*data, *output, "--json", str(tmp_path))
+
+
+@pytest.mark.parametrize("limit", ["arena_bytes=99999999999999999999", "calls=0", "calls", "patience=3"])
+def test_limits_that_cannot_be(limit: str) -> None:
+    assert "--limit" in _error("serve", "model", "--listen", "shm:///nowhere.sock", "--limit", limit)
+
+
+async def test_adapters_that_cannot_be(tmp_path: Path) -> None:
+    """Over a socket, as the model has a say in it."""
+    model = tiny_model()
+    other = symbiosis.Executor(tiny_model(hidden_size=64))
+    async with other, other.client(lora()) as client:
+        client.save_adapter(tmp_path / "other")
+    for name, text in (("empty", "{}"), ("broken", "{"), ("bare", json.dumps({"peft_type": "LORA"}))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(text)
+        if name != "bare":
+            (tmp_path / name / "adapter_model.safetensors").write_bytes(b"")
+    address = f"shm://{tmp_path}/e.sock"
+    async with symbiosis.Executor(model) as executor:
+        await executor.listen(address)
+        found: dict[str, Any] = {}
+        for name in ("empty", "broken", "bare", "other"):
+            found[name] = await in_thread(_with_adapter, address, tmp_path / name)
+    assert all("--adapter" in error for error in found.values()), found
+    assert "no weights in it" in found["bare"]
+    assert "size mismatch" in found["other"]
+
+
+def _with_adapter(address: str, folder: Path) -> str:
+    from symbiosis.cli.tenant import _with_adapter as load
+
+    with symbiosis.open_model(address) as base, pytest.raises(symbiosis.errors.UsageError) as error:
+        load(base, folder)
+    return str(error.value)
+
+
+LOADS = """
+import sys, time
+from symbiosis.core import executor
+def load(*_, **__):
+    print("loading", flush=True)
+    time.sleep(60)
+executor.Executor.from_pretrained = load
+from symbiosis.cli.main import main
+sys.argv = ["symbiosis", "serve", "model", "--listen", "shm:///nowhere.sock"]
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_model_that_loads_can_be_interrupted(number: signal.Signals) -> None:
+    serving = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", LOADS, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert serving.stdout is not None
+    await asyncio.wait_for(serving.stdout.readline(), 60)
+    serving.send_signal(number)
+    _, errors = await asyncio.wait_for(serving.communicate(), 20)
+    assert serving.returncode == 130
+    assert b"interrupted" in errors
+    assert b"Traceback" not in errors
