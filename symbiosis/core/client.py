@@ -235,6 +235,9 @@ class Client:
                 self._check_trainable(loss)
                 await self._in_pass_on_thread(loss.backward)
                 total += loss.item()
+            tensors, gradients = step.rest()
+            if tensors:
+                await self._in_pass_on_thread(torch.autograd.backward, tensors, gradients)
         finally:
             self._link.finetuning = False
         return total

@@ -79,6 +79,7 @@ class Past:
         self._length = length
         self._values: torch.Tensor | None = None
         self._filled = 0
+        self._prefixed = False
         self.gradients: torch.Tensor | None = None
         """[B, H, T less the last window, D], once the last window has been run back."""
 
@@ -94,10 +95,17 @@ class Past:
         if self._filled < end:
             self._values[..., begin:end, :] = new.detach()
             self._filled = end
-        if not (new.requires_grad and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled() or not (new.requires_grad or self._prefixed):
             return self.between(first, end)
+        if not new.requires_grad:
+            new = new.detach().requires_grad_()  # the prefix wants its gradient even where no adapter is below
         extended: torch.Tensor = Extend.apply(new, self, first, begin, end)  # type: ignore[no-untyped-call]
         return extended
+
+    def begin_with(self, prefix: torch.Tensor, length: int) -> None:
+        """Fill the first ``length`` positions with a trainable prefix [B, H, length, D] (or its end)."""
+        self._prefixed = True
+        self.extend(prefix.detach(), 0, length - prefix.shape[-2])
 
     def send(self, gradient: torch.Tensor, first: int) -> None:
         """Add a window's gradient for positions before it."""
@@ -128,6 +136,15 @@ class WindowLayer(CacheLayerMixin):  # type: ignore[misc]
         first, begin = self._first(), self.position
         self.position += key_states.shape[-2]
         return self._keys.extend(key_states, first, begin), self._values.extend(value_states, first, begin)
+
+    def begin_with(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Put a trainable prefix before the sequence."""
+        self._keys.begin_with(keys, length)
+        self._values.begin_with(values, length)
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """ΔK and ΔV that have come so far for all positions before the last window."""
+        return self._keys.gradients, self._values.gradients
 
     def _first(self) -> int:
         return 0 if self._sliding is None else max(self.position - self._sliding + 1, 0)
@@ -169,7 +186,13 @@ class WindowedStep:
         self._batch = dict(batch)
         self._labels, length = self._take_labels()
         self._windows = [(begin, min(begin + window, length)) for begin in range(0, length, window)]
-        self._cache = _cache(self._core, length)
+        self._before = 0
+        if (prompt := _prompt(model)) is not None:
+            self._before = prompt.num_virtual_tokens
+            for name in ("position_ids", "token_type_ids"):  # PEFT does not pass them on with a prefix either
+                self._batch.pop(name, None)
+        self._cache = _cache(self._core, self._before + length)
+        self._prefix: list[tuple[WindowLayer, torch.Tensor, torch.Tensor]] = []
         self._device = self._labels.device
         self._states: list[tuple[torch.Tensor, ...]] = []
         self._after: tuple[torch.Tensor, ...] | None = None
@@ -180,6 +203,8 @@ class WindowedStep:
 
     def look(self, index: int) -> None:
         """Run a window forward for its keys and values only."""
+        if index == 0 and self._before:
+            self._put_prefix()
         self._states.append(_random_state(self._device))
         options = {"logits_to_keep": 1} if self._accepts_logits_to_keep else {}
         with torch.no_grad():
@@ -195,6 +220,24 @@ class WindowedStep:
             loss = self._window_loss(index)
             _set_random_state(self._device, self._after)
         return loss
+
+    def rest(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is to be sent back once all windows are: the tensors of a trainable prefix, and their gradients."""
+        tensors, gradients = [], []
+        for layer, *prefix in self._prefix:
+            for tensor, gradient in zip(prefix, layer.gradients(), strict=True):
+                if gradient is not None:
+                    tensors.append(tensor)
+                    gradients.append(gradient[..., self._before - tensor.shape[-2] : self._before, :])
+        return tensors, gradients
+
+    def _put_prefix(self) -> None:
+        """Prefix tuning: PEFT makes keys and values out of its parameters, once for all windows."""
+        made = self._model.get_prompt(self._labels.shape[0])
+        for layer, prefix in zip(self._cache.layers, made.layers, strict=False):
+            if isinstance(layer, WindowLayer) and prefix.is_initialized:
+                layer.begin_with(prefix.keys, prefix.values, self._before)
+                self._prefix.append((layer, prefix.keys, prefix.values))
 
     def _window_loss(self, index: int) -> torch.Tensor:
         if not self._prune:
@@ -220,12 +263,15 @@ class WindowedStep:
         for name in _SLICED:
             if inputs.get(name) is not None:
                 inputs[name] = inputs[name][:, begin:end]
-        if inputs.get("attention_mask") is not None:
-            inputs["attention_mask"] = inputs["attention_mask"][:, :end]
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            inputs["attention_mask"] = torch.cat([mask.new_ones(len(mask), self._before), mask[:, :end]], 1)
         for layer in self._cache.layers:
-            layer.position = begin
-        output = self._model(**inputs, past_key_values=self._cache, use_cache=True, return_dict=True, **options)
-        if any(isinstance(layer, WindowLayer) and layer.position != end for layer in self._cache.layers):
+            layer.position = self._before + begin
+        # PEFT puts its prefix before each forward pass of its own, so the model inside is called.
+        model = self._core if self._before else self._model
+        output = model(**inputs, past_key_values=self._cache, use_cache=True, return_dict=True, **options)
+        if any(isinstance(layer, WindowLayer) and layer.position != self._before + end for layer in self._cache.layers):
             raise UsageError(
                 f"{type(self._core).__name__} does not put all keys and values into the cache that it is given, so it "
                 "cannot be run in windows; leave `window` out"
@@ -284,10 +330,12 @@ _OURS: dict[str, Any] = {"past_key_values": None, "use_cache": True, "return_dic
 
 def _check_model(model: Any, core: Any) -> None:
     name = type(core).__name__
-    if getattr(model, "peft_config", None) is not None and model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type.value
+    config = None if model is core else model.active_peft_config
+    kind = "" if config is None else getattr(config.peft_type, "value", config.peft_type)
+    whole = kind in _WHOLE or (_prompt(model) is not None and kind != "PREFIX_TUNING")
+    if whole or getattr(config, "alora_invocation_tokens", None):
         raise UsageError(
-            f"{kind} puts tokens of its own before the sequence, once for each forward pass, so it cannot be run in "
+            f"this configuration of {kind} does something with the sequence as a whole, so it cannot be run in "
             "windows; leave `window` out"
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
@@ -302,6 +350,16 @@ def _check_model(model: Any, core: Any) -> None:
         )
     if core.loss_function is not ForCausalLMLoss or getattr(config, "output_router_logits", False):
         raise UsageError(f"the loss of {name} is not the mean over tokens that windows add up to; leave `window` out")
+
+
+# The one adds attention of its own beside the model's, the other weighs its adapters by a pass over all tokens.
+_WHOLE = ("ADAPTION_PROMPT", "XLORA")
+
+
+def _prompt(model: Any) -> Any:
+    """The configuration of the PEFT method, if it puts tokens of its own before the sequence."""
+    config = model.active_peft_config if hasattr(model, "peft_config") else None
+    return config if config is not None and config.is_prompt_learning else None
 
 
 def _cache(core: Any, length: int) -> Any:
