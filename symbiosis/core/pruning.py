@@ -200,6 +200,7 @@ _STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "ToCopyBackward0": lambda node, x: x.to(node._input_metadata[0].dtype),
     "CloneBackward0": lambda node, x: x,
     "ViewBackward0": lambda node, x: x.reshape(node._input_metadata[0].shape),
+    "ReshapeAliasBackward0": lambda node, x: x.reshape(node._input_metadata[0].shape),
     "UnsafeViewBackward0": lambda node, x: x.reshape(node._input_metadata[0].shape),
     "ExpandBackward0": lambda node, x: x.expand(node._input_metadata[0].shape),
     "UnsqueezeBackward0": lambda node, x: x.unsqueeze(_signed(node._saved_dim)),

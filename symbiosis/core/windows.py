@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -115,7 +115,7 @@ class Past:
         self.gradients[..., first:end, :] += gradient
 
 
-class WindowLayer(CacheLayerMixin):  # type: ignore[misc]
+class WindowLayer(DynamicLayer):  # type: ignore[misc]
     """A cache's layer that stands at any window of the sequence."""
 
     def __init__(self, length: int, sliding: int | None) -> None:
@@ -125,9 +125,6 @@ class WindowLayer(CacheLayerMixin):  # type: ignore[misc]
         self.position = 0
         """Tokens before the window that is run next."""
         self._keys, self._values = Past(length), Past(length)
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -189,8 +186,11 @@ class WindowedStep:
         self._before = 0
         if (prompt := _prompt(model)) is not None:
             self._before = prompt.num_virtual_tokens
-            for name in ("position_ids", "token_type_ids"):  # PEFT does not pass them on with a prefix either
-                self._batch.pop(name, None)
+            if hasattr(model, "_adjust_prompt_learning_kwargs"):
+                model._adjust_prompt_learning_kwargs(prompt, kwargs=self._batch)  # positions come after the prefix
+            else:  # an older PEFT, which ignores them
+                for name in ("position_ids", "token_type_ids"):
+                    self._batch.pop(name, None)
         self._cache = _cache(self._core, self._before + length)
         self._prefix: list[tuple[WindowLayer, torch.Tensor, torch.Tensor]] = []
         self._device = self._labels.device
@@ -369,7 +369,7 @@ def _cache(core: Any, length: int) -> Any:
         kind = type(layer)
         if kind is DynamicLayer or kind is SlidingLayer:
             layers.append(WindowLayer(length, layer.sliding_window if kind is SlidingLayer else None))
-        elif kind is DummyLayer:
+        elif kind.__name__ == "DummyLayer":  # reads what another layer keeps
             layers.append(layer)
         else:
             raise UsageError(
