@@ -25,6 +25,7 @@ __all__ = ["memory"]
 
 GOALS = {"activation_ratio": "≤ 0.15 (FlexLLM: 0.13 to 0.15)"}
 
+_Batch = dict[str, torch.Tensor]
 _WAYS = ("HF+PEFT", "checkpointing", "symbiosis", "pruned", "windows")
 
 
@@ -44,19 +45,20 @@ def memory(
     if device.type != "cuda" and not Path("/proc/self/clear_refs").exists():
         raise UsageError("peak memory on CPUs is read from Linux's /proc/self, which this system has not")
     report = Report("memory", preset.name, GOALS)
-    for length in sorted(lengths):
-        found = {}
-        for way in _WAYS:
-            progress(f"{length} tokens, {way}")
-            with _exact_heap():
-                found[way] = in_process(_measure, way, preset.name, str(device), length, window)
-        whole = found["HF+PEFT"]
+    found = {}
+    for way in _WAYS:
+        progress(way)
+        with _exact_heap():
+            found[way] = in_process(_measure, way, preset.name, str(device), sorted(set(lengths)), window)
+    for length in sorted(set(lengths)):
+        used = {way: found[way][f"{length} bytes"] for way in _WAYS}
+        time = {way: found[way][f"{length} seconds"] for way in _WAYS}
         report.rows.append(
             {
                 "tokens": length,
-                **{f"{way} MiB": found[way]["bytes"] / 2**20 for way in _WAYS},
-                **{f"{way} ratio": found[way]["bytes"] / whole["bytes"] for way in _WAYS[1:]},
-                **{f"{way} time": found[way]["seconds"] / whole["seconds"] for way in ("checkpointing", "windows")},
+                **{f"{way} MiB": used[way] / 2**20 for way in _WAYS},
+                **{f"{way} ratio": used[way] / used["HF+PEFT"] for way in _WAYS[1:]},
+                **{f"{way} time": time[way] / time["HF+PEFT"] for way in _WAYS[1:]},
             }
         )
     last = report.rows[-1]
@@ -66,11 +68,11 @@ def memory(
     report.notes.append(
         "Peak of one training step above what lay in memory before it (weights, adapter, optimizer state): "
         "activations, gradients and temporaries; in ours the executor's too, which is in the same process. LoRA r8 "
-        "qkvo, AdamW, one sequence. checkpointing: HF+PEFT with gradient checkpointing of every block. symbiosis: "
-        f"train_step(batch, optimizer); pruned: with prune=True; windows: with window={window}. ratio: to HF+PEFT. "
-        "time: of the one step that was measured, relative to HF+PEFT's; a rough figure. On CPUs the peak is the "
-        "kernel's (VmHWM), with every allocation of 64 KiB and more mapped on its own, so that what is freed is gone; "
-        "on CUDA torch's."
+        "qkvo, AdamW, one sequence, use_cache=False where there are no windows. checkpointing: HF+PEFT with gradient "
+        "checkpointing of every block. symbiosis: train_step(batch, optimizer); pruned: with prune=True; windows: with "
+        f"window={window}. ratio and time: to HF+PEFT's; time is of the one step that was measured, a rough figure. On "
+        "CPUs the peak is the kernel's (VmHWM), with every allocation of 64 KiB and more mapped on its own, so that "
+        "what is freed is gone; on CUDA it is torch's."
     )
     return report
 
@@ -90,59 +92,58 @@ def _exact_heap() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _measure(way: str, preset_name: str, device_name: str, length: int, window: int) -> dict[str, float]:
-    preset, device = replace(PRESETS[preset_name], batch=1, sequence=length), torch.device(device_name)
-    # Thread pools, kernels' workspaces, sibling layers and the optimizer's state are there after a short step.
-    short = random_batch(replace(preset, sequence=min(length, window + 32)), device)
-    batch = random_batch(preset, device)
+def _measure(way: str, preset_name: str, device_name: str, lengths: list[int], window: int) -> dict[str, float]:
+    preset, device = replace(PRESETS[preset_name], batch=1), torch.device(device_name)
+    # Thread pools, kernels' workspaces, sibling layers and the optimizer's state are there after a first, short step.
+    first, *batches = (random_batch(replace(preset, sequence=length), device) for length in (window + 32, *lengths))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT uses names that transformers has renamed
         if way in ("HF+PEFT", "checkpointing"):
-            return _plain(build(preset, device), device, short, batch, checkpointing=way == "checkpointing")
-        ours: dict[str, dict[str, Any]] = {
-            "symbiosis": {},
-            "pruned": {"prune": True},
-            "windows": {"window": window},
-        }
-        return asyncio.run(_client(build(preset, device), device, short, batch, ours[way]))
+            found = _plain(build(preset, device), first, batches, checkpointing=way == "checkpointing")
+        else:
+            ours: dict[str, dict[str, Any]] = {
+                "symbiosis": {},
+                "pruned": {"prune": True},
+                "windows": {"window": window},
+            }
+            found = asyncio.run(_client(build(preset, device), first, batches, ours[way]))
+    return {f"{length} {key}": value for length, one in zip(lengths, found, strict=True) for key, value in one.items()}
 
 
-def _plain(
-    base: torch.nn.Module,
-    device: torch.device,
-    short: dict[str, torch.Tensor],
-    batch: dict[str, torch.Tensor],
-    checkpointing: bool,
-) -> dict[str, float]:
+def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpointing: bool) -> list[dict[str, float]]:
     model = plain_peft(base, lora()).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = _optimizer(model)
 
-    def step(batch: dict[str, torch.Tensor]) -> None:
-        model(**batch).loss.backward()
+    def step(batch: _Batch) -> None:
+        model(**batch, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step(short)
-    watch = _Watch(device)
-    step(batch)
-    return watch.found()
+    step(first)
+    found = []
+    for batch in batches:
+        watch = _Watch(batch["labels"].device)
+        step(batch)
+        found.append(watch.found())
+    return found
 
 
 async def _client(
-    base: torch.nn.Module,
-    device: torch.device,
-    short: dict[str, torch.Tensor],
-    batch: dict[str, torch.Tensor],
-    options: dict[str, Any],
-) -> dict[str, float]:
+    base: torch.nn.Module, first: _Batch, batches: list[_Batch], options: dict[str, Any]
+) -> list[dict[str, float]]:
+    found = []
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
         optimizer = _optimizer(client.model)
-        await client.train_step(short, optimizer, **options)
-        watch = _Watch(device)
-        await client.train_step(batch, optimizer, **options)
-        return watch.found()
+        await client.train_step(first, optimizer, **options)
+        for batch in batches:
+            watch = _Watch(batch["labels"].device)
+            await client.train_step(
+                batch if "window" in options else {**batch, "use_cache": False}, optimizer, **options
+            )
+            found.append(watch.found())
+    return found
 
 
 def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
