@@ -144,22 +144,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "OPT, ReLU": ("OPT", {**_SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
     "GPT-NeoX": ("GPTNeoX", {**_SMALL, "intermediate_size": 64}),
     "Phi-3, fused": ("Phi3", {**_SMALL, "intermediate_size": 64, "num_key_value_heads": 2}),
+    "OLMo 2, normed late": ("Olmo2", {**_SMALL, "intermediate_size": 64}),
+    "GPT-OSS, sinks and experts": (
+        "GptOss",
+        {**_SMALL, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
     "Bloom, ALiBi": ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
 }
 
 
+_IN_FP32 = ("Bloom, ALiBi", "GPT-OSS, sinks and experts")  # parts of these compute in nothing wider
+
+
 @pytest.mark.parametrize("name", MODELS)
 async def test_other_models(name: str) -> None:
-    """What knows nothing of this package: other norms, activations, positions, layouts."""
+    """What knows nothing of this package: other norms, activations, positions, layouts. In fp64 where that is
+    possible, which shows that the gradients are the same but for rounding."""
     prefix_, options = MODELS[name]
     config = getattr(transformers, f"{prefix_}Config")(**options)
     torch.manual_seed(3)
     model = getattr(transformers, f"{prefix_}ForCausalLM")(config).eval()
+    tolerance = GRADIENTS
+    if name not in _IN_FP32:
+        model, tolerance = model.double(), 1e-12
     adapter = lora(lora_dropout=0.0)
     expected = plain(model, adapter, batch("right"))
     for loss, gradients in await in_windows(model, adapter, batch("right"), 5, 8):
-        assert loss == pytest.approx(expected[0], rel=1e-6)
-        assert difference(gradients, expected[1]) <= GRADIENTS
+        assert loss == pytest.approx(expected[0], rel=1e-6)  # transformers computes it in fp32
+        assert difference(gradients, expected[1]) <= tolerance
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -170,6 +182,28 @@ async def test_attention_implementations(implementation: str) -> None:
     [(loss, gradients)] = await in_windows(model, undropped("lora", "llama"), batch(), 5)
     assert loss == pytest.approx(expected[0], rel=1e-6)
     assert difference(gradients, expected[1]) <= GRADIENTS
+
+
+async def test_whole_mlps_as_base_layers() -> None:
+    """Which the executor runs backward from their inputs: those are kept, or computed again from the norm's."""
+    model, config = quiet("llama"), lora(lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    expected = plain(model, config, batch())
+    async with symbiosis.Executor(model, base_layers="mlp") as executor, executor.client(config, seed=0) as client:
+        gradients = Gradients(client.model)
+        await client.train_step(batch(), gradients, window=5)  # type: ignore[arg-type]
+    assert difference(gradients.found, expected[1]) <= GRADIENTS
+
+
+async def test_from_another_process_or_host() -> None:
+    """The same client over tcp://, whose executor cuts requests into slices of its own."""
+    model, config = quiet("llama"), undropped("lora", "llama")
+    expected = plain(model, config, batch())
+    async with symbiosis.Executor(model, max_rows=3) as executor:
+        address = (await executor.listen("tcp://127.0.0.1:0", insecure=True)).address
+        async with symbiosis.connect(address, insecure=True) as base, base.client(config, seed=0) as client:
+            gradients = Gradients(client.model)
+            await client.train_step(batch(), gradients, window=5)  # type: ignore[arg-type]
+    assert difference(gradients.found, expected[1]) <= GRADIENTS
 
 
 async def test_items_in_the_batch() -> None:
