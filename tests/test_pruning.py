@@ -108,8 +108,35 @@ def test_relu_is_kept_as_bits(packed: list[Any]) -> None:
     expected = torch.autograd.grad((functional.relu(x * 2) * 3).sum(), x)[0]
     with pruned():
         loss = (functional.relu(x * 2) * 3).sum()
-    assert held_bytes([thing for thing in packed if not isinstance(thing, torch.Tensor)]) == -(-33 * 65 // 8)
+    assert held_bytes([thing for thing in packed if isinstance(thing, pruning._Bits)]) == -(-33 * 65 // 8)
+    assert held_bytes(packed) < 33 * 65  # nothing else of that size
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_a_mask_is_kept_once(packed: list[Any]) -> None:
+    """However many layers share it, and however often it is expanded."""
+    x, mask, row = torch.randn(16, 64, requires_grad=True), torch.rand(16, 64) > 0.5, torch.rand(1, 64) > 0.5
+
+    def loss() -> torch.Tensor:
+        y = x
+        for _ in range(9):
+            y = (y + 1).masked_fill(mask, 0)
+        return (y + 1).masked_fill(row.expand(16, 64), 0).sum()
+
+    expected = torch.autograd.grad(loss(), x)[0]
+    with pruned():
+        found = loss()
+    assert held_bytes(packed) == 16 * 64 // 8 + 64  # the expanded one as it is
+    assert torch.equal(torch.autograd.grad(found, x)[0], expected)
+
+
+def test_a_mask_that_changes_is_kept_again() -> None:
+    x, mask = torch.ones(2, 8, requires_grad=True), torch.zeros(2, 8, dtype=torch.bool)
+    with pruned():
+        y = (x * 1).masked_fill(mask, 0).sum()
+        mask[0] = True
+        y = y + (x * 1).masked_fill(mask, 0).sum()
+    assert torch.equal(torch.autograd.grad(y, x)[0], torch.tensor([[1.0], [2.0]]).expand(2, 8))
 
 
 def test_relu_whose_values_are_wanted_as_well() -> None:

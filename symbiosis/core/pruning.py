@@ -15,6 +15,7 @@ After FlexLLM, section 5.2 (graph pruning, rematerialization, lossless compressi
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,18 +106,21 @@ class _Graph:
         """By (node, output): what is kept already."""
         self._relus: set[Any] = set()
         """Those that have saved their result."""
+        self._masks: dict[int, tuple[weakref.ref[torch.Tensor], int, _Recipe]] = {}
+        """By identity, since all layers share some: (mask, its version, what is kept of it)."""
 
     def forget(self) -> None:
         """The forward pass is over; from here on the graph keeps what it needs."""
         self._held.clear()
         self._relus.clear()
+        self._masks.clear()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Recipe:
         if tensor.dtype is torch.bool:
-            return _Bits(tensor, torch.bool)
+            return self._mask(tensor)
         node: Any = tensor.grad_fn
-        if node is None or not tensor.is_floating_point():  # a parameter, or something that needs no gradient
-            return tensor
+        if node is None:  # a parameter, or something that needs no gradient
+            return tensor if isinstance(tensor, torch.nn.Parameter) else _Kept(tensor)
         if node.name() == "ReluBackward0" and node not in self._relus:
             # The first to save this tensor is the ReLU itself, which only asks where it is positive.
             self._relus.add(node)
@@ -127,6 +131,14 @@ class _Graph:
             narrow = _cast_from(node)
             recipe = _Kept(tensor) if narrow is None else _Narrow(tensor, narrow)
             self._held[key] = recipe
+        return recipe
+
+    def _mask(self, mask: torch.Tensor) -> _Recipe:
+        known, version, recipe = self._masks.get(id(mask), (None, 0, None))
+        if recipe is None or known is None or known() is not mask or version != mask._version:
+            expanded = mask.numel() > mask.untyped_storage().nbytes()
+            recipe = _Kept(mask) if expanded else _Bits(mask, torch.bool)
+            self._masks[id(mask)] = weakref.ref(mask), mask._version, recipe
         return recipe
 
     def _recipe(self, node: Any, output: int) -> _Recipe | None:

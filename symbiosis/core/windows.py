@@ -177,7 +177,7 @@ class WindowedStep:
 
     def __init__(self, model: Any, batch: Mapping[str, Any], window: int, prune: bool) -> None:
         self._model = model
-        self._core = model.get_base_model() if hasattr(model, "peft_config") else model
+        self._core = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._prune = prune
         _check_model(model, self._core)
         self._batch = dict(batch)
@@ -358,7 +358,7 @@ _WHOLE = ("ADAPTION_PROMPT", "XLORA")
 
 def _prompt(model: Any) -> Any:
     """The configuration of the PEFT method, if it puts tokens of its own before the sequence."""
-    config = model.active_peft_config if hasattr(model, "peft_config") else None
+    config = model.active_peft_config if hasattr(model, "get_base_model") else None
     return config if config is not None and config.is_prompt_learning else None
 
 
