@@ -151,7 +151,7 @@ def test_what_is_measured_as_peak_memory() -> None:
     code = (
         "import torch; from symbiosis.bench.memory import _Watch; before = torch.ones(30, 2**18);"
         "watch = _Watch(torch.device('cpu')); a = torch.ones(20, 2**18); del a; b = torch.ones(10, 2**18);"
-        "print(watch.found()['bytes'] / 2**20)"
+        "print(watch.peak() / 2**20)"
     )
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
     done = subprocess.run(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import symbiosis
-from symbiosis.bench.jobs import now, random_batch
+from symbiosis.bench.jobs import random_batch
 from symbiosis.bench.models import PRESETS, Preset, build, lora, plain_peft
 from symbiosis.bench.processes import in_process
 from symbiosis.bench.report import Report
@@ -51,14 +51,12 @@ def memory(
         with _exact_heap():
             found[way] = in_process(_measure, way, preset.name, str(device), sorted(set(lengths)), window)
     for length in sorted(set(lengths)):
-        used = {way: found[way][f"{length} bytes"] for way in _WAYS}
-        time = {way: found[way][f"{length} seconds"] for way in _WAYS}
+        used = {way: found[way][str(length)] for way in _WAYS}
         report.rows.append(
             {
                 "tokens": length,
                 **{f"{way} MiB": used[way] / 2**20 for way in _WAYS},
                 **{f"{way} ratio": used[way] / used["HF+PEFT"] for way in _WAYS[1:]},
-                **{f"{way} time": time[way] / time["HF+PEFT"] for way in _WAYS[1:]},
             }
         )
     last = report.rows[-1]
@@ -70,9 +68,8 @@ def memory(
         "activations, gradients and temporaries; in ours the executor's too, which is in the same process. LoRA r8 "
         "qkvo, AdamW, one sequence, use_cache=False where there are no windows. checkpointing: HF+PEFT with gradient "
         "checkpointing of every block. symbiosis: train_step(batch, optimizer); pruned: with prune=True; windows: with "
-        f"window={window}. ratio and time: to HF+PEFT's; time is of the one step that was measured, a rough figure. On "
-        "CPUs the peak is the kernel's (VmHWM), with every allocation of 64 KiB and more mapped on its own, so that "
-        "what is freed is gone; on CUDA it is torch's."
+        f"window={window}. ratio: to HF+PEFT. On CPUs the peak is the kernel's (VmHWM), with every allocation of 64 "
+        "KiB and more mapped on its own, so that what is freed is gone; on CUDA it is torch's."
     )
     return report
 
@@ -107,10 +104,10 @@ def _measure(way: str, preset_name: str, device_name: str, lengths: list[int], w
                 "windows": {"window": window},
             }
             found = asyncio.run(_client(build(preset, device), first, batches, ours[way]))
-    return {f"{length} {key}": value for length, one in zip(lengths, found, strict=True) for key, value in one.items()}
+    return {str(length): peak for length, peak in zip(lengths, found, strict=True)}
 
 
-def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpointing: bool) -> list[dict[str, float]]:
+def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpointing: bool) -> list[float]:
     model = plain_peft(base, lora()).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -126,13 +123,11 @@ def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpoi
     for batch in batches:
         watch = _Watch(batch["labels"].device)
         step(batch)
-        found.append(watch.found())
+        found.append(watch.peak())
     return found
 
 
-async def _client(
-    base: torch.nn.Module, first: _Batch, batches: list[_Batch], options: dict[str, Any]
-) -> list[dict[str, float]]:
+async def _client(base: torch.nn.Module, first: _Batch, batches: list[_Batch], options: dict[str, Any]) -> list[float]:
     found = []
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
         optimizer = _optimizer(client.model)
@@ -142,7 +137,7 @@ async def _client(
             await client.train_step(
                 batch if "window" in options else {**batch, "use_cache": False}, optimizer, **options
             )
-            found.append(watch.found())
+            found.append(watch.peak())
     return found
 
 
@@ -151,7 +146,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class _Watch:
-    """The most memory in use from now on, beyond what is in use now; and the time."""
+    """The most memory in use from now on, beyond what is in use now."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
@@ -163,13 +158,12 @@ class _Watch:
         else:
             Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
             self._before = _resident("VmRSS")
-        self._start = now(device)
 
-    def found(self) -> dict[str, float]:
-        seconds = now(self._device) - self._start
+    def peak(self) -> float:
+        """In bytes."""
         cuda = self._device.type == "cuda"
         peak = float(torch.cuda.max_memory_allocated(self._device)) if cuda else _resident("VmHWM")
-        return {"bytes": peak - self._before, "seconds": seconds}
+        return peak - self._before
 
 
 def _resident(field: str) -> float:
