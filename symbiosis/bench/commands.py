@@ -191,7 +191,7 @@ def run_all(
     preset: Annotated[list[PresetName] | None, typer.Option(help="Model sizes; all by default.")] = None,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Everything, on every preset: writes a page with tables and plots. Takes three quarters of an hour on 2 cores.
+    """Everything, on every preset: writes a page with tables and plots. Takes an hour on 2 cores.
 
     Results of other presets that lie beside the page from earlier runs stay in it.
     """
