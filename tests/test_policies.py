@@ -246,3 +246,81 @@ def test_names_and_representations(policy: Policy) -> None:
     assert policy.name == {"NoLockstep": "no-lockstep"}.get(type(policy).__name__, type(policy).__name__.lower())
     namespace = {"NoLockstep": NoLockstep, "Lockstep": Lockstep, "Opportunistic": Opportunistic}
     assert repr(eval(repr(policy), namespace)) == repr(policy)
+
+
+class TestAdaptive:
+    """Opportunistic batching waits where that is expected to pay."""
+
+    @staticmethod
+    def taught(start: float, row: float, together: bool, gap: float) -> tuple[World, Opportunistic]:
+        """Two clients whose requests come ``gap`` seconds apart, with batches that take start + row · rows; those of
+        different sizes have been seen."""
+        policy = Opportunistic(wait_ms=1000, max_wait_ms=1000)
+        w = world(policy, "a", "b", "thinks", max_rows=64)
+        for rows in [1, 2, 3, 4] * 20:
+            for client in ("a", "b") if together else ("a", "thinks", "b"):
+                w.submit(client, F0, rows)
+                w.clock.advance(gap)
+            for client in w.clients:  # or they would be waited for
+                w.end_pass(client)
+            batch = w.decide()
+            assert isinstance(batch, Batch)
+            w.complete(batch, start + row * batch.rows)
+            for client in w.clients:
+                w.begin_pass(client)
+        return w, policy
+
+    def test_company_that_comes_soon_is_waited_for(self) -> None:
+        w, _ = self.taught(start=10e-3, row=1e-5, together=True, gap=1e-3)
+        began = w.clock.now
+        w.submit("a", F0, 1)
+        action = w.decide()
+        assert isinstance(action, WaitUntil)
+        assert action.time - began < 1.0  # the deadline
+        w.clock.advance(1e-3)
+        w.submit("b", F0, 1)
+        w.clock.advance(action.time - began - 5e-4)
+        assert isinstance(w.decide(), WaitUntil)  # as long again after whoever came last
+        w.clock.advance(1e-3)
+        assert isinstance(w.decide(), Batch)
+
+    def test_company_that_comes_late_is_not(self) -> None:
+        w, _ = self.taught(start=1e-4, row=1e-5, together=False, gap=0.1)
+        w.submit("a", F0, 1)
+        batch = w.decide()
+        assert isinstance(batch, Batch)
+        assert batch.reason == "no-gain"
+
+    def test_what_grows_with_the_rows_is_not_saved_by_company(self) -> None:
+        w, _ = self.taught(start=0.0, row=0.1, together=True, gap=1e-3)
+        w.submit("a", F0, 1)
+        assert isinstance(w.decide(), Batch)
+
+    def test_without_it_the_deadline_counts(self) -> None:
+        policy = Opportunistic(wait_ms=1000, max_wait_ms=1000, adaptive=False)
+        w = world(policy, "a", "b")
+        for _ in range(30):
+            w.submit("a", F0, 1)
+            w.clock.advance(1.0)
+            w.complete(run_now(w), 1e-9)
+        w.submit("a", F0, 1)
+        action = w.decide()
+        assert isinstance(action, WaitUntil)
+        assert action.time == w.clock.now + 1
+
+    def test_each_kind_has_its_wait(self) -> None:
+        policy = Opportunistic(wait_ms={"decode": 1, "finetune": 5})
+        w = world(policy, "a", "b")
+        due = [policy.deadline(w.submit("a", F0, 2, kind)) - w.clock.now for kind in Kind]
+        assert due == [0.002, 0.0, 0.01]
+
+    @pytest.mark.parametrize("options", [{"wait_ms": {"decoding": 1}}, {"wait_ms": {"decode": -1}}, {"adaptive": 1}])
+    def test_bad_options(self, options: dict[str, object]) -> None:
+        with pytest.raises(UsageError):
+            Opportunistic(**options)  # type: ignore[arg-type]
+
+
+def run_now(w: World) -> Batch:
+    batch = w.decide()
+    assert isinstance(batch, Batch)
+    return batch

@@ -11,7 +11,7 @@ from symbiosis.core import registry
 from symbiosis.core.protocols import Transport
 from symbiosis.core.registry import POLICIES, TRANSPORTS, make_policy, make_transport, names
 from symbiosis.errors import UnknownNameError, UsageError
-from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
+from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, RateLimit
 from symbiosis.transports.inproc import InProcTransport
 
 
@@ -38,6 +38,19 @@ def test_options(spec: str, expected: tuple[float, float]) -> None:
     assert (policy.wait_ms, policy.max_wait_ms) == expected
 
 
+def test_one_around_another() -> None:
+    policy = make_policy(
+        "fair:quantum=1e+2,weights.alice=2,weights.bob=0.5+rate-limit:tokens_per_s=9+co-serving:slo_ms=50"
+    )
+    assert isinstance(policy, Fair)
+    assert (policy.quantum, policy.weights) == (100.0, {"alice": 2.0, "bob": 0.5})
+    assert isinstance(policy.policy, RateLimit)
+    assert policy.policy.tokens_per_s == 9
+    assert isinstance(policy.policy.policy, CoServing)
+    assert policy.name == "fair+rate-limit+co-serving"
+    assert isinstance(make_policy("priority").policy, Opportunistic)  # type: ignore[attr-defined]
+
+
 def test_an_object_is_itself() -> None:
     policy = NoLockstep()
     assert make_policy(policy) is policy
@@ -54,6 +67,10 @@ def test_an_object_is_itself() -> None:
         ("opportunistic:wait_ms", UsageError, "no option 'wait_ms'"),
         ("opportunistic:wait_ms=soon", UsageError, "wait_ms is 'soon'; it must be a number of milliseconds"),
         ("opportunistic:wait_ms=-1", UsageError, "wait_ms is -1"),
+        ("lockstep+opportunistic", UsageError, "'lockstep' goes around no other"),
+        ("fair+magic", UnknownNameError, "unknown policy 'magic'"),
+        ("fair:policy=lockstep", UsageError, "no option 'policy=lockstep'"),
+        ("fair:weights.alice=no", UsageError, "weight of 'alice' is 'no'"),
         (3, UsageError, "policy is 3; give a name"),
         (None, UsageError, "policy is None"),
         (NoLockstep, UsageError, "policy is <class"),

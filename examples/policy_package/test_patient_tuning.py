@@ -23,9 +23,9 @@ def seconds_a_token(policy: object) -> float:
     simulation = Simulation(policy, layers=LAYERS, cost=Cost(start=1e-3, row=2e-5).of)
     texts = [Done() for _ in range(4)]
     for number, done in enumerate(texts):
-        simulation.add(f"text-{number}", generate(LAYERS, prompt=64, tokens=10_000, think_s=5e-3, done=done))
+        simulation.add(f"text-{number}", generate(LAYERS, prompt=64, tokens=10_000, think=5e-3, done=done))
     for number in range(2):
-        simulation.add(f"job-{number}", finetune(LAYERS, rows=512, think_s=20e-3, done=Done()))
+        simulation.add(f"job-{number}", finetune(LAYERS, rows=512, think=20e-3, done=Done()))
     simulation.run(until=10.0)
     return median(gap for done in texts for gap in done.per_token)
 

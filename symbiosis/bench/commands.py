@@ -183,6 +183,75 @@ def memory(
     _show(report, json)
 
 
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(help="CSV with arrival_s, ContextTokens, GeneratedTokens. By default one of that shape is made up."),
+]
+MaybePolicyOption = Annotated[str, typer.Option(help="Instead of co-serving with the SLO that was measured first.")]
+
+
+@app.command()
+def policies(
+    trace: TraceOption = None,
+    preset: PresetOption = PresetName.B1,
+    rounds: RoundsOption = 2,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "linear",
+    device: DeviceOption = "cpu",
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
+    json: JsonOption = None,
+) -> None:
+    """8 and 32 clients with mixed adapters and lengths: no waiting, lockstep and opportunistic batching."""
+    options = {"policy": policy, "counts": tuple(clients or (8, 32)), "trace": _trace(trace)}
+    _show(_run("policies", preset, rounds, base_layers, device, **options), json)
+
+
+@app.command()
+def mix(
+    preset: PresetOption = PresetName.B1,
+    rounds: RoundsOption = 3,
+    policy: MaybePolicyOption = "",
+    base_layers: LayersOption = "linear",
+    device: DeviceOption = "cpu",
+    json: JsonOption = None,
+) -> None:
+    """A small request beside a large one; decoding beside fine-tuning."""
+    _show(_run("mix", preset, rounds, base_layers, device, policy=policy), json)
+
+
+@app.command()
+def coserve(
+    trace: TraceOption = None,
+    preset: PresetOption = PresetName.M100,
+    rounds: RoundsOption = 2,
+    policy: MaybePolicyOption = "",
+    base_layers: LayersOption = "linear",
+    device: DeviceOption = "cpu",
+    json: JsonOption = None,
+) -> None:
+    """Bursty inference with fine-tuning beside it, over load: co-serving and temporal sharing."""
+    _show(_run("coserve", preset, rounds, base_layers, device, policy=policy, trace=_trace(trace)), json)
+
+
+@app.command()
+def fairness(
+    preset: PresetOption = PresetName.M100,
+    rounds: RoundsOption = 3,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "linear",
+    device: DeviceOption = "cpu",
+    json: JsonOption = None,
+) -> None:
+    """A tenant that floods the executor beside three that do not, with fair sharing and without."""
+    _show(_run("fairness", preset, rounds, base_layers, device, policy=policy), json)
+
+
+def _trace(file: Path | None) -> Any:
+    from symbiosis.simulation.trace import read_trace
+
+    return None if file is None else read_trace(file, 1000)
+
+
 @app.command("all")
 def run_all(
     output: Annotated[Path, typer.Option(help="Markdown file; plots and JSON go beside it.")] = Path(
@@ -229,13 +298,24 @@ def _measure(
     clients: list[int] | None = None,
     transport: str = "inproc",
 ) -> Report:
-    import importlib
-    import warnings
-
     if transport != "inproc":
         from symbiosis.cli.loop import wait_passively
 
         wait_passively()
+    options: dict[str, Any] = {"policy": policy}
+    if benchmark != "finetune":
+        options["transport"] = transport
+    if benchmark in COUNTS:
+        options["counts"] = tuple(
+            clients or [count for count in COUNTS[benchmark] if transport == "inproc" or count <= 8]
+        )
+    return _run(benchmark, preset, rounds, base_layers, device, **options)
+
+
+def _run(benchmark: str, preset: PresetName, rounds: int, base_layers: str, device: str, **options: Any) -> Report:
+    import importlib
+    import warnings
+
     import torch
 
     # transformers warns of attributes that PEFT still uses; nobody here can change that.
@@ -247,13 +327,7 @@ def _measure(
     measure: Callable[..., Awaitable[Report]] = getattr(
         importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark
     )
-    options: dict[str, Any] = {"device": torch.device(device), "policy": policy, "base_layers": base_layers}
-    if benchmark != "finetune":
-        options["transport"] = transport
-    if benchmark in COUNTS:
-        options["counts"] = tuple(
-            clients or [count for count in COUNTS[benchmark] if transport == "inproc" or count <= 8]
-        )
+    options |= {"device": torch.device(device), "base_layers": base_layers}
     with console.status(f"bench {benchmark} {preset.value}") as status:
 
         def progress(text: str) -> None:

@@ -27,11 +27,22 @@ def random_batch(preset: Preset, device: torch.device, seed: int = 0) -> dict[st
 
 
 class Decoding:
-    """Greedy decoding of ``rows`` random prompts, one token a step, with a KV cache. Synchronous model code."""
+    """Greedy decoding of ``rows`` random prompts of ``length`` tokens (the preset's by default), one token a step, with
+    a KV cache. Synchronous model code."""
 
-    def __init__(self, model: Any, preset: Preset, device: torch.device, seed: int = 0, rows: int = 1, **options: Any):
+    def __init__(
+        self,
+        model: Any,
+        preset: Preset,
+        device: torch.device,
+        seed: int = 0,
+        rows: int = 1,
+        length: int | None = None,
+        **options: Any,
+    ):
         generator = torch.Generator().manual_seed(seed)
-        self._prompt = torch.randint(1, preset.vocabulary, (rows, preset.prompt), generator=generator).to(device)
+        shape = rows, length or preset.prompt
+        self._prompt = torch.randint(1, preset.vocabulary, shape, generator=generator).to(device)
         self._model = model
         self._options = options
         self._cache: Any = None

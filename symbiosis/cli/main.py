@@ -13,6 +13,7 @@ from symbiosis.cli.demo.command import demo
 from symbiosis.cli.keys import app as keys
 from symbiosis.cli.policies import policies
 from symbiosis.cli.serve import serve, status
+from symbiosis.cli.simulate import simulate
 from symbiosis.cli.tenant import finetune, generate
 
 __all__ = ["app", "main"]
@@ -29,6 +30,7 @@ app.command()(finetune)
 app.command()(generate)
 app.command()(status)
 app.command()(policies)
+app.command()(simulate)
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 

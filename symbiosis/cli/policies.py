@@ -37,6 +37,7 @@ def policies() -> None:
     out = console()
     out.print(table)
     out.print("Choose one with its options: --policy opportunistic:wait_ms=1,max_wait_ms=20")
+    out.print("One with an option policy goes around another: --policy fair:weights.alice=2+co-serving:slo_ms=50")
 
 
 def _rows() -> list[_Row]:

@@ -1,6 +1,7 @@
 """The seams of the runtime, as protocols: batching policies on one side, transports on the other.
 
-Policies and transports import this module and :mod:`symbiosis.core.requests`, nothing else of the core.
+Policies and transports import this module, :mod:`symbiosis.core.requests` and :mod:`symbiosis.core.queues`, nothing
+else of the core.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ class Policy(Protocol):
     The scheduler owns the queues and refuses a decision that breaks its rules; see
     :class:`symbiosis.core.scheduler.Scheduler`. A policy belongs to one executor.
 
-    A policy with a method ``ran(batch: Batch, seconds: float) -> None`` is told how long each batch took.
+    A policy may have more methods, by which it is told what becomes of requests: ``started(batch: Batch) -> None``, the
+    batch's rows are queued no more; ``ran(batch: Batch, seconds: float) -> None``, it has run, in so many seconds; and
+    ``cancelled(request: Request) -> None``, a request that was queued, in part at least, is not any more.
 
     A policy with a class attribute ``lone_at_once = True`` is not asked about a request that finds nothing else
     outstanding and nobody thinking: it runs there and then, which costs half as much. All but those that ration

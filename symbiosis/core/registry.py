@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
@@ -27,6 +28,9 @@ _BUILT_IN = {
         "lockstep": "symbiosis.policies.lockstep:Lockstep",
         "opportunistic": "symbiosis.policies.opportunistic:Opportunistic",
         "co-serving": "symbiosis.policies.coserving:CoServing",
+        "fair": "symbiosis.policies.fair:Fair",
+        "priority": "symbiosis.policies.priority:Priority",
+        "rate-limit": "symbiosis.policies.rate_limit:RateLimit",
         "temporal": "symbiosis.policies.temporal:TemporalSharing",
         "dynamic-temporal": "symbiosis.policies.temporal:DynamicTemporalSharing",
     },
@@ -68,6 +72,9 @@ def _load(group: str, name: str) -> Any:
 def make_policy(spec: str | Policy) -> Policy:
     """A policy from an object (itself) or from ``"name"`` or ``"name:option=value,option=value"``.
 
+    ``option.key=value`` sets an entry of an option that is a mapping. ``"outer+inner"`` gives the inner policy to the
+    outer one, which must have an option ``policy``: ``"fair:weights.alice=2+co-serving:slo_ms=50"``.
+
     Raises:
         UnknownNameError: no such policy.
         UsageError: an option it does not have, or a value it does not accept.
@@ -80,16 +87,25 @@ def make_policy(spec: str | Policy) -> Policy:
                 f"policy is {spec!r}; give a name such as 'opportunistic', or an object with name, submitted and decide"
             )
         return spec
+    spec, *inner = re.split(r"\+(?=[A-Za-z])", spec, maxsplit=1)  # and not in 1e+3
     name, _, text = spec.partition(":")
     cls = _load(POLICIES, name)
     known = inspect.signature(cls).parameters
     options: dict[str, Any] = {}
+    if inner:
+        if "policy" not in known:
+            raise UsageError(f"policy {name!r} goes around no other; give one that does first, such as fair+{name}")
+        options["policy"] = make_policy(inner[0])
     for part in filter(None, text.split(",")):
         option, equals, value = part.partition("=")
-        option = option.strip().replace("-", "_")
-        if not equals or option not in known:
+        option, dot, entry = option.strip().partition(".")
+        option = option.replace("-", "_")
+        if not equals or option not in known or option == "policy":
             raise UsageError(f"policy {name!r} has no option {part!r}; it takes {', '.join(known) or 'no options'}")
-        options[option] = _number(value.strip())
+        if dot:
+            options.setdefault(option, {})[entry] = _number(value.strip())
+        else:
+            options[option] = _number(value.strip())
     try:
         return cast(Policy, cls(**options))
     except TypeError as error:

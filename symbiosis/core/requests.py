@@ -19,7 +19,20 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Batch", "Call", "Expected", "Key", "Kind", "LayerSpec", "Pass", "Request", "Slice", "expected"]
+__all__ = [
+    "NO_TERMS",
+    "Batch",
+    "Call",
+    "Expected",
+    "Key",
+    "Kind",
+    "LayerSpec",
+    "Pass",
+    "Request",
+    "Slice",
+    "Terms",
+    "expected",
+]
 
 
 class Pass(IntEnum):
@@ -121,6 +134,20 @@ class Call:
     """Where the executor puts the answer."""
 
 
+class Terms(NamedTuple):
+    """What a client asks of the policy, for all of its requests. A policy does with it what it is made for."""
+
+    priority: int = 0
+    """Higher goes first."""
+    slo_ms: float | None = None
+    """Milliseconds for each generated token."""
+    ttft_ms: float | None = None
+    """Milliseconds to the first token."""
+
+
+NO_TERMS = Terms()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request as the scheduler and the policies see it: everything but its tensors."""
@@ -137,6 +164,7 @@ class Request:
     done: int = field(default=0)
     """Rows whose batch has completed."""
     cancelled: bool = field(default=False)
+    terms: Terms = field(default=NO_TERMS)
 
     @property
     def remaining(self) -> int:

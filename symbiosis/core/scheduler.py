@@ -22,17 +22,17 @@ policy makes of it plus the size of its batch.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from symbiosis.core.protocols import Decision, Policy, Run, Wait
+from symbiosis.core.queues import Queue, Queues
 from symbiosis.core.requests import Batch, Key, Request, Slice
 from symbiosis.errors import PolicyError, UsageError
 
-__all__ = ["Idle", "Queue", "Scheduler", "WaitUntil"]
+__all__ = ["Idle", "Scheduler", "WaitUntil"]
 
 
 class WaitUntil(NamedTuple):
@@ -59,69 +59,6 @@ class _Client:
         return self.in_pass and not self.outstanding
 
 
-class Queue:
-    """The queued requests of one key. Implements :class:`~symbiosis.core.protocols.QueueView`."""
-
-    __slots__ = ("_by_client", "_requests", "key", "rows")
-
-    def __init__(self, key: Key) -> None:
-        self.key = key
-        self.rows = 0
-        self._requests: OrderedDict[int, Request] = OrderedDict()
-        self._by_client: dict[str, list[Request]] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
-
-    def __contains__(self, request: Request) -> bool:
-        return self._requests.get(request.id) is request
-
-    def __repr__(self) -> str:
-        return f"Queue({self.key}, {len(self)} requests, {self.rows} rows)"
-
-    @property
-    def oldest(self) -> Request:
-        return next(iter(self._requests.values()))
-
-    def take(self, max_rows: int, first: Request | None = None) -> list[tuple[Request, int]]:
-        takes = []
-        left = max_rows
-        if first is not None and self._by_client[first.client][0] is first:
-            takes.append((first, min(first.remaining, left)))
-            left -= takes[0][1]
-        else:
-            first = None
-        for request in self._requests.values():
-            if left <= 0:
-                break
-            if request is not first:
-                count = min(request.remaining, left)
-                takes.append((request, count))
-                left -= count
-        return takes
-
-    def add(self, request: Request) -> None:
-        self._requests[request.id] = request
-        mine = self._by_client.get(request.client)
-        if mine is None:
-            self._by_client[request.client] = [request]
-        else:
-            mine.append(request)
-        self.rows += request.remaining
-
-    def remove(self, request: Request) -> None:
-        """Take a request out, with the rows that are still queued."""
-        del self._requests[request.id]
-        mine = self._by_client[request.client]
-        mine.remove(request)
-        if not mine:
-            del self._by_client[request.client]
-        self.rows -= request.remaining
-
-
 class Scheduler:
     """Queues and invariants around a policy. Implements :class:`~symbiosis.core.protocols.View` for it.
 
@@ -136,26 +73,26 @@ class Scheduler:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         self.policy = policy
         self._lone_at_once = getattr(policy, "lone_at_once", False) is True
+        self._started: Callable[[Batch], None] | None = getattr(policy, "started", None)
         self._ran: Callable[[Batch, float], None] | None = getattr(policy, "ran", None)
+        self._cancelled: Callable[[Request], None] | None = getattr(policy, "cancelled", None)
         self.layers = layers
         self.max_rows = max_rows
         self.thinking = 0
         self.policy_errors: deque[PolicyError] = deque(maxlen=16)
         self._clients: dict[str, _Client] = {}
-        self._queues: dict[Key, Queue] = {}
-        self._view_of_queues = MappingProxyType(self._queues)
-        self._queued: OrderedDict[int, Request] = OrderedDict()
+        self._queues = Queues()
         self._open: dict[int, Request] = {}
 
     # ---------------------------------------------------------------------------------------------------- the view
 
     @property
     def queues(self) -> Mapping[Key, Queue]:
-        return self._view_of_queues
+        return self._queues.by_key
 
     @property
     def oldest(self) -> Request:
-        return next(iter(self._queued.values()))
+        return self._queues.oldest
 
     @property
     def outstanding(self) -> int:
@@ -208,11 +145,7 @@ class Scheduler:
             self.thinking -= 1
         state.outstanding += 1
         self._open[request.id] = request
-        self._queued[request.id] = request
-        queue = self._queues.get(request.key)
-        if queue is None:
-            queue = self._queues[request.key] = Queue(request.key)
-        queue.add(request)
+        self._queues.add(request)
         try:
             self.policy.submitted(request)
         except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
@@ -233,16 +166,13 @@ class Scheduler:
             return
         request.cancelled = True
         if request.remaining:
-            self._dequeue(request)
+            self._queues.take(request, request.remaining, last=True)
+            self._tell(self._cancelled, "cancelled", request)
         self._answered(request.client)
 
     def completed(self, batch: Batch, seconds: float) -> list[Request]:
         """A batch has run, in so many seconds. Returns the requests whose last row that was, in batch order."""
-        if self._ran is not None:
-            try:
-                self._ran(batch, seconds)
-            except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
-                self._refuse("raised in ran()", error)
+        self._tell(self._ran, "ran", batch, seconds)
         answered = []
         for request, start, stop in batch.slices:
             request.done += stop - start
@@ -256,7 +186,7 @@ class Scheduler:
 
     def next_action(self, now: float) -> Batch | WaitUntil | Idle:
         """The next thing to do at time ``now``. A batch that is returned counts as running until `completed`."""
-        if not self._queued:
+        if not len(self._queues):
             return IDLE
         try:
             decision = self.policy.decide(self, now)
@@ -282,7 +212,7 @@ class Scheduler:
             return None if decision.until > now else f"waits until {decision.until}, which is not after now ({now})"
         if not isinstance(decision, Run):
             return f"returned {decision!r}, which is neither Run nor Wait"
-        queue = self._queues.get(decision.key)
+        queue = self._queues.by_key.get(decision.key)
         if queue is None:
             return f"runs {decision.key}, for which nothing is queued"
         total = 0
@@ -293,7 +223,7 @@ class Scheduler:
             if type(count) is not int or not 1 <= count <= request.remaining:
                 return f"takes {count} rows of request {request.id}, which has {request.remaining} left"
             used = firsts.get(request.client, 0)
-            mine = queue._by_client[request.client]
+            mine = queue.of(request.client)
             if used >= len(mine) or mine[used] is not request:
                 return f"takes request {request.id} of {request.client!r} out of order, or twice"
             # After a partial take nothing else of this client may follow: its next request is not at the front yet.
@@ -306,27 +236,25 @@ class Scheduler:
     def _start(self, run: Run) -> Batch:
         slices = []
         rows = 0
-        queue = self._queues[run.key]
         for request, count in run.takes:
             start = request.taken
             slices.append(Slice(request, start, start + count))
             rows += count
-            if count == request.remaining:
-                self._dequeue(request)
-                request.taken += count
-            else:
-                request.taken += count
-                queue.rows -= count
-        return Batch(run.key, slices, run.reason, rows)
+            request.taken += count
+            self._queues.take(request, count, last=not request.remaining)
+        batch = Batch(run.key, slices, run.reason, rows)
+        self._tell(self._started, "started", batch)
+        return batch
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
-    def _dequeue(self, request: Request) -> None:
-        del self._queued[request.id]
-        queue = self._queues[request.key]
-        queue.remove(request)
-        if not queue:
-            del self._queues[request.key]
+    def _tell(self, method: Callable[..., None] | None, name: str, *what: Any) -> None:
+        """Call one of the methods that a policy may have or not."""
+        if method is not None:
+            try:
+                method(*what)
+            except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
+                self._refuse(f"raised in {name}()", error)
 
     def _answered(self, client: str) -> None:
         state = self._clients[client]
@@ -341,21 +269,11 @@ class Scheduler:
 
     def validate(self) -> None:
         """Assert every invariant of the queues; for tests, O(everything)."""
-        assert set(self._queued) <= set(self._open), "a queued request is not open"
-        assert all(queue for queue in self._queues.values()), "an empty queue was kept"
-        queued = {id_: request for queue in self._queues.values() for id_, request in queue._requests.items()}
-        assert queued == dict(self._queued), "the queues and the arrival order disagree"
-        for key, queue in self._queues.items():
-            assert queue.rows == sum(request.remaining for request in queue), f"row count of {queue} is off"
-            assert all(request.key == key for request in queue), f"{queue} holds a request of another key"
-            by_client: dict[str, list[Request]] = {}
-            for request in queue:
-                by_client.setdefault(request.client, []).append(request)
-            assert by_client == {client: list(mine) for client, mine in queue._by_client.items()}
+        self._queues.validate()
         for request in self._open.values():
             assert 0 <= request.done <= request.taken <= request.rows
             assert not request.cancelled
-            assert (request.remaining > 0) == (request.id in self._queued), "a request with rows left is not queued"
+            assert (request.remaining > 0) == (request in self._queues), "a request with rows left is not queued"
         outstanding: dict[str, int] = {}
         for request in self._open.values():
             outstanding[request.client] = outstanding.get(request.client, 0) + 1

@@ -50,6 +50,13 @@ class Line:
         self._xy = _KEEP * self._xy + rows * seconds
 
     @property
+    def start(self) -> float | None:
+        """Seconds that any batch takes, whatever its size; None until batches of different sizes have been measured."""
+        if self.count < _ENOUGH or self._weight * self._xx - self._x * self._x <= 1e-3 * self._x * self._x:
+            return None
+        return self.coefficients[0]
+
+    @property
     def coefficients(self) -> tuple[float, float]:
         """(a, b) in seconds and seconds a row, neither negative; (0, 0) before anything was measured.
 

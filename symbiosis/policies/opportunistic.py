@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Mapping
 
-from symbiosis.core.protocols import Decision, Run, View, Wait
-from symbiosis.core.requests import Key, Request
+from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.errors import UsageError
+from symbiosis.policies.latency import LatencyModel
 from symbiosis.policies.order import FurthestBehind
 
 __all__ = ["Opportunistic"]
 
-
 _FLAT = 16
 """Rows up to which a batch costs about what one row costs: reading the weights."""
+_LEARN = 0.1
+"""Weight of the newest gap between two arrivals."""
+_LEARN_TOGETHER = 0.02
+"""Weight of the newest batch in how many of its members were together before."""
+_LONGEST = 64
+"""Layers that clients are taken to stay together at most."""
+_MAX_KEYS = 20_000
+_MAX_CLIENTS = 20_000
+_KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
 class Opportunistic:
@@ -23,7 +33,12 @@ class Opportunistic:
     A request of ``rows`` rows waits for company at most ``min(wait_ms · rows, max_wait_ms)``. The wait ends early
 
     * when nobody is thinking, so that nobody could join (D5);
-    * when its queue can fill a batch of ``max_rows``.
+    * when its queue can fill a batch of ``max_rows``;
+    * when it is not expected to pay. Company saves what any batch of that key takes, whatever its size: ``a`` of a
+      latency a + b · rows that is learned from the batches; and it saves that again at each of the n layers through
+      which those who met stay together, which is learned too. So it waits where the next request for a key usually
+      comes within n · a of the last one, and no longer than that after it. Until batches of different sizes have been
+      seen, nobody knows ``a``, and only the deadline counts.
 
     When the executor is busy, requests are due before their turn comes, and what counts is the order. A queue that is
     due may be passed over by one that is further behind and costs no more: they meet at the layer where the first one
@@ -31,33 +46,79 @@ class Opportunistic:
     longer than ``max_wait_ms``.
 
     Args:
-        wait_ms: wait per row, in milliseconds.
+        wait_ms: wait per row, in milliseconds; or one for each kind of request, by name (decode, prefill, finetune), 0
+            for those that are left out.
         max_wait_ms: the longest wait of any request, in milliseconds.
+        adaptive: whether waits that are not expected to pay are left out.
     """
 
     name = "opportunistic"
     lone_at_once = True
 
-    def __init__(self, wait_ms: float = 0.2, max_wait_ms: float = 50.0) -> None:
-        for option, value in (("wait_ms", wait_ms), ("max_wait_ms", max_wait_ms)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise UsageError(
-                    f"opportunistic: {option} is {value!r}; it must be a number of milliseconds, 0 or more"
-                )
+    def __init__(
+        self, wait_ms: float | Mapping[str, float] = 0.2, max_wait_ms: float = 50.0, adaptive: bool = True
+    ) -> None:
+        if isinstance(wait_ms, Mapping):
+            unknown = set(wait_ms) - set(_KINDS)
+            if unknown:
+                raise UsageError(f"opportunistic: wait_ms has {min(unknown)!r}; kinds are {', '.join(_KINDS)}")
+            waits = {kind: _milliseconds(f"wait_ms of {name}", wait_ms.get(name, 0)) for name, kind in _KINDS.items()}
+        else:
+            waits = dict.fromkeys(Kind, _milliseconds("wait_ms", wait_ms))
+        if not isinstance(adaptive, bool):
+            raise UsageError(f"opportunistic: adaptive is {adaptive!r}; it must be true or false")
         self.wait_ms = wait_ms
-        self.max_wait_ms = max_wait_ms
+        self.max_wait_ms = _milliseconds("max_wait_ms", max_wait_ms)
+        self.adaptive = adaptive
+        self.latency = LatencyModel()
+        self._waits = waits
         self._behind = FurthestBehind()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._perhaps_full: set[Key] = set()  # keys that got rows since they were last seen not full
+        self._arrivals: dict[Key, tuple[float, float]] = {}
+        """By key: when the last request came, and the usual gap between two; in seconds."""
+        self._batches = 0
+        self._last_batch: dict[str, int] = {}
+        """By client."""
+        self._together = 0.0
+        """Of the neighbours in a batch, the part that shared their last batch as well."""
 
     def deadline(self, request: Request) -> float:
         """When a request is due, in seconds on the executor's clock."""
-        return request.arrived + min(self.wait_ms * request.rows, self.max_wait_ms) / 1e3
+        return request.arrived + min(self._waits[request.kind] * request.rows, self.max_wait_ms) / 1e3
 
     def submitted(self, request: Request) -> None:
         self._behind.add(request)
         self._perhaps_full.add(request.key)
         heapq.heappush(self._deadlines, (self.deadline(request), request.id, request))
+        if self.adaptive:
+            self._learn(request.key, request.arrived)
+
+    def _learn(self, key: Key, now: float) -> None:
+        if len(self._arrivals) >= _MAX_KEYS:
+            self._arrivals.clear()
+        last, usual = self._arrivals.get(key, (-math.inf, 0.0))
+        gap = min(now - last, self.max_wait_ms / 1e3)
+        self._arrivals[key] = now, (1 - _LEARN) * usual + _LEARN * gap
+
+    def started(self, batch: Batch) -> None:
+        if not self.adaptive:
+            return
+        if len(self._last_batch) >= _MAX_CLIENTS:
+            self._last_batch.clear()
+        self._batches += 1
+        same, before = 0, -1
+        for request, _, _ in batch.slices:
+            last = self._last_batch.get(request.client, -2)
+            same += last == before
+            before = last
+            self._last_batch[request.client] = self._batches
+        if len(batch.slices) > 1:
+            self._together += _LEARN_TOGETHER * (same / (len(batch.slices) - 1) - self._together)
+
+    def ran(self, batch: Batch, seconds: float) -> None:
+        if self.adaptive:
+            self.latency[batch.key].learn(batch.rows, seconds)
 
     def decide(self, view: View, now: float) -> Decision:
         deadlines = self._deadlines
@@ -78,7 +139,21 @@ class Opportunistic:
         full = self._full(view)
         if full is not None:
             return Run(full, queues[full].take(view.max_rows), "full")
-        return Wait(due)
+        pays = self._pays_until(queues[behind])
+        if pays <= now:
+            return Run(behind, queues[behind].take(view.max_rows), "no-gain")
+        return Wait(min(due, pays))
+
+    def _pays_until(self, queue: QueueView) -> float:
+        """How long company for a queue is worth waiting for, in seconds on the executor's clock."""
+        if not self.adaptive:
+            return math.inf
+        start = self.latency[queue.key].start
+        if start is None:
+            return math.inf
+        last, usual = self._arrivals[queue.key]
+        worth = start * min(1 / max(1 - self._together, 1e-9), _LONGEST)
+        return last + worth if usual < worth else -math.inf
 
     def _full(self, view: View) -> Key | None:
         """A queue that fills a batch, if there is one. Looks only at queues that grew; O(1) a request."""
@@ -92,3 +167,9 @@ class Opportunistic:
 
     def __repr__(self) -> str:
         return f"Opportunistic(wait_ms={self.wait_ms}, max_wait_ms={self.max_wait_ms})"
+
+
+def _milliseconds(what: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UsageError(f"opportunistic: {what} is {value!r}; it must be a number of milliseconds, 0 or more")
+    return float(value)

@@ -20,13 +20,19 @@ from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.errors import PolicyError
 
-__all__ = ["Ask", "Client", "Cost", "Simulation", "Think", "Walk"]
+__all__ = ["Ask", "Client", "Cost", "Simulation", "Think", "Until", "Walk"]
 
 
 class Think(NamedTuple):
     """Compute on the client's side for so many seconds."""
 
     seconds: float
+
+
+class Until(NamedTuple):
+    """Do nothing until a time, in seconds."""
+
+    time: float
 
 
 class Walk(NamedTuple):
@@ -43,7 +49,7 @@ class Ask(NamedTuple):
     kind: Kind
 
 
-Client = Generator[Think | Walk | Ask, float, None]
+Client = Generator[Think | Until | Walk | Ask, float, None]
 """Yields what it does; is sent the time, in seconds, when that was over."""
 
 
@@ -76,6 +82,8 @@ class Simulation:
         max_rows: most rows in a batch.
         cost: what a batch takes, in seconds; a :class:`Cost`'s ``of``, or anything else.
         overhead_s: that the executor needs beside each batch.
+        local: whether clients compute in the executor's process, where one thing happens at a time: whoever has
+            something to compute, in the order in which they were answered, and a batch when none of them has.
 
     Raises:
         PolicyError: from :meth:`run`, where the scheduler had to refuse what the policy decided.
@@ -89,12 +97,16 @@ class Simulation:
         max_rows: int = 8192,
         cost: Callable[[Batch], float],
         overhead_s: float = 0.0,
+        local: bool = False,
     ) -> None:
         self.now = 0.0
         self.totals = Totals()
         self._scheduler = Scheduler(policy, layers=layers, max_rows=max_rows)
         self._cost = cost
         self._overhead_s = overhead_s
+        self._local = local
+        self._free = 0.0
+        """When what the clients have to compute is done, if they are local."""
         self._clients: dict[str, Client] = {}
         self._waiting: dict[int, str] = {}
         self._numbers = itertools.count()
@@ -113,9 +125,9 @@ class Simulation:
 
         self._at(at, join)
 
-    def run(self, until: float = math.inf) -> None:
-        """Go on until nothing is left to do, or until a time, in seconds."""
-        while self._events and self._events[0][0] <= until:
+    def run(self, until: float = math.inf, going: Callable[[], bool] = lambda: True) -> None:
+        """Go on until nothing is left to do, until a time, in seconds, or while ``going`` says so."""
+        while self._events and self._events[0][0] <= until and going():
             self.now, _, happen = heapq.heappop(self._events)
             happen()
             if not self._events or self._events[0][0] > self.now:  # all that happens at one time happens first
@@ -139,14 +151,19 @@ class Simulation:
             self._scheduler.client_left(name)
             return
         if isinstance(action, Think):
-            self._at(self.now + action.seconds, lambda: self._resume(name))
+            ends = self.now + action.seconds
+            if self._local:
+                ends = self._free = max(self._free, self.now) + action.seconds
+            self._at(ends, lambda: self._resume(name))
+        elif isinstance(action, Until):
+            self._at(max(action.time, self.now), lambda: self._resume(name))
         else:
             request = Request(next(self._numbers), name, action.key, action.rows, action.kind, self.now)
             self._waiting[request.id] = name
             self._scheduler.submit(request)
 
     def _ask(self) -> None:
-        if self._busy:
+        if self._busy or (self._local and self._free > self.now):
             return
         action = self._scheduler.next_action(self.now)
         if self._scheduler.policy_errors:
@@ -154,6 +171,8 @@ class Simulation:
         if isinstance(action, Batch):
             self._busy = True
             seconds = self._cost(action)
+            if self._local:
+                self._free = self.now + seconds + self._overhead_s
             self._at(self.now + seconds + self._overhead_s, lambda: self._ran(action, seconds))
         elif isinstance(action, WaitUntil) and self.now < action.time < self._wake:
             self._wake = action.time

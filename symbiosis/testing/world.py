@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 
 from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.requests import NO_TERMS, Batch, Key, Kind, Pass, Request, Terms
 from symbiosis.core.scheduler import Idle, Scheduler, WaitUntil
 
 __all__ = ["FakeClock", "World"]
@@ -95,8 +95,8 @@ class World:
         self.clients[client] = False
         self.check()
 
-    def submit(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE) -> Request:
-        request = Request(self._ids, client, key, rows, kind, self.clock.now)
+    def submit(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, terms: Terms = NO_TERMS) -> Request:
+        request = Request(self._ids, client, key, rows, kind, self.clock.now, terms=terms)
         self._ids += 1
         self.waiting[request.id] = request
         self._taken[request.id] = self._done[request.id] = 0

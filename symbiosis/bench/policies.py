@@ -1,0 +1,101 @@
+"""No waiting, lockstep and opportunistic batching, playing the same trace to the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from statistics import median
+
+import torch
+
+import symbiosis
+from symbiosis.bench.models import Preset, build
+from symbiosis.bench.replay import Crowd
+from symbiosis.bench.report import Report, ratio
+from symbiosis.simulation.outcome import SLO, Outcome
+from symbiosis.simulation.replay import Load
+from symbiosis.simulation.trace import Arrival, scaled, synthetic
+
+__all__ = ["policies"]
+
+GOALS = {
+    "opportunistic_vs_none_throughput": "≥ 2 (paper, on GPUs: 1.28)",
+    "opportunistic_vs_none_latency": "≤ 0.6",
+    "prefill_vs_none": "≥ 1",
+}
+NAMES = {"none": "no-lockstep", "lockstep": "lockstep", "opportunistic": "opportunistic"}
+LENGTHS = {"tiny": 0.1, "100m": 0.05, "1b": 0.03}
+"""Of the trace's tokens, so that a round takes a minute or so on two cores."""
+REQUESTS_EACH = 2
+NO_SLO = SLO(1e9, 1e9)
+
+
+async def policies(
+    preset: Preset,
+    *,
+    device: torch.device,
+    policy: str,
+    base_layers: str,
+    rounds: int,
+    counts: tuple[int, ...],
+    trace: list[Arrival] | None,
+    progress: Callable[[str], None],
+) -> Report:
+    """Clients with mixed adapters ask for mixed lengths, one request after another. ``policy`` takes opportunistic
+    batching's place, to try others."""
+    report = Report("policies", preset.name, GOALS)
+    names = {**NAMES, "opportunistic": policy}
+    base = build(preset, device)
+    for count in counts:
+        found = trace[: REQUESTS_EACH * count] if trace else synthetic(REQUESTS_EACH * count)
+        load = Load(scaled(found, lengths=LENGTHS[preset.name]), clients=count, paced=False)
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
+        async with AsyncExitStack() as stack:
+            crowds = {}
+            for name, spec in names.items():
+                executor = await stack.enter_async_context(
+                    symbiosis.Executor(base, policy=spec, base_layers=base_layers)
+                )
+                crowds[name] = await stack.enter_async_context(Crowd(executor, preset, load))
+            for turn in range(-1, rounds):
+                for name, crowd in crowds.items():
+                    text = f"{count} clients, {names[name]}: " + (
+                        f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up"
+                    )
+                    played = await crowd.play(NO_SLO, lambda part, text=text: progress(f"{text}, {part:.0%}"))  # type: ignore[misc]
+                    if turn >= 0:
+                        outcomes[name].append(played)
+        for name, all_ in outcomes.items():
+            report.rows.append(
+                {
+                    "clients": count,
+                    "policy": names[name],
+                    "tokens/s": median(o.tokens_per_s for o in all_),
+                    "ms a token": median(o.token_mean for o in all_),
+                    "p99": median(o.token_p99 for o in all_),
+                    "ms to the first token": median(o.first_mean for o in all_),
+                    "mean batch": median(o.mean_batch for o in all_),
+                }
+            )
+        ours, none, lockstep = outcomes["opportunistic"], outcomes["none"], outcomes["lockstep"]
+        figures = {
+            "opportunistic_vs_none_throughput": _ratio(ours, none, "tokens_per_s"),
+            "opportunistic_vs_none_latency": _ratio(ours, none, "token_mean"),
+            "prefill_vs_none": _ratio(none, ours, "first_mean"),
+            "opportunistic_vs_lockstep_throughput": _ratio(ours, lockstep, "tokens_per_s"),
+            "opportunistic_vs_lockstep_latency": _ratio(ours, lockstep, "token_mean"),
+            "mean_batch": median(o.mean_batch for o in ours),
+        }
+        for key, value in figures.items():
+            report.headline[key if count == max(counts) else f"{key}_{count}"] = value
+    report.notes.append(
+        f"Each client asks for {REQUESTS_EACH} texts, one after the other, with lengths of "
+        f"{'the trace' if trace else 'a made up trace'} times {LENGTHS[preset.name]}; the paper's four LoRAs in turn; "
+        f"medians of {rounds} rounds; base layers {base_layers!r}. prefill_vs_none is a ratio of speeds: of times to "
+        "the first token, upside down."
+    )
+    return report
+
+
+def _ratio(above: list[Outcome], below: list[Outcome], name: str) -> float:
+    return ratio([getattr(o, name) for o in above], [getattr(o, name) for o in below])

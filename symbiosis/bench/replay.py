@@ -1,0 +1,104 @@
+"""A trace, played to a real executor: what :mod:`symbiosis.simulation.replay` does to a simulated one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from itertools import cycle
+
+import torch
+
+from symbiosis.bench.jobs import Decoding
+from symbiosis.bench.models import PAPER_LORA, Preset, lora
+from symbiosis.core.client import Client
+from symbiosis.core.executor import Executor
+from symbiosis.simulation.clients import Done
+from symbiosis.simulation.outcome import SLO, Outcome, outcome
+from symbiosis.simulation.replay import Load
+from symbiosis.simulation.trace import Arrival
+
+__all__ = ["Crowd"]
+
+
+class Crowd:
+    """Clients with adapters of their own, open, who can be told to play a load again and again."""
+
+    def __init__(self, executor: Executor, preset: Preset, load: Load) -> None:
+        self._executor = executor
+        self._preset = preset
+        self._device = executor.device
+        self._load = load
+        self._work = load.by_client()
+        self._texts: list[Client] = []
+        self._jobs: list[tuple[Client, torch.optim.Optimizer]] = []
+
+    async def __aenter__(self) -> Crowd:
+        adapters = cycle(PAPER_LORA.values())
+        for number in range(len(self._work)):
+            client = self._executor.client(lora(*next(adapters)), name=f"text-{number}")
+            self._texts.append(await client.open())
+        for number in range(self._load.tuning):
+            client = await self._executor.client(lora(), name=f"job-{number}").open()
+            self._jobs.append((client, torch.optim.AdamW(client.model.parameters(), lr=1e-4)))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for client in [*self._texts, *(client for client, _ in self._jobs)]:
+            await client.close()
+
+    async def play(self, slo: SLO, progress: Callable[[float], None] = lambda part: None) -> Outcome:
+        """Play the load once."""
+        texts: list[tuple[Done, int]] = []
+        jobs = [Done(rows=self._load.rows) for _ in self._jobs]
+        self._executor.reset_statistics()
+        began = time.perf_counter()
+
+        def now() -> float:
+            return time.perf_counter() - began
+
+        async def asks(client: Client, arrivals: list[Arrival], seed: int) -> None:
+            for arrival in arrivals:
+                done = Done(arrival.at)
+                texts.append((done, arrival.tokens))
+                if self._load.paced:
+                    await asyncio.sleep(arrival.at - now())
+                else:
+                    done.began = now()
+                job = Decoding(client.model, self._preset, self._device, seed, length=arrival.prompt)
+                await client.run(_text, job, arrival.tokens, done, now)
+                progress(sum(len(done.tokens) >= wanted for done, wanted in texts) / len(self._load.trace))
+
+        async def tunes(client: Client, optimizer: torch.optim.Optimizer, done: Done, seed: int) -> None:
+            generator = torch.Generator().manual_seed(seed)
+            shape = 1, self._load.rows
+            ids = torch.randint(1, self._preset.vocabulary, shape, generator=generator).to(self._device)
+            while True:
+                await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
+                done.steps.append(now())
+
+        tuning = [
+            asyncio.create_task(tunes(client, optimizer, done, seed))
+            for seed, ((client, optimizer), done) in enumerate(zip(self._jobs, jobs, strict=True))
+        ]
+        try:
+            await asyncio.gather(
+                *(
+                    asks(client, work, seed)
+                    for seed, (client, work) in enumerate(zip(self._texts, self._work, strict=True))
+                )
+            )
+            seconds = now()
+        finally:
+            for task in tuning:
+                task.cancel()
+            await asyncio.gather(*tuning, return_exceptions=True)
+        return outcome(texts, jobs, seconds, self._executor.statistics().mean_batch, slo)
+
+
+def _text(job: Decoding, tokens: int, done: Done, now: Callable[[], float]) -> None:
+    job.prefill()
+    done.tokens.append(now())
+    for _ in range(tokens - 1):
+        job.steps(1)
+        done.tokens.append(now())

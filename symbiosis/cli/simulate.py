@@ -1,0 +1,254 @@
+"""``symbiosis simulate``: policies against a load, without a GPU, without waiting."""
+
+from __future__ import annotations
+
+import json as json_
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from symbiosis.bench.commands import LayersOption, PresetName
+from symbiosis.cli.console import console
+
+if TYPE_CHECKING:
+    from symbiosis.simulation.costs import Costs
+    from symbiosis.simulation.outcome import SLO, Outcome
+    from symbiosis.simulation.replay import Load
+
+__all__ = ["simulate"]
+
+
+class Machine(StrEnum):
+    """Whose costs."""
+
+    A100 = "a100"
+    H100 = "h100"
+    HERE = "here"
+
+
+COLUMNS = {
+    "tokens_per_s": "tokens/s",
+    "finetune_per_s": "tuning tokens/s",
+    "token_p50": "token p50 ms",
+    "token_p99": "p99",
+    "first_mean": "first token mean ms",
+    "first_p99": "p99",
+    "slo_attainment": "SLO kept",
+    "mean_batch": "mean batch",
+    "fairness": "fairness",
+}
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Argument(
+            help="CSV with the columns arrival_s, ContextTokens, GeneratedTokens, such as Azure's traces of LLM "
+            "inference. By default one of that shape is made up."
+        ),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Batching policy, with options; repeat to compare. By default four.")
+    ] = None,
+    machine: Annotated[
+        Machine, typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset.")
+    ] = Machine.A100,
+    model: Annotated[str, typer.Option(help="On a GPU: llama-3.1-8b, qwen2.5-14b or qwen2.5-32b.")] = "llama-3.1-8b",
+    preset: Annotated[PresetName, typer.Option(help="Here: which model to measure.")] = PresetName.TINY,
+    base_layers: LayersOption = "linear",
+    requests: Annotated[int, typer.Option(min=1, help="No more than so many of the trace.")] = 200,
+    rate: Annotated[float, typer.Option(min=1e-3, help="Requests a second, of a trace that is made up.")] = 5.53,
+    speed: Annotated[float, typer.Option(min=1e-6, help="So many times as fast as the trace says.")] = 1.0,
+    lengths: Annotated[float, typer.Option(min=1e-6, help="So many times as many tokens as the trace says.")] = 1.0,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="Who share the requests in turn. By default each is a client of its own.")
+    ] = None,
+    paced: Annotated[
+        bool, typer.Option(help="Requests come when the trace says; or else as soon as their client has time.")
+    ] = True,
+    finetune: Annotated[int, typer.Option(min=0, help="Clients that fine-tune all the while.")] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Tokens of a fine-tuning step.")] = 512,
+    executors: Annotated[int, typer.Option(min=1, help="Of the same base model; clients are spread over them.")] = 1,
+    slo_ms: Annotated[float, typer.Option(min=1e-3, help="Promised time for each token, in milliseconds.")] = 75.0,
+    ttft_ms: Annotated[float, typer.Option(min=1e-3, help="Promised time to the first token.")] = 5000.0,
+    seed: Annotated[int, typer.Option(help="Of a trace that is made up.")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Here: play the load to a real executor too, and show both.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, to this file: .png, .svg or .pdf.")] = None,
+) -> None:
+    """Simulate a load on the very scheduler and policies that executors run, and show what clients would see.
+
+    Examples:
+
+        symbiosis simulate trace.csv --speed 2 --finetune 2
+
+        symbiosis simulate --policy co-serving:slo_ms=50 --policy temporal:every=64 --finetune 2 --plot policies.png
+
+        symbiosis simulate --machine here --requests 24 --lengths 0.05 --clients 8 --no-paced --check
+    """
+    from symbiosis.core.registry import make_policy
+    from symbiosis.errors import UsageError
+    from symbiosis.simulation.costs import measure, roofline
+    from symbiosis.simulation.outcome import SLO
+    from symbiosis.simulation.replay import Load
+    from symbiosis.simulation.trace import read_trace, scaled, synthetic
+
+    if check and machine is not Machine.HERE:
+        raise UsageError(
+            "--check plays the load to a real executor, so the costs must be measured here: --machine here"
+        )
+    if check and executors > 1:
+        raise UsageError("--check plays the load to one executor; leave --executors out")
+    policies = policy or ["no-lockstep", "lockstep", "opportunistic", f"co-serving:slo_ms={slo_ms:g}"]
+    for spec in policies:
+        make_policy(spec)  # a typing mistake should show before the work
+    found = read_trace(trace, requests) if trace else synthetic(requests, rate, seed)
+    load = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
+    slo = SLO(slo_ms, ttft_ms)
+    out = console()
+    if machine is Machine.HERE:
+        from symbiosis.bench.models import PRESETS
+        from symbiosis.cli.loop import run
+
+        with out.status("measuring") as status:
+            costs = run(
+                measure(
+                    PRESETS[preset.value],
+                    base_layers=base_layers,
+                    progress=lambda text: status.update(f"measuring: {text}"),
+                )
+            )
+    else:
+        costs = roofline(machine.value, model)
+    results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
+    real: dict[str, Outcome] = {}
+    if check:
+        real = _play(policies, preset.value, base_layers, load, slo)
+    _show(costs, load, executors, results, real)
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        json.write_text(json_.dumps(_as_data(costs, load, results, real), indent=2) + "\n")
+    if plot is not None:
+        _plot(plot, results, slo)
+
+
+def _predict(spec: str, costs: Costs, load: Load, slo: SLO, executors: int) -> Outcome:
+    from symbiosis.core.registry import make_policy
+    from symbiosis.simulation.replay import replay
+
+    with _bar() as bar:
+        task = bar.add_task(spec, total=1.0)
+        return replay(
+            lambda: make_policy(spec),
+            costs,
+            load,
+            slo,
+            executors=executors,
+            progress=lambda part: bar.update(task, completed=part),
+        )
+
+
+def _play(policies: list[str], preset: str, base_layers: str, load: Load, slo: SLO) -> dict[str, Outcome]:
+    """On a real executor; each policy twice, of which the second counts."""
+    import torch
+
+    import symbiosis
+    from symbiosis.bench.models import PRESETS, build
+    from symbiosis.bench.replay import Crowd
+    from symbiosis.cli.loop import run
+
+    async def play(spec: str) -> Outcome:
+        base = build(PRESETS[preset], torch.device("cpu"))
+        async with (
+            symbiosis.Executor(base, policy=spec, base_layers=base_layers) as executor,
+            Crowd(executor, PRESETS[preset], load) as crowd,
+        ):
+            with _bar() as bar:
+                task = bar.add_task(f"{spec}, for real", total=2.0)
+                await crowd.play(slo, lambda part: bar.update(task, completed=part))
+                return await crowd.play(slo, lambda part: bar.update(task, completed=1 + part))
+
+    return {spec: run(play(spec)) for spec in policies}
+
+
+def _bar() -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    return Progress(*columns, transient=True, console=Console(stderr=True))
+
+
+def _show(costs: Costs, load: Load, executors: int, results: dict[str, Outcome], real: dict[str, Outcome]) -> None:
+    where = costs.text if executors == 1 else f"{executors} executors, each {costs.text}"
+    table = Table(title=f"{len(load.trace)} requests, {load.tuning} fine-tuning clients; {where}")
+    table.add_column("policy", overflow="fold", min_width=14)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right")
+    for spec, predicted in results.items():
+        table.add_row(spec, *(_text(getattr(predicted, name)) for name in COLUMNS))
+        if spec in real:
+            table.add_row("  for real", *(_text(getattr(real[spec], name)) for name in COLUMNS), style="bold")
+            ratios = (_ratio(getattr(predicted, name), getattr(real[spec], name)) for name in COLUMNS)
+            table.add_row("  predicted / real", *ratios, style="dim")
+    console().print(table)
+
+
+def _ratio(predicted: float, real: float) -> str:
+    return f"{predicted / real:.2f}" if real else ""
+
+
+def _text(value: float) -> str:
+    return "" if value != value else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _as_data(costs: Costs, load: Load, results: dict[str, Outcome], real: dict[str, Outcome]) -> dict[str, Any]:
+    from symbiosis.bench.report import machine
+
+    return {
+        "costs": costs.text,
+        "requests": len(load.trace),
+        "finetune": load.tuning,
+        "machine": machine(),
+        "policies": {
+            spec: {"predicted": asdict(found), **({"real": asdict(real[spec])} if spec in real else {})}
+            for spec, found in results.items()
+        },
+    }
+
+
+def _plot(file: Path, results: dict[str, Outcome], slo: SLO) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2))
+    names = list(results)
+    for axis, (title, fields) in zip(
+        axes,
+        (
+            ("tokens a second", ("tokens_per_s", "finetune_per_s")),
+            ("time for a token, ms", ("token_p50", "token_p99")),
+            ("time to the first token, ms", ("first_mean", "first_p99")),
+        ),
+        strict=True,
+    ):
+        for offset, name in enumerate(fields):
+            values = [getattr(results[spec], name) for spec in names]
+            axis.barh([place + 0.4 * offset for place in range(len(names))], values, 0.38, label=name.replace("_", " "))
+        axis.set_yticks([place + 0.2 for place in range(len(names))], names if axis is axes[0] else [""] * len(names))
+        axis.invert_yaxis()
+        axis.set_title(title)
+        axis.legend(fontsize=8)
+    axes[1].axvline(slo.token_ms, color="black", linestyle=":")
+    axes[2].axvline(slo.first_ms, color="black", linestyle=":")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,137 @@
+"""Queued requests by key, and in the order in which they came."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from symbiosis.core.requests import Key, Request
+
+__all__ = ["Queue", "Queues"]
+
+
+class Queue:
+    """The queued requests of one key. Implements :class:`~symbiosis.core.protocols.QueueView`."""
+
+    __slots__ = ("_by_client", "_requests", "key", "rows")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.rows = 0
+        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self._by_client: dict[str, list[Request]] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def __contains__(self, request: Request) -> bool:
+        return self._requests.get(request.id) is request
+
+    def __repr__(self) -> str:
+        return f"Queue({self.key}, {len(self)} requests, {self.rows} rows)"
+
+    @property
+    def oldest(self) -> Request:
+        return next(iter(self._requests.values()))
+
+    def take(self, max_rows: int, first: Request | None = None) -> list[tuple[Request, int]]:
+        takes = []
+        left = max_rows
+        if first is not None and self._by_client[first.client][0] is first:
+            takes.append((first, min(first.remaining, left)))
+            left -= takes[0][1]
+        else:
+            first = None
+        for request in self._requests.values():
+            if left <= 0:
+                break
+            if request is not first:
+                count = min(request.remaining, left)
+                takes.append((request, count))
+                left -= count
+        return takes
+
+    def add(self, request: Request) -> None:
+        self._requests[request.id] = request
+        mine = self._by_client.get(request.client)
+        if mine is None:
+            self._by_client[request.client] = [request]
+        else:
+            mine.append(request)
+        self.rows += request.remaining
+
+    def remove(self, request: Request) -> None:
+        """Take a request out; its rows are counted elsewhere."""
+        del self._requests[request.id]
+        mine = self._by_client[request.client]
+        mine.remove(request)
+        if not mine:
+            del self._by_client[request.client]
+
+    def of(self, client: str) -> list[Request]:
+        """A client's requests, in the order they arrived."""
+        return self._by_client[client]
+
+    def validate(self) -> None:
+        """Assert that its books agree; for tests, O(everything)."""
+        assert self, f"{self}: an empty queue was kept"
+        assert self.rows == sum(request.remaining for request in self), f"row count of {self} is off"
+        assert all(request.key == self.key for request in self), f"{self} holds a request of another key"
+        by_client: dict[str, list[Request]] = {}
+        for request in self:
+            by_client.setdefault(request.client, []).append(request)
+        assert by_client == self._by_client
+
+
+class Queues:
+    """All of them. Every change is O(1) in the number of requests, but for a client's own in one queue."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Key, Queue] = {}
+        self._requests: OrderedDict[int, Request] = OrderedDict()
+        self.by_key: Mapping[Key, Queue] = MappingProxyType(self._queues)
+        """Those that are not empty."""
+        self.rows = 0
+        """Queued in all."""
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._requests
+
+    @property
+    def oldest(self) -> Request:
+        return next(iter(self._requests.values()))
+
+    def add(self, request: Request) -> None:
+        self._requests[request.id] = request
+        queue = self._queues.get(request.key)
+        if queue is None:
+            queue = self._queues[request.key] = Queue(request.key)
+        queue.add(request)
+        self.rows += request.remaining
+
+    def take(self, request: Request, rows: int, last: bool) -> None:
+        """``rows`` of a request are queued no more; ``last``: nor is the request."""
+        queue = self._queues[request.key]
+        queue.rows -= rows
+        self.rows -= rows
+        if last:
+            del self._requests[request.id]
+            queue.remove(request)
+            if not queue:
+                del self._queues[request.key]
+
+    def validate(self) -> None:
+        """Assert that the books agree; for tests, O(everything)."""
+        queued = {request.id: request for queue in self._queues.values() for request in queue}
+        assert queued == dict(self._requests), "the queues and the arrival order disagree"
+        for queue in self._queues.values():
+            queue.validate()
+        assert self.rows == sum(queue.rows for queue in self._queues.values())

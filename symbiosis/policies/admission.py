@@ -1,0 +1,164 @@
+"""Policies around a policy: which requests the inner one is shown, and when.
+
+A wrapper holds requests back and lets them in by a rule of its own: fairness, priority, a rate. The inner policy
+decides about those that are in, as if there were no others, so a wrapper goes around any policy, other wrappers
+included. A request that was let in stays in.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from symbiosis.core.protocols import Decision, Policy, QueueView, View, Wait
+from symbiosis.core.queues import Queues
+from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.errors import UsageError
+from symbiosis.policies.opportunistic import Opportunistic
+
+__all__ = ["Admission", "number", "tenant_of", "tokens"]
+
+
+def tenant_of(client: str) -> str:
+    """``alice`` of ``alice/notebook``; a name without a slash is a tenant of its own."""
+    return client.partition("/")[0]
+
+
+def tokens(request: Request, layers: int) -> float:
+    """What a request is of tokens' walks through all layers: one forward row through the whole model is 1."""
+    return request.rows * len(request.key.layers) / layers
+
+
+def number(who: str, what: str, value: object) -> float:
+    """A finite number greater than 0.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{who}: {what} is {value!r}; it must be a number greater than 0")
+    return float(value)
+
+
+class Admission(ABC):
+    """What wrappers have in common.
+
+    Args:
+        policy: the inner policy; opportunistic batching if None.
+    """
+
+    name: str
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        if policy is None:
+            policy = Opportunistic()
+        if isinstance(policy, type) or not isinstance(policy, Policy):
+            raise UsageError(f"{self.name}: policy is {policy!r}; give an object with name, submitted and decide")
+        self.policy = policy
+        self.name = f"{type(self).name}+{policy.name}"
+        self._view = _View()
+        self._told: dict[str, Callable[..., None]] = {
+            name: method for name in ("started", "ran", "cancelled") if (method := getattr(policy, name, None))
+        }
+
+    # ---------------------------------------------------------------------------------------------- for the subclasses
+
+    @abstractmethod
+    def hold(self, request: Request) -> None:
+        """A request was queued; it is held back until it is let in by :meth:`admit`."""
+
+    @abstractmethod
+    def release(self, view: View, now: float) -> float:
+        """Let in whatever may be by now; the time at which to ask again, or ``inf``."""
+
+    @abstractmethod
+    def drop(self, request: Request) -> None:
+        """A request that is held was cancelled."""
+
+    def gone(self, request: Request) -> None:  # noqa: B027 (who does not count need not know)
+        """A request, let in or held, has no more rows to run. Called after :meth:`drop`."""
+
+    def admit(self, request: Request) -> None:
+        """Show a request to the inner policy."""
+        self._view.admitted.add(request)
+        self.policy.submitted(request)
+
+    @property
+    def admitted_rows(self) -> int:
+        """Rows queued that were let in."""
+        return self._view.admitted.rows
+
+    # ---------------------------------------------------------------------------------------------------------- policy
+
+    def submitted(self, request: Request) -> None:
+        self.hold(request)
+
+    def decide(self, view: View, now: float) -> Decision:
+        until = self.release(view, now)
+        if not len(self._view.admitted):
+            return Wait(until)
+        self._view.real = view
+        decision = self.policy.decide(self._view, now)
+        if isinstance(decision, Wait) and until < (math.inf if decision.until is None else decision.until):
+            return Wait(until)
+        return decision
+
+    def started(self, batch: Batch) -> None:
+        for request, start, stop in batch.slices:
+            last = not request.remaining
+            if request in self._view.admitted:
+                self._view.admitted.take(request, stop - start, last)
+            else:  # the scheduler has served it in place of a decision that it refused
+                self.drop(request)
+            if last:
+                self.gone(request)
+        self._tell("started", batch)
+
+    def ran(self, batch: Batch, seconds: float) -> None:
+        self._tell("ran", batch, seconds)
+
+    def cancelled(self, request: Request) -> None:
+        if request in self._view.admitted:
+            self._view.admitted.take(request, request.remaining, last=True)
+            self._tell("cancelled", request)
+        else:
+            self.drop(request)
+        self.gone(request)
+
+    def _tell(self, name: str, *what: Any) -> None:
+        if name in self._told:
+            self._told[name](*what)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy!r})"
+
+
+class _View:
+    """What was let in. Implements :class:`~symbiosis.core.protocols.View`."""
+
+    real: View
+
+    def __init__(self) -> None:
+        self.admitted = Queues()
+
+    @property
+    def queues(self) -> Mapping[Key, QueueView]:
+        return self.admitted.by_key
+
+    @property
+    def oldest(self) -> Request:
+        return self.admitted.oldest
+
+    @property
+    def thinking(self) -> int:
+        return self.real.thinking
+
+    @property
+    def layers(self) -> int:
+        return self.real.layers
+
+    @property
+    def max_rows(self) -> int:
+        return self.real.max_rows

@@ -1,0 +1,181 @@
+"""Fair shares of the executor: Virtual Token Counters around any policy (Sheng et al., OSDI '24; FlexLLM, algorithm 4).
+
+Every tenant has a counter of the tokens that it was served, by weights. A request is let in while its tenant's counter
+is at most ``quantum`` above the least counter among the tenants that have something queued, and is charged as it is let
+in. When nobody behind has anything queued, whoever is ahead goes on: no time is wasted on fairness. No more is let in
+than fills a batch, so that who comes later does not stand behind all that.
+
+A tenant that comes back is lifted to ``bound`` below the highest counter that there was: what it did not use while it
+was away it cannot save up. That is less than VTC takes away, which lifts it to the least counter there is. Here a
+request is for one layer; tenants have nothing queued between two layers, and would never catch up.
+
+So at any time the counters of the tenants with something queued are within ``bound`` = ``quantum`` + the largest charge
+of a request, and what two tenants are let in for while both always have something queued differs by at most 2 · bound
+(VTC's lemma 1 and theorem 1, with another U).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from symbiosis.core.protocols import Policy, View
+from symbiosis.core.requests import Kind, Request
+from symbiosis.policies.admission import Admission, number, tenant_of, tokens
+
+__all__ = ["Fair"]
+
+_MAX_TENANTS = 4096
+"""Of whom something is remembered while they have nothing queued."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    number: int
+    weight: float
+    counter: float = 0.0
+    queued: int = 0
+    """Requests with rows to run, held or let in."""
+    held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    in_queued: bool = False
+    in_held: bool = False
+
+
+class Fair(Admission):
+    """The tenant that was served least goes first.
+
+    A tenant is what stands before the slash of its clients' names, as in ``alice/notebook``: over ``tcp://`` with keys
+    that is the key's name. A token's forward walk through all layers counts 1 by its kind's weight; its walk back
+    counts again.
+
+    Args:
+        policy: who decides about those that are let in; opportunistic batching if None.
+        quantum: tokens, by weight, that a tenant may be ahead of the one that was served least. Less is fairer from
+            moment to moment; more lets tenants share more batches, and a prompt of that length be read without pause.
+        prompt, output, finetune: weights of a token, by its kind (w_p, w_q and w_r in the paper).
+        weights: a tenant's share in proportion to others'; 1 for those that are not in it.
+    """
+
+    name = "fair"
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        quantum: float = 64.0,
+        prompt: float = 1.0,
+        output: float = 2.0,
+        finetune: float = 1.0,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(policy)
+        self.quantum = number("fair", "quantum", quantum)
+        self._kinds = {
+            Kind.PREFILL: number("fair", "prompt", prompt),
+            Kind.DECODE: number("fair", "output", output),
+            Kind.FINETUNE: number("fair", "finetune", finetune),
+        }
+        self.weights = {
+            name: number("fair", f"the weight of {name!r}", weight) for name, weight in (weights or {}).items()
+        }
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._highest = 0.0
+        self._largest = 0.0
+        self._numbers = itertools.count()
+        self._queued: list[tuple[float, int, _Tenant]] = []
+        """Tenants with something queued, by counter."""
+        self._held: list[tuple[float, int, _Tenant]] = []
+        """Tenants with something held, by counter."""
+
+    @property
+    def bound(self) -> float:
+        """What the counters of tenants with something queued differ by at most, in tokens by weight."""
+        return self.quantum + self._largest
+
+    def served(self, tenant: str) -> float:
+        """A tenant's counter: tokens by weight, and what it was lifted by."""
+        found = self._tenants.get(tenant)
+        return found.counter if found else 0.0
+
+    # --------------------------------------------------------------------------------------------------------- parts
+
+    def hold(self, request: Request) -> None:
+        tenant = self._tenant(request)
+        if not tenant.queued:
+            tenant.counter = max(tenant.counter, self._highest - self.bound)
+        if not tenant.in_queued:
+            heapq.heappush(self._queued, (tenant.counter, tenant.number, tenant))
+            tenant.in_queued = True
+        if not tenant.in_held:
+            heapq.heappush(self._held, (tenant.counter, tenant.number, tenant))
+            tenant.in_held = True
+        tenant.queued += 1
+        tenant.held[request.id] = request
+
+    def release(self, view: View, now: float) -> float:
+        while self.admitted_rows < view.max_rows and (first := self._first()) is not None:
+            if first.counter > self._least() + self.quantum:
+                break
+            _, request = first.held.popitem(last=False)
+            charge = self._kinds[request.kind] * tokens(request, view.layers) / first.weight
+            first.counter += charge
+            self._largest = max(self._largest, charge)
+            self._highest = max(self._highest, first.counter)
+            self.admit(request)
+        return math.inf
+
+    # Counters only grow, so an entry of a heap is never too high; it is put right when it comes to the top.
+
+    def _first(self) -> _Tenant | None:
+        """Of the tenants with something held, the one with the least counter."""
+        heap = self._held
+        while heap:
+            counter, _, tenant = heap[0]
+            if not tenant.held:
+                heapq.heappop(heap)
+                tenant.in_held = False
+            elif counter != tenant.counter:
+                heapq.heapreplace(heap, (tenant.counter, tenant.number, tenant))
+            else:
+                return tenant
+        return None
+
+    def _least(self) -> float:
+        """The least counter of the tenants with something queued."""
+        heap = self._queued
+        while True:
+            counter, _, tenant = heap[0]  # who has something held has something queued
+            if not tenant.queued:
+                heapq.heappop(heap)
+                tenant.in_queued = False
+            elif counter != tenant.counter:
+                heapq.heapreplace(heap, (tenant.counter, tenant.number, tenant))
+            else:
+                return counter
+
+    def drop(self, request: Request) -> None:
+        self._tenant(request).held.pop(request.id, None)
+
+    def gone(self, request: Request) -> None:
+        self._tenant(request).queued -= 1
+
+    def _tenant(self, request: Request) -> _Tenant:
+        name = tenant_of(request.client)
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(next(self._numbers), self.weights.get(name, 1.0))
+            if len(self._tenants) > _MAX_TENANTS:
+                self._forget()
+        return tenant
+
+    def _forget(self) -> None:
+        """Half of those who have nothing queued, whoever was here first."""
+        idle = [name for name, tenant in self._tenants.items() if not tenant.queued][:-1]
+        for name in idle[: len(idle) // 2 + 1]:
+            del self._tenants[name]
+
+    def __repr__(self) -> str:
+        return f"Fair({self.policy!r}, quantum={self.quantum:g})"

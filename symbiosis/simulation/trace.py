@@ -1,0 +1,105 @@
+"""What clients ask for and when: traces from files, and made up ones of the same shape."""
+
+from __future__ import annotations
+
+import csv
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from symbiosis.errors import UsageError
+
+__all__ = ["Arrival", "read_trace", "scaled", "synthetic"]
+
+COLUMNS = ("arrival_s", "ContextTokens", "GeneratedTokens")
+MAX_TOKENS = 1_000_000
+_SPELL_S = 10.0
+"""How long the load stays the same, in a made up trace."""
+
+
+class Arrival(NamedTuple):
+    """One request for text."""
+
+    at: float
+    """Seconds from the beginning of the trace."""
+    prompt: int
+    """Tokens to read, 1 or more."""
+    tokens: int
+    """Tokens to generate, 1 or more."""
+
+
+def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
+    """A CSV file with the columns ``arrival_s``, ``ContextTokens`` and ``GeneratedTokens``, such as Azure's traces of
+    inference (Patel et al., "Splitwise", ISCA '24). Others are ignored; rows that generate nothing are left out.
+
+    Args:
+        file: of UTF-8 text.
+        limit: no more than so many rows.
+
+    Raises:
+        UsageError: the file cannot be read, or a row is not what it should be; says which line.
+    """
+    found: list[Arrival] = []
+    try:
+        with file.open(encoding="utf-8", newline="") as lines:
+            rows = csv.DictReader(lines)
+            missing = [column for column in COLUMNS if column not in (rows.fieldnames or ())]
+            if missing:
+                raise UsageError(f"{file} has no column {missing[0]!r}; a trace has {', '.join(COLUMNS)}")
+            for row in rows:
+                arrival = _arrival(file, rows.line_num, row)
+                if found and arrival.at < found[-1].at:
+                    raise UsageError(f"{file}, line {rows.line_num}: arrives before the line above it")
+                if arrival.tokens:
+                    found.append(arrival)
+                if len(found) == limit:
+                    break
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"cannot read the trace {file}: {error}") from error
+    if not found:
+        raise UsageError(f"{file} has no request in it")
+    return found
+
+
+def _arrival(file: Path, line: int, row: dict[str, str]) -> Arrival:
+    try:
+        at, prompt, tokens = float(row[COLUMNS[0]]), int(row[COLUMNS[1]]), int(row[COLUMNS[2]])
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{file}, line {line}: {error}") from error
+    if not 0 <= at < math.inf or not 0 <= prompt <= MAX_TOKENS or not 0 <= tokens <= MAX_TOKENS:
+        raise UsageError(f"{file}, line {line}: {at}, {prompt}, {tokens}; seconds and tokens are 0 or more")
+    return Arrival(at, max(prompt, 1), tokens)
+
+
+def synthetic(count: int, rate: float = 5.53, seed: int = 0) -> list[Arrival]:
+    """A made up trace with the shape of Azure's conversations of 2023: lengths are log-normal (prompts: median 760, up
+    to 14,050; answers: 151, up to 1,000), arrivals are Poisson at a rate that changes every 10 s, so that the variance
+    of arrivals in 10 s is 4 times their mean at the rate of the original.
+
+    Args:
+        count: of requests.
+        rate: requests a second, on average.
+        seed: the same seed gives the same trace.
+    """
+    random_ = random.Random(seed)
+    found: list[Arrival] = []
+    at, spell_ends, now_rate = 0.0, 0.0, rate
+    while len(found) < count:
+        while at >= spell_ends:
+            spell_ends += _SPELL_S
+            now_rate = rate * random_.gammavariate(18.3, 1 / 18.3)  # variance of the factor: 3 / 55
+        at += random_.expovariate(now_rate)
+        prompt = min(max(round(random_.lognormvariate(6.633, 0.985)), 1), 14_050)
+        tokens = min(max(round(random_.lognormvariate(5.019, 0.859)), 1), 1_000)
+        found.append(Arrival(at, prompt, tokens))
+    return found
+
+
+def scaled(trace: Sequence[Arrival], *, speed: float = 1.0, lengths: float = 1.0) -> list[Arrival]:
+    """The same with arrivals ``speed`` times as fast, and ``lengths`` times as many tokens, though 1 at least."""
+    return [
+        Arrival(arrival.at / speed, max(round(arrival.prompt * lengths), 1), max(round(arrival.tokens * lengths), 1))
+        for arrival in trace
+    ]

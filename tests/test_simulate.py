@@ -1,0 +1,246 @@
+"""Traces, and what ``symbiosis simulate`` makes of them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from symbiosis.cli.main import app
+from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
+from symbiosis.errors import UsageError
+from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
+from symbiosis.simulation import Cost, Done, Simulation, generate
+from symbiosis.simulation.clients import backward, forward
+from symbiosis.simulation.costs import Costs, roofline
+from symbiosis.simulation.outcome import SLO, outcome, percentile
+from symbiosis.simulation.replay import Load, replay
+from symbiosis.simulation.trace import Arrival, read_trace, scaled, synthetic
+
+PATIENT = SLO(1e6, 1e6)
+
+
+def _costs(think: float = 1e-3, start: float = 1e-3, layers: int = 4, local: bool = False) -> Costs:
+    keys = forward(layers)
+    return Costs(keys, backward(keys), layers, Cost(start, 1e-5).of, lambda kind, rows: think, 0.0, local, "made up")
+
+
+# -------------------------------------------------------------------------------------------------------------- traces
+
+
+def _file(folder: Path, *lines: str, header: str = "arrival_s,ContextTokens,GeneratedTokens") -> Path:
+    file = folder / "trace.csv"
+    file.write_text("\n".join([header, *lines]) + "\n")
+    return file
+
+
+def test_a_trace_is_read(tmp_path: Path) -> None:
+    file = _file(tmp_path, "x,0.0,7,3", "y,1.5,0,1", "z,2,9,0", header="id,arrival_s,ContextTokens,GeneratedTokens")
+    assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 1)]  # who generates nothing is left out
+    assert read_trace(file, 1) == [Arrival(0.0, 7, 3)]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("soon,1,1", "line 3: could not convert"),
+        ("1,1.5,1", "line 3: invalid literal"),
+        ("1,1", "line 3"),
+        ("nan,1,1", "line 3: nan"),
+        ("inf,1,1", "line 3: inf"),
+        ("5,-1,1", "line 3: 5.0, -1"),
+        ("5,1,9999999", "line 3"),
+        ("-1,1,1", "line 3"),
+        ("0.5,1,1", "line 3: arrives before"),
+    ],
+)
+def test_a_bad_trace(tmp_path: Path, line: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        read_trace(_file(tmp_path, "1,1,1", line))
+
+
+def test_no_trace(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no column 'ContextTokens'"):
+        read_trace(_file(tmp_path, header="arrival_s,tokens"))
+    with pytest.raises(UsageError, match="no request"):
+        read_trace(_file(tmp_path))
+    with pytest.raises(UsageError, match="cannot read"):
+        read_trace(tmp_path / "missing.csv")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    with pytest.raises(UsageError):
+        read_trace(tmp_path / "binary")
+
+
+def test_a_made_up_trace_has_the_shape_of_azures() -> None:
+    """Means and medians of the original: 1,155 and 1,020 tokens of prompt, 211 and 129 generated, 5.53 a second, and a
+    variance of 4.0 times the mean among arrivals in 10 s."""
+    trace = synthetic(20_000)
+    assert trace == synthetic(20_000)
+    assert trace != synthetic(20_000, seed=1)
+    assert statistics.mean(a.prompt for a in trace) == pytest.approx(1155, rel=0.15)
+    assert statistics.mean(a.tokens for a in trace) == pytest.approx(211, rel=0.15)
+    assert statistics.median(a.tokens for a in trace) == pytest.approx(140, rel=0.15)
+    assert len(trace) / trace[-1].at == pytest.approx(5.53, rel=0.1)
+    bins = [0] * (int(trace[-1].at / 10) + 1)
+    for arrival in trace:
+        bins[int(arrival.at / 10)] += 1
+    assert 2.5 < statistics.pvariance(bins) / statistics.mean(bins) < 6
+
+
+def test_scaled() -> None:
+    assert scaled([Arrival(10.0, 100, 3)], speed=2, lengths=0.1) == [Arrival(5.0, 10, 1)]
+
+
+# ------------------------------------------------------------------------------------------------------------- replays
+
+
+def test_one_request_takes_what_it_must() -> None:
+    """4 layers of 1 ms + 10 us a row, and 1 ms of its own before each: 8.4 ms for a prompt of 10, then 8.04 a token."""
+    found = replay(NoLockstep, _costs(), Load([Arrival(2.0, 10, 5)]), PATIENT)
+    assert found.first_mean == pytest.approx(8.4)
+    assert found.token_p50 == found.token_p99 == pytest.approx(8.04)
+    assert found.seconds == pytest.approx(2.0084 + 4 * 0.00804)
+    assert (found.finished, found.slo_attainment, found.fairness, found.mean_batch) == (1, 1.0, 1.0, 1.0)
+
+
+def test_clients_take_turns_and_paces() -> None:
+    trace = [Arrival(0.0, 1, 2), Arrival(0.0, 1, 2), Arrival(9.0, 1, 2)]
+    assert replay(NoLockstep, _costs(), Load(trace, clients=1, paced=False), PATIENT).seconds < 0.06
+    paced = replay(NoLockstep, _costs(), Load(trace, clients=1), PATIENT)
+    assert paced.seconds == pytest.approx(9.0 + 2 * 0.00804)
+    assert paced.first_mean == pytest.approx((8.04 + 24.12 + 8.04) / 3)  # the second waits for the first
+
+
+def test_two_executors_serve_twice_as_much() -> None:
+    load = Load([Arrival(0.0, 1, 50)] * 16)
+    costs = _costs(think=1e-5)
+    one, two = (replay(NoLockstep, costs, load, PATIENT, executors=count) for count in (1, 2))
+    assert two.tokens_per_s == pytest.approx(2 * one.tokens_per_s, rel=0.05)
+
+
+def test_fine_tuning_goes_on_until_the_last_text() -> None:
+    found = replay(Opportunistic, _costs(), Load([Arrival(0.0, 1, 200)], tuning=2, rows=64), PATIENT)
+    assert found.finished == 1
+    assert found.finetune_per_s > 0
+
+
+def test_batching_pays_where_starting_costs() -> None:
+    load = Load([Arrival(0.0, 1, 20)] * 8)
+    alone, together = (replay(policy, _costs(think=1e-4), load, PATIENT) for policy in (NoLockstep, Lockstep))
+    assert together.tokens_per_s > 4 * alone.tokens_per_s
+    assert together.mean_batch == pytest.approx(8)
+
+
+def test_local_clients_take_each_others_time() -> None:
+    """8 clients that think for 1 ms before each of 4 layers: apart that is 4 ms a token, in one process 32."""
+    load = Load([Arrival(0.0, 1, 20)] * 8)
+    apart, local = (replay(Lockstep, _costs(start=1e-6, local=here), load, PATIENT) for here in (False, True))
+    assert apart.token_mean == pytest.approx(4, rel=0.2)
+    assert local.token_mean == pytest.approx(32, rel=0.05)
+
+
+def test_slos_are_counted() -> None:
+    load = Load([Arrival(0.0, 1, 20)] * 8)
+    within = replay(NoLockstep, _costs(), load, SLO(100, 100))
+    late = replay(NoLockstep, _costs(), load, SLO(5, 100))
+    assert (within.slo_attainment, late.slo_attainment) == (1.0, 0.0)
+
+
+def test_figures() -> None:
+    even, odd = Done(0.0, [1.0, 2.0, 3.0]), Done(0.0, [1.0, 4.0, 9.0])
+    job = Done(steps=[1.0, 2.0], rows=100)
+    found = outcome([(even, 3), (odd, 3), (Done(0.0, [5.0]), 3)], [job], 10.0, 2.5, SLO(1000, 2000))
+    assert (found.tokens_per_s, found.finetune_per_s, found.finished) == (0.7, 20.0, 2)
+    assert found.slo_attainment == 0.5
+    assert found.fairness == pytest.approx((1 + 1 / 3) ** 2 / (2 * (1 + 1 / 9)))
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def test_a_walk_back_asks_for_siblings_one_by_one() -> None:
+    walk = [Key((0, 1), Pass.FORWARD), Key((2,), Pass.FORWARD)]
+    assert backward(walk) == [Key((layer,), Pass.BACKWARD) for layer in (2, 1, 0)]
+
+
+def _batch(key: Key, rows: int) -> Batch:
+    return Batch(key, [Slice(Request(1, "a", key, rows, Kind.DECODE, 0.0), 0, rows)], "test", rows)
+
+
+def test_a_roofline() -> None:
+    """An 8B model on an A100: a token's walk reads 2 bytes of each of its 6.98 billion linear weights."""
+    costs = roofline("a100", "llama-3.1-8b")
+    walk = sum(costs.batch(_batch(key, 1)) for key in costs.walk)
+    assert len(costs.walk) == 4 * 32
+    assert walk == pytest.approx(2 * 6.98e9 / (0.7 * 2e12) + 128 * 10e-6, rel=0.01)
+    assert costs.batch(_batch(costs.walk[0], 64)) == costs.batch(_batch(costs.walk[0], 1))
+    assert costs.batch(_batch(costs.walk[0], 4096)) > 10 * costs.batch(_batch(costs.walk[0], 1))
+    with pytest.raises(UsageError, match="no figures for gpt on a100"):
+        roofline("a100", "gpt")
+
+
+def test_thousands_of_clients() -> None:
+    load = Load([Arrival(number / 1000, 8, 3) for number in range(3000)])
+    found = replay(lambda: CoServing(slo_ms=50), _costs(), load, SLO(50, 5000), executors=3)
+    assert found.finished == 3000
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def _run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_command(tmp_path: Path) -> None:
+    trace = _file(tmp_path, *(f"{number / 10},20,5" for number in range(9)))
+    options = ["--finetune", "1", "--rows", "64", "--policy", "opportunistic", "--policy", "fair+co-serving"]
+    out = _run(str(trace), *options, "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "plots" / "o.png"))
+    assert "9 requests, 1 fine-tuning clients" in out
+    data = json.loads((tmp_path / "o.json").read_text())
+    assert data["policies"]["opportunistic"]["predicted"]["finished"] == 9
+    assert "fair+co-serving" in data["policies"]
+    assert (tmp_path / "plots" / "o.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["missing.csv"], "cannot read the trace"),
+        (["--policy", "magic"], "unknown policy"),
+        (["--check"], "--machine here"),
+        (["--machine", "here", "--check", "--executors", "2"], "one executor"),
+        (["--model", "gpt"], "no figures for gpt"),
+    ],
+)
+def test_wrong_use(arguments: list[str], why: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert result.exit_code != 0
+    assert why in (result.output + str(result.exception))
+
+
+@pytest.mark.slow
+def test_here_beside_a_real_executor(tmp_path: Path) -> None:
+    """Costs are measured and the load is played for real; how close they are is a benchmark's to say."""
+    _run(
+        *("--machine", "here", "--requests", "4", "--lengths", "0.02", "--clients", "2", "--no-paced", "--check"),
+        *("--policy", "opportunistic", "--finetune", "1", "--rows", "32", "--json", str(tmp_path / "o.json")),
+    )
+    found = json.loads((tmp_path / "o.json").read_text())["policies"]["opportunistic"]
+    assert found["predicted"]["finished"] == found["real"]["finished"] == 4
+    assert found["predicted"]["mean_batch"] >= 1
+    assert found["real"]["finetune_per_s"] > 0
+
+
+def test_old_ways_of_asking() -> None:
+    """A client's own work may be said as seconds of a walk."""
+    simulation = Simulation(NoLockstep(), layers=4, cost=Cost(0.0, 0.0).of)
+    done = Done()
+    think: float | Callable[[Kind, int], float] = 4e-3
+    simulation.add("a", generate(4, 1, 3, think, done))
+    simulation.run()
+    assert done.tokens == pytest.approx([4e-3, 8e-3, 12e-3])
