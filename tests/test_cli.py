@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -54,13 +55,13 @@ def test_help_needs_no_torch() -> None:
     assert "--data" in result.stdout
 
 
-def run(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str, folder: Path, within_s: float = 100) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "symbiosis.cli.main", *command],
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=within_s,
         check=False,
     )
 
@@ -127,6 +128,36 @@ def test_bench_schedule(tmp_path: Path) -> None:
     assert {"us_per_request_40", "growth_4_to_40"} == set(found["headline"])
     assert {row["policy"] for row in found["rows"]} >= {"opportunistic", "co-serving", "temporal"}
     assert all(row["µs a request"] > 0 for row in found["rows"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
+@pytest.mark.slow  # five processes
+@pytest.mark.timeout(300)
+def test_bench_memory(tmp_path: Path) -> None:
+    command = ["bench", "memory", "--preset", "tiny", "--lengths", "128", "--lengths", "768", "--window", "64"]
+    done = run(*command, "--json", "memory.json", folder=tmp_path, within_s=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert [row["tokens"] for row in found["rows"]] == [128, 768]
+    last, headline = found["rows"][-1], found["headline"]
+    assert headline["activation_ratio"] == last["windows MiB"] / last["HF+PEFT MiB"] < 0.4
+    assert headline["activation_ratio_pruned"] < 0.95
+    assert 0.8 < headline["activation_ratio_symbiosis"] < 1.2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
+def test_what_is_measured_as_peak_memory() -> None:
+    """A tensor that comes and goes counts, what was there before does not; in a process of its own."""
+    code = (
+        "import torch; from symbiosis.bench.memory import _Watch; before = torch.ones(30, 2**18);"
+        "watch = _Watch(torch.device('cpu')); a = torch.ones(20, 2**18); del a; b = torch.ones(10, 2**18);"
+        "print(watch.peak() / 2**20)"
+    )
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert float(done.stdout) == pytest.approx(20, abs=1)
 
 
 def test_the_package_offers_what_it_exports() -> None:

@@ -156,6 +156,33 @@ def finetune(
     _show(_measure("finetune", preset, rounds, policy, base_layers, device, clients), json)
 
 
+@app.command()
+def memory(
+    preset: PresetOption = PresetName.B1,
+    lengths: Annotated[
+        list[int] | None, typer.Option(min=2, help="Tokens in a sequence; repeat for several. 256 to 2048 by default.")
+    ] = None,
+    window: Annotated[int, typer.Option(min=1, help="Tokens in a window.")] = 128,
+    device: DeviceOption = "cpu",
+    json: JsonOption = None,
+) -> None:
+    """Activations of a training step over sequence length: HF+PEFT, with gradient checkpointing, pruned, in windows."""
+    with console.status(f"bench memory {preset.value}") as status:
+        import torch
+
+        from symbiosis.bench.memory import memory as measure
+        from symbiosis.bench.models import PRESETS
+
+        report = measure(
+            PRESETS[preset.value],
+            device=torch.device(device),
+            lengths=tuple(lengths or (256, 512, 1024, 2048)),
+            window=window,
+            progress=lambda text: status.update(f"bench memory {preset.value}: {text}"),
+        )
+    _show(report, json)
+
+
 TraceOption = Annotated[
     Path | None,
     typer.Option(help="CSV with arrival_s, ContextTokens, GeneratedTokens. By default one of that shape is made up."),
@@ -233,7 +260,7 @@ def run_all(
     preset: Annotated[list[PresetName] | None, typer.Option(help="Model sizes; all by default.")] = None,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Everything, on every preset: writes a page with tables and plots. Takes three quarters of an hour on 2 cores.
+    """Everything, on every preset: writes a page with tables and plots. Takes an hour on 2 cores.
 
     Results of other presets that lie beside the page from earlier runs stay in it.
     """
@@ -246,6 +273,7 @@ def run_all(
         for benchmark, rounds in (("overhead", 6), ("serve", 3), ("finetune", 2)):
             options = [benchmark, *size, "--rounds", str(rounds), "--device", device]
             work.append((folder / f"{name.value}-{benchmark}.json", options))
+        work.append((folder / f"{name.value}-memory.json", ["memory", *size, "--device", device]))
         work.append((folder / f"{name.value}-overhead-shm.json", ["overhead", *size, "--transport", "shm"]))
         work.append(
             (

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
-import multiprocessing
 import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 import symbiosis
 from symbiosis.bench.jobs import now, random_batch
 from symbiosis.bench.models import PRESETS, Preset, build, lora, plain_peft
+from symbiosis.bench.processes import in_process
 from symbiosis.bench.report import Report, ratio
 
 __all__ = ["finetune"]
@@ -143,11 +141,11 @@ def _add_memory(
     progress: Callable[[str], None],
 ) -> None:
     progress("memory: one plain job")
-    one = _in_process(_plain_memory, preset.name, str(device))
+    one = in_process(_plain_memory, preset.name, str(device))
     ours = {}
     for count in counts:
         progress(f"memory: {count} tenants")
-        ours[count] = _in_process(_tenants_memory, preset.name, str(device), policy, base_layers, count)
+        ours[count] = in_process(_tenants_memory, preset.name, str(device), policy, base_layers, count)
     for row in report.rows:
         count = row["adapters"]
         row["symbiosis peak MiB"] = ours[count]["peak"] / 2**20
@@ -159,25 +157,6 @@ def _add_memory(
         report.headline["bytes_per_extra_client"] = (ours[last]["peak"] - ours[first]["peak"]) / (last - first)
     for part in ("adapter", "gradients", "optimizer", "activations"):
         report.headline[f"bytes_{part}"] = one[part]
-
-
-def _in_process(fn: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
-    """Run in a new process and return what it says, so that its peak memory is its own."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_report_memory, args=(send, fn, args))
-    process.start()
-    send.close()
-    try:
-        return dict(json.loads(receive.recv_bytes()))
-    except EOFError:
-        raise RuntimeError(f"the process that measured memory ended with exit code {process.exitcode}") from None
-    finally:
-        process.join()
-
-
-def _report_memory(send: Any, fn: Callable[..., dict[str, float]], args: tuple[Any, ...]) -> None:
-    send.send_bytes(json.dumps(fn(*args)).encode())
 
 
 def _plain_memory(preset_name: str, device_name: str) -> dict[str, float]:

@@ -32,10 +32,22 @@ def write_page(file: Path) -> None:
     file.write_text("".join(parts).rstrip() + "\n")
 
 
+_PLOTS = {
+    "clients": ("clients at once", " tok/s", "tokens a second"),
+    "adapters": ("adapters at once", " tok/s", "tokens a second"),
+    "tokens": ("tokens in a sequence", " MiB", "MiB of a training step"),
+}
+"""Column → what it counts, the ending of the columns to draw against it, and what these are."""
+
+
 def _plot(report: Report, folder: Path) -> Path | None:
-    """Rates against the number of tenants, for the benchmarks that have one."""
-    by = next((column for column in ("clients", "adapters") if column in report.rows[0]), None)
-    if by is None or len(report.rows) < 2 or not any(column.endswith("tok/s") for column in report.rows[0]):
+    """Rates against the number of tenants, or memory against length, for the benchmarks that have one."""
+    by = next((column for column in _PLOTS if column in report.rows[0]), None)
+    if by is None or len(report.rows) < 2:
+        return None
+    counts_what, ending, what = _PLOTS[by]
+    columns = [column for column in report.rows[0] if column.endswith(ending)]
+    if not columns:
         return None
     import matplotlib
 
@@ -44,10 +56,9 @@ def _plot(report: Report, folder: Path) -> Path | None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
     counts = [row[by] for row in report.rows]
-    for column in report.rows[0]:
-        if column.endswith("tok/s"):
-            axes.plot(counts, [row[column] for row in report.rows], marker="o", label=column.removesuffix(" tok/s"))
-    axes.set(xlabel=f"{by} at once", ylabel="tokens a second", xticks=counts, ylim=(0, None))
+    for column in columns:
+        axes.plot(counts, [row[column] for row in report.rows], marker="o", label=column.removesuffix(ending))
+    axes.set(xlabel=counts_what, ylabel=what, xticks=counts, ylim=(0, None))
     axes.set_title(f"{report.name}, {report.preset} ({report.machine.get('gpu') or report.machine['cpu']})")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -21,7 +21,9 @@ import torch
 from symbiosis.core.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.core.fibers import RandomStream, current_fiber, modes_aside, run_in_fiber
 from symbiosis.core.protocols import Channel
+from symbiosis.core.pruning import pruned
 from symbiosis.core.virtlayer import Link, on_thread
+from symbiosis.core.windows import WindowedStep, check_window, tokens
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 
 if TYPE_CHECKING:
@@ -162,20 +164,38 @@ class Client:
         async with self._having_turn():
             await self._in_pass_on_thread(loss.backward, *args, **kwargs)
 
-    async def train_step(self, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> float:
+    async def train_step(
+        self,
+        batch: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        *,
+        window: int | None = None,
+        prune: bool | None = None,
+    ) -> float:
         """Forward, backward, ``optimizer.step()`` and ``zero_grad()`` on one batch; the loss.
+
+        With a window, the sequence is run in parts of so many tokens, forward from left to right and backward from
+        right to left, with cached keys and values whose gradients are accumulated (FlexLLM, algorithm 2). The
+        gradients are those of the whole sequence, but for the order of sums. The client then holds the activations of
+        one window and the keys and values of all, and sends smaller requests; it runs every window but the last
+        forward twice.
 
         Args:
             batch: arguments of the model, with ``labels``; tensors are moved to the client's device.
+            window: tokens in a window; None, or as many as there are, for the whole sequence at once.
+            prune: keep fewer activations for backward and recompute, exactly, what follows from others: norms,
+                SiLU·up, repeated keys (FlexLLM, section 5.2). By default where there is a window.
 
         Raises:
-            UsageError: the model gave no loss.
+            UsageError: the model gave no loss; or the model, its PEFT method or the batch cannot be run in windows.
         """
         if not isinstance(batch, Mapping) or not hasattr(optimizer, "step"):
             raise UsageError(
                 f"train_step takes a batch (the model's arguments by name) and an optimizer, not "
                 f"{type(batch).__name__} and {type(optimizer).__name__}"
             )
+        if window is not None:
+            check_window(window)
         async with self._having_turn():
             model = self.model
             if not model.training:
@@ -184,19 +204,50 @@ class Client:
             inputs = {
                 name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
             }
-            output = await self._in_fiber(model, **inputs)
-            loss: torch.Tensor | None = getattr(output, "loss", None)
-            if loss is None:
-                raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; does it have labels?")
-            del output
-            if not loss.requires_grad:
-                raise UsageError(
-                    f"nothing in the model of client {self.name!r} is trainable; give it a peft_config, or load its "
-                    "adapter with load_adapter(folder, trainable=True)"
-                )
-            await self._in_pass_on_thread(loss.backward)
+            if window is not None and window < tokens(inputs):
+                prune = prune is None or prune
+                loss = await self._run_windows(WindowedStep(model, inputs, window, prune))
+            else:
+                loss = await self._run_whole(inputs, prune=window is not None if prune is None else prune)
             await self._on_thread(_step, optimizer)
-            return loss.item()
+            return loss
+
+    async def _run_whole(self, inputs: dict[str, Any], prune: bool) -> float:
+        """Forward and backward of a batch; its loss."""
+        output = await self._in_fiber(_pruned if prune else self.model, *([self.model] if prune else []), **inputs)
+        loss: torch.Tensor | None = getattr(output, "loss", None)
+        if loss is None:
+            raise UsageError(f"the model gave no loss for a batch of {', '.join(inputs)}; does it have labels?")
+        del output
+        self._check_trainable(loss)
+        await self._in_pass_on_thread(loss.backward)
+        return loss.item()
+
+    async def _run_windows(self, step: WindowedStep) -> float:
+        """Forward and backward of a batch in windows; its loss."""
+        total = 0.0
+        self._link.finetuning = True
+        try:
+            for index in range(len(step) - 1):
+                await self._in_fiber(step.look, index)
+            for index in reversed(range(len(step))):
+                loss = await self._in_fiber(step.loss, index)
+                self._check_trainable(loss)
+                await self._in_pass_on_thread(loss.backward)
+                total += loss.item()
+            tensors, gradients = step.rest()
+            if tensors:
+                await self._in_pass_on_thread(torch.autograd.backward, tensors, gradients)
+        finally:
+            self._link.finetuning = False
+        return total
+
+    def _check_trainable(self, loss: torch.Tensor) -> None:
+        if not loss.requires_grad:
+            raise UsageError(
+                f"nothing in the model of client {self.name!r} is trainable; give it a peft_config, or load its "
+                "adapter with load_adapter(folder, trainable=True)"
+            )
 
     def manual_seed(self, seed: int) -> None:
         """Restart this client's stream of random numbers, which no other client draws from."""
@@ -330,3 +381,8 @@ def _without_engine_threads(fn: Callable[..., None], args: tuple[Any, ...], kwar
 def _step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
+
+
+def _pruned(model: Any, **inputs: Any) -> Any:
+    with pruned():
+        return model(**inputs)

@@ -89,6 +89,8 @@ class Link:
         """Raised by the next call from a thread, so that a cancelled backward ends."""
         self.model = _Model()
         """Of layers that are not copies."""
+        self.finetuning = False
+        """Whether forward passes without gradients belong to a training step too."""
         self.stream_on_thread: RandomStream | None = None
         """Set while the client's thread draws random numbers, to be left while it waits."""
         self.backward_began: Callable[[], None] | None = None
@@ -304,7 +306,7 @@ class VirtLayer(nn.Module):
         return self.spec.layer != other.spec.layer and self._model is other._model
 
     def _request(self, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._link.finetuning:
             kind = Kind.FINETUNE
         else:
             kind = Kind.DECODE if x.ndim < 3 or x.shape[-2] == 1 else Kind.PREFILL

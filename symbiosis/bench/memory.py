@@ -1,0 +1,174 @@
+"""Memory of a training step over sequence length: whole sequences, gradient checkpointing, windows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import symbiosis
+from symbiosis.bench.jobs import random_batch
+from symbiosis.bench.models import PRESETS, Preset, build, lora, plain_peft
+from symbiosis.bench.processes import in_process
+from symbiosis.bench.report import Report
+from symbiosis.errors import UsageError
+
+__all__ = ["memory"]
+
+GOALS = {"activation_ratio": "≤ 0.15 (FlexLLM: 0.13 to 0.15)"}
+
+_Batch = dict[str, torch.Tensor]
+_WAYS = ("HF+PEFT", "checkpointing", "symbiosis", "pruned", "windows")
+
+
+def memory(
+    preset: Preset,
+    *,
+    device: torch.device,
+    lengths: tuple[int, ...],
+    window: int,
+    progress: Callable[[str], None],
+) -> Report:
+    """Peak memory of one training step beyond weights, adapter and optimizer, each way in a process of its own.
+
+    Raises:
+        UsageError: memory on CPUs is read from Linux's ``/proc``, which is not here.
+    """
+    if device.type != "cuda" and not Path("/proc/self/clear_refs").exists():
+        raise UsageError("peak memory on CPUs is read from Linux's /proc/self, which this system has not")
+    report = Report("memory", preset.name, GOALS)
+    found = {}
+    for way in _WAYS:
+        progress(way)
+        with _exact_heap():
+            found[way] = in_process(_measure, way, preset.name, str(device), sorted(set(lengths)), window)
+    for length in sorted(set(lengths)):
+        used = {way: found[way][str(length)] for way in _WAYS}
+        report.rows.append(
+            {
+                "tokens": length,
+                **{f"{way} MiB": used[way] / 2**20 for way in _WAYS},
+                **{f"{way} ratio": used[way] / used["HF+PEFT"] for way in _WAYS[1:]},
+            }
+        )
+    last = report.rows[-1]
+    report.headline["activation_ratio"] = last["windows ratio"]
+    for way in ("checkpointing", "symbiosis", "pruned"):
+        report.headline[f"activation_ratio_{way}"] = last[f"{way} ratio"]
+    report.notes.append(
+        "Peak of one training step above what lay in memory before it (weights, adapter, optimizer state): "
+        "activations, gradients and temporaries; in ours the executor's too, which is in the same process. LoRA r8 "
+        "qkvo, AdamW, one sequence, use_cache=False where there are no windows. checkpointing: HF+PEFT with gradient "
+        "checkpointing of every block. symbiosis: train_step(batch, optimizer); pruned: with prune=True; windows: with "
+        f"window={window}. ratio: to HF+PEFT. On CPUs the peak is the kernel's (VmHWM), with every allocation of 64 "
+        "KiB and more mapped on its own, so that what is freed is gone; on CUDA it is torch's."
+    )
+    return report
+
+
+@contextlib.contextmanager
+def _exact_heap() -> Iterator[None]:
+    """Processes started meanwhile give freed memory back at once, so that resident memory is what is in use."""
+    name = "MALLOC_MMAP_THRESHOLD_"
+    before = os.environ.get(name)
+    os.environ[name] = str(64 * 1024)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _measure(way: str, preset_name: str, device_name: str, lengths: list[int], window: int) -> dict[str, float]:
+    preset, device = replace(PRESETS[preset_name], batch=1), torch.device(device_name)
+    # Thread pools, kernels' workspaces, sibling layers and the optimizer's state are there after a first, short step.
+    first, *batches = (random_batch(replace(preset, sequence=length), device) for length in (window + 32, *lengths))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses names that transformers has renamed
+        if way in ("HF+PEFT", "checkpointing"):
+            found = _plain(build(preset, device), first, batches, checkpointing=way == "checkpointing")
+        else:
+            ours: dict[str, dict[str, Any]] = {
+                "symbiosis": {},
+                "pruned": {"prune": True},
+                "windows": {"window": window},
+            }
+            found = asyncio.run(_client(build(preset, device), first, batches, ours[way]))
+    return {str(length): peak for length, peak in zip(lengths, found, strict=True)}
+
+
+def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpointing: bool) -> list[float]:
+    model = plain_peft(base, lora()).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = _optimizer(model)
+
+    def step(batch: _Batch) -> None:
+        model(**batch, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(first)
+    found = []
+    for batch in batches:
+        watch = _Watch(batch["labels"].device)
+        step(batch)
+        found.append(watch.peak())
+    return found
+
+
+async def _client(base: torch.nn.Module, first: _Batch, batches: list[_Batch], options: dict[str, Any]) -> list[float]:
+    found = []
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        optimizer = _optimizer(client.model)
+        await client.train_step(first, optimizer, **options)
+        for batch in batches:
+            watch = _Watch(batch["labels"].device)
+            await client.train_step(
+                batch if "window" in options else {**batch, "use_cache": False}, optimizer, **options
+            )
+            found.append(watch.peak())
+    return found
+
+
+def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
+
+
+class _Watch:
+    """The most memory in use from now on, beyond what is in use now."""
+
+    def __init__(self, device: torch.device) -> None:
+        gc.collect()
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = float(torch.cuda.memory_allocated(device))
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
+            self._before = _resident("VmRSS")
+
+    def peak(self) -> float:
+        """In bytes."""
+        cuda = self._device.type == "cuda"
+        peak = float(torch.cuda.max_memory_allocated(self._device)) if cuda else _resident("VmHWM")
+        return peak - self._before
+
+
+def _resident(field: str) -> float:
+    """A field of this process's status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return float(line.split()[1]) * 1024
+    raise UsageError(f"/proc/self/status has no {field}, so peak memory cannot be measured here")

@@ -1,0 +1,221 @@
+"""Pruned activations: autograd keeps what the adapter's gradients need, and nothing that follows from it.
+
+Autograd already saves nothing for frozen weights. What it does save is seen here one tensor at a time, by saved-tensor
+hooks, together with the node that made it. So no model code is changed or even known, and what is not understood is
+kept as it is:
+
+* what follows from tensors that are kept anyway is computed again when backward asks for it: products such as SiLU·up,
+  activations, the outputs of norms, keys and values that were repeated for each query head;
+* what was cast up from a narrower type, as norms do in bf16, is kept in that type;
+* of a ReLU's output one bit an element is kept, and of any boolean mask too.
+
+After FlexLLM, section 5.2 (graph pruning, rematerialization, lossless compression), which does it on a compiled graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["pruned"]
+
+_Recipe = Callable[[], torch.Tensor]
+"""Gives a tensor again that was not kept."""
+
+
+@contextlib.contextmanager
+def pruned() -> Iterator[None]:
+    """Meanwhile, forward passes keep fewer activations. Their gradients stay the same.
+
+    Recomputation repeats the very operations, so the gradients are bit-equal; but for ``nn.LayerNorm``, whose output
+    follows from the saved mean and deviation with a difference in the last bit. One backward pass, without
+    ``create_graph``.
+    """
+    graph = _Graph()
+    with torch.autograd.graph.saved_tensors_hooks(graph.pack, _unpack):
+        try:
+            yield
+        finally:
+            graph.forget()
+
+
+class _Kept:
+    """A tensor as it was saved. Hooks switch torch's own check for later in-place changes off, so it is made here."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()  # a node that kept its own output would never be freed
+        self.version = tensor._version
+
+    def __call__(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {list(self.tensor.shape)} that backward needs was modified by an in-place operation"
+            )
+        return self.tensor
+
+
+class _Narrow(_Kept):
+    """A tensor in the narrower type that it was cast from: nothing is lost."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, tensor: torch.Tensor, narrow: torch.dtype) -> None:
+        super().__init__(tensor.to(narrow))
+        self.dtype = tensor.dtype
+
+    def __call__(self) -> torch.Tensor:
+        return super().__call__().to(self.dtype)
+
+
+class _Bits:
+    """A boolean tensor, eight elements a byte; given back as ``dtype``."""
+
+    __slots__ = ("_bytes", "_dtype", "_shape")
+
+    def __init__(self, mask: torch.Tensor, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = mask.shape, dtype
+        flat = torch.nn.functional.pad(mask.reshape(-1).view(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
+        self._bytes = flat[:, 0].clone()
+        for bit in range(1, 8):
+            self._bytes |= flat[:, bit] << bit
+
+    def __call__(self) -> torch.Tensor:
+        flat = torch.stack([(self._bytes >> bit) & 1 for bit in range(8)], 1).view(-1)
+        return flat[: self._shape.numel()].view(self._shape).to(self._dtype)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    with torch.no_grad():
+        value: torch.Tensor = packed()
+    return value
+
+
+class _Graph:
+    """What is known of the graph while a forward pass builds it."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, int], _Recipe] = {}
+        """By (node, output): what is kept already."""
+        self._relus: set[Any] = set()
+        """Those that have saved their result."""
+        self._masks: dict[int, tuple[weakref.ref[torch.Tensor], int, _Recipe]] = {}
+        """By identity, since all layers share some: (mask, its version, what is kept of it)."""
+
+    def forget(self) -> None:
+        """The forward pass is over; from here on the graph keeps what it needs."""
+        self._held.clear()
+        self._relus.clear()
+        self._masks.clear()
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Recipe:
+        if tensor.dtype is torch.bool:
+            return self._mask(tensor)
+        node: Any = tensor.grad_fn
+        if node is None:  # a parameter, or something that needs no gradient
+            return tensor if isinstance(tensor, torch.nn.Parameter) else _Kept(tensor)
+        if node.name() == "ReluBackward0" and node not in self._relus:
+            # The first to save this tensor is the ReLU itself, which only asks where it is positive.
+            self._relus.add(node)
+            return _Bits(tensor > 0, tensor.dtype)
+        key = (node, tensor.output_nr)
+        recipe = self._recipe(*key)
+        if recipe is None:
+            narrow = _cast_from(node)
+            recipe = _Kept(tensor) if narrow is None else _Narrow(tensor, narrow)
+            self._held[key] = recipe
+        return recipe
+
+    def _mask(self, mask: torch.Tensor) -> _Recipe:
+        known, version, recipe = self._masks.get(id(mask), (None, 0, None))
+        if recipe is None or known is None or known() is not mask or version != mask._version:
+            expanded = mask.numel() > mask.untyped_storage().nbytes()
+            recipe = _Kept(mask) if expanded else _Bits(mask, torch.bool)
+            self._masks[id(mask)] = weakref.ref(mask), mask._version, recipe
+        return recipe
+
+    def _recipe(self, node: Any, output: int) -> _Recipe | None:
+        """How to get this output of a node from what is kept anyway; None if that cannot be."""
+        held = self._held.get((node, output))
+        if held is not None or node is None or output:
+            return held
+        name = node.name()
+        if name == "MulBackward0":
+            return self._product(node)
+        if name in _ACTIVATIONS:
+            activation = _ACTIVATIONS[name]
+            return lambda: activation(node)
+        if name == "NativeLayerNormBackward0":
+            return lambda: _layer_norm(node)
+        if name == "ExtendBackward":  # keys and values, which the cache holds
+            return lambda: node.extended()
+        step = _STEPS.get(name)
+        source = None if step is None else self._recipe(*node.next_functions[0])
+        if step is None or source is None:
+            return None
+        return lambda: step(node, source())
+
+    def _product(self, node: Any) -> _Recipe | None:
+        # A factor is saved where the other one needs a gradient. The saved one may itself have to be computed again.
+        left, right = node.next_functions
+        a = (lambda: node._saved_self) if right[0] is not None else self._recipe(*left)
+        b = (lambda: node._saved_other) if left[0] is not None else self._recipe(*right)
+        if a is None or b is None:
+            return None
+        return lambda: a() * b()
+
+
+def _cast_from(node: Any) -> torch.dtype | None:
+    """The narrower floating-point type that the output of a node was cast from."""
+    if node.name() != "ToCopyBackward0":
+        return None
+    source, output = node.next_functions[0]
+    narrow: torch.dtype = source._input_metadata[output].dtype
+    wide: torch.dtype = node._input_metadata[0].dtype
+    return narrow if (narrow, wide) in _EXACT else None
+
+
+_EXACT = {(narrow, torch.float32) for narrow in (torch.bfloat16, torch.float16)}
+
+
+def _layer_norm(node: Any) -> torch.Tensor:
+    x: torch.Tensor = node._saved_input
+    weight, bias = node._saved_weight, node._saved_bias
+    y: torch.Tensor = (x - node._saved_result1) * node._saved_result2
+    if weight is not None:
+        y = y * weight
+    if bias is not None:
+        y = y + bias
+    return y.to(x.dtype)
+
+
+_ACTIVATIONS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "SiluBackward0": lambda node: torch.nn.functional.silu(node._saved_self),
+    "GeluBackward0": lambda node: torch.nn.functional.gelu(node._saved_self, approximate=node._saved_approximate),
+}
+"""Nodes that save their input, and their output from it."""
+
+
+def _signed(dimension: int) -> int:
+    """Nodes give a negative dimension as an unsigned number of 64 bits."""
+    return dimension - 2**64 if dimension >= 2**63 else dimension
+
+
+_STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "ToCopyBackward0": lambda node, x: x.to(node._input_metadata[0].dtype),
+    "CloneBackward0": lambda node, x: x,
+    "ViewBackward0": lambda node, x: x.reshape(node._input_metadata[0].shape),
+    "ReshapeAliasBackward0": lambda node, x: x.reshape(node._input_metadata[0].shape),
+    "UnsafeViewBackward0": lambda node, x: x.reshape(node._input_metadata[0].shape),
+    "ExpandBackward0": lambda node, x: x.expand(node._input_metadata[0].shape),
+    "UnsqueezeBackward0": lambda node, x: x.unsqueeze(_signed(node._saved_dim)),
+    "TransposeBackward0": lambda node, x: x.transpose(_signed(node._saved_dim0), _signed(node._saved_dim1)),
+}
+"""Nodes that save nothing, and their output from their input."""

@@ -1,0 +1,391 @@
+"""Token-level fine-tuning: a training step in windows of s tokens, with the gradients of the whole sequence.
+
+After FlexLLM, section 6.1 and algorithm 2. Attention is all that connects the tokens of a sequence, and it is causal: a
+window reads the keys and values of the windows before it, and sends gradients back to them. So
+
+* forward runs from left to right and keeps nothing but keys and values, for all windows but the last;
+* backward runs from right to left. Each window is run forward again, now with a graph, against the cached keys and
+  values. What its backward sends to earlier positions is added up in the cache (ΔKV of algorithm 2), and joins a
+  position's own gradient when its window's turn has come (:class:`Extend`).
+
+One window's graph is alive at a time. FlexLLM keeps pruned activations of all windows instead, and saves the second
+forward pass; see "Token-level fine-tuning" in ``docs/architecture.md`` for what either costs.
+
+The keys and values come from a ``transformers`` cache, so any model works that keeps nothing of the past elsewhere.
+
+Legend: B batch; T tokens of the whole sequence; s of a window; H key-value heads; D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from symbiosis.core.pruning import pruned
+from symbiosis.errors import UsageError
+
+__all__ = ["WindowedStep", "check_window", "tokens"]
+
+_IGNORED = -100
+
+
+def check_window(window: object) -> None:
+    """Raise UsageError unless it is a whole number of tokens."""
+    if type(window) is not int or window < 1:
+        raise UsageError(f"window is {window!r}; give a whole number of tokens, 1 or more")
+
+
+def tokens(batch: Mapping[str, Any]) -> int:
+    """Tokens in a row of a batch; 0 where it has none that are known of."""
+    for name in ("input_ids", "inputs_embeds"):
+        inputs = batch.get(name)
+        if isinstance(inputs, torch.Tensor) and inputs.ndim > 1:
+            return inputs.shape[1]
+    return 0
+
+
+class Extend(torch.autograd.Function):
+    """New keys (or values) [B, H, s, D] → what a window attends to [B, H, first:end, D], a view of the cache."""
+
+    @staticmethod
+    def forward(ctx: Any, new: torch.Tensor, past: Past, first: int, begin: int, end: int) -> torch.Tensor:
+        ctx.past, ctx.first, ctx.begin, ctx.end = past, first, begin, end
+        ctx.extended = lambda: past.between(first, end)
+        return past.between(first, end)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        earlier = ctx.begin - ctx.first
+        own = gradient[..., earlier:, :]
+        later = ctx.past.gradients
+        if later is not None:  # ΔKV that later windows sent here
+            own = own + later[..., ctx.begin : ctx.end, :]
+        if earlier:
+            ctx.past.send(gradient[..., :earlier, :], ctx.first)
+        return own, None, None, None, None
+
+
+class Past:
+    """Keys, or values, of one layer for the whole sequence, [B, H, T, D], and the gradients that came for them."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._values: torch.Tensor | None = None
+        self._filled = 0
+        self._prefixed = False
+        self.gradients: torch.Tensor | None = None
+        """[B, H, T less the last window, D], once the last window has been run back."""
+
+    def between(self, first: int, end: int) -> torch.Tensor:
+        assert self._values is not None
+        return self._values[..., first:end, :]
+
+    def extend(self, new: torch.Tensor, first: int, begin: int) -> torch.Tensor:
+        """Store a window that is new, and give all that it attends to."""
+        end = begin + new.shape[-2]
+        if self._values is None:
+            self._values = new.detach().new_empty(*new.shape[:-2], self._length, new.shape[-1])
+        if self._filled < end:
+            self._values[..., begin:end, :] = new.detach()
+            self._filled = end
+        if not torch.is_grad_enabled() or not (new.requires_grad or self._prefixed):
+            return self.between(first, end)
+        if not new.requires_grad:
+            new = new.detach().requires_grad_()  # the prefix wants its gradient even where no adapter is below
+        extended: torch.Tensor = Extend.apply(new, self, first, begin, end)  # type: ignore[no-untyped-call]
+        return extended
+
+    def begin_with(self, prefix: torch.Tensor, length: int) -> None:
+        """Fill the first ``length`` positions with a trainable prefix [B, H, length, D] (or its end)."""
+        self._prefixed = True
+        self.extend(prefix.detach(), 0, length - prefix.shape[-2])
+
+    def send(self, gradient: torch.Tensor, first: int) -> None:
+        """Add a window's gradient for positions before it."""
+        end = first + gradient.shape[-2]
+        if self.gradients is None:  # from the last window: nobody sends further
+            self.gradients = gradient.new_zeros(*gradient.shape[:-2], end, gradient.shape[-1])
+        self.gradients[..., first:end, :] += gradient
+
+
+class WindowLayer(DynamicLayer):  # type: ignore[misc]
+    """A cache's layer that stands at any window of the sequence."""
+
+    def __init__(self, length: int, sliding: int | None) -> None:
+        super().__init__()
+        self.is_sliding = sliding is not None
+        self._sliding = sliding
+        self.position = 0
+        """Tokens before the window that is run next."""
+        self._keys, self._values = Past(length), Past(length)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.is_initialized = True
+        first, begin = self._first(), self.position
+        self.position += key_states.shape[-2]
+        return self._keys.extend(key_states, first, begin), self._values.extend(value_states, first, begin)
+
+    def begin_with(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Put a trainable prefix before the sequence."""
+        self._keys.begin_with(keys, length)
+        self._values.begin_with(values, length)
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """ΔK and ΔV that have come so far for all positions before the last window."""
+        return self._keys.gradients, self._values.gradients
+
+    def _first(self) -> int:
+        return 0 if self._sliding is None else max(self.position - self._sliding + 1, 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = self._first()
+        return self.position - first + query_length, first
+
+    def get_seq_length(self) -> int:
+        return self.position
+
+    def get_max_length(self) -> int:
+        return -1 if self._sliding is None else self._sliding
+
+
+class WindowedStep:
+    """One batch's forward and backward in windows. Synchronous model code: :class:`~symbiosis.Client` drives it.
+
+    Call :meth:`look` for every window but the last, from left to right; then, from the last to the first, :meth:`loss`
+    and backward from it. Random numbers are those of one forward pass from left to right.
+
+    Args:
+        model: a causal language model of ``transformers``, with PEFT or without, in training mode.
+        batch: ``input_ids`` [B, T] (or ``inputs_embeds`` [B, T, width]), ``labels`` [B, T], and if need be
+            ``attention_mask`` [B, T], ``position_ids`` [B or 1, T], ``token_type_ids`` [B, T], ``num_items_in_batch``,
+            and options of the model that are not tensors.
+        window: s, less than T.
+        prune: keep fewer activations (:mod:`symbiosis.core.pruning`).
+
+    Raises:
+        UsageError: the model, its adapter or the batch cannot be run in windows; the message says why.
+    """
+
+    def __init__(self, model: Any, batch: Mapping[str, Any], window: int, prune: bool) -> None:
+        self._model = model
+        self._core = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._prune = prune
+        _check_model(model, self._core)
+        self._batch = dict(batch)
+        self._labels, length = self._take_labels()
+        self._windows = [(begin, min(begin + window, length)) for begin in range(0, length, window)]
+        self._before = 0
+        if (prompt := _prompt(model)) is not None:
+            self._before = prompt.num_virtual_tokens
+            if hasattr(model, "_adjust_prompt_learning_kwargs"):
+                model._adjust_prompt_learning_kwargs(prompt, kwargs=self._batch)  # positions come after the prefix
+            else:  # an older PEFT, which ignores them
+                for name in ("position_ids", "token_type_ids"):
+                    self._batch.pop(name, None)
+        self._cache = _cache(self._core, self._before + length)
+        self._prefix: list[tuple[WindowLayer, torch.Tensor, torch.Tensor]] = []
+        self._device = self._labels.device
+        self._states: list[tuple[torch.Tensor, ...]] = []
+        self._after: tuple[torch.Tensor, ...] | None = None
+        self._accepts_logits_to_keep = "logits_to_keep" in inspect.signature(self._core.forward).parameters
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def look(self, index: int) -> None:
+        """Run a window forward for its keys and values only."""
+        if index == 0 and self._before:
+            self._put_prefix()
+        self._states.append(_random_state(self._device))
+        options = {"logits_to_keep": 1} if self._accepts_logits_to_keep else {}
+        with torch.no_grad():
+            self._forward(index, options)
+
+    def loss(self, index: int) -> torch.Tensor:
+        """Run a window forward; its share of the batch's loss, to be sent back before the window before it is run."""
+        if self._after is None:
+            loss = self._window_loss(index)
+            self._after = _random_state(self._device)
+        else:
+            _set_random_state(self._device, self._states[index])
+            loss = self._window_loss(index)
+            _set_random_state(self._device, self._after)
+        return loss
+
+    def rest(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is to be sent back once all windows are: the tensors of a trainable prefix, and their gradients."""
+        tensors, gradients = [], []
+        for layer, *prefix in self._prefix:
+            for tensor, gradient in zip(prefix, layer.gradients(), strict=True):
+                if gradient is not None:
+                    tensors.append(tensor)
+                    gradients.append(gradient[..., self._before - tensor.shape[-2] : self._before, :])
+        return tensors, gradients
+
+    def _put_prefix(self) -> None:
+        """Prefix tuning: PEFT makes keys and values out of its parameters, once for all windows."""
+        made = self._model.get_prompt(self._labels.shape[0])
+        for layer, prefix in zip(self._cache.layers, made.layers, strict=False):
+            if isinstance(layer, WindowLayer) and prefix.is_initialized:
+                layer.begin_with(prefix.keys, prefix.values, self._before)
+                self._prefix.append((layer, prefix.keys, prefix.values))
+
+    def _window_loss(self, index: int) -> torch.Tensor:
+        if not self._prune:
+            return self._loss_of(index)
+        with pruned():
+            return self._loss_of(index)
+
+    def _loss_of(self, index: int) -> torch.Tensor:
+        begin, end = self._windows[index]
+        logits = self._forward(index, {}).logits
+        loss: torch.Tensor = self._core.loss_function(
+            logits=logits,
+            labels=None,
+            vocab_size=logits.shape[-1],
+            num_items_in_batch=self._items,
+            shift_labels=self._labels[:, begin:end].contiguous(),
+        )
+        return loss
+
+    def _forward(self, index: int, options: dict[str, Any]) -> Any:
+        begin, end = self._windows[index]
+        inputs = dict(self._batch)
+        for name in _SLICED:
+            if inputs.get(name) is not None:
+                inputs[name] = inputs[name][:, begin:end]
+        mask = inputs.get("attention_mask")
+        if mask is not None:
+            inputs["attention_mask"] = torch.cat([mask.new_ones(len(mask), self._before), mask[:, :end]], 1)
+        for layer in self._cache.layers:
+            layer.position = self._before + begin
+        # PEFT puts its prefix before each forward pass of its own, so the model inside is called.
+        model = self._core if self._before else self._model
+        output = model(**inputs, past_key_values=self._cache, use_cache=True, return_dict=True, **options)
+        if any(isinstance(layer, WindowLayer) and layer.position != self._before + end for layer in self._cache.layers):
+            raise UsageError(
+                f"{type(self._core).__name__} does not put all keys and values into the cache that it is given, so it "
+                "cannot be run in windows; leave `window` out"
+            )
+        return output
+
+    def _take_labels(self) -> tuple[torch.Tensor, int]:
+        """Which token comes next [B, T], and T; what is left in the batch is for the model."""
+        batch = self._batch
+        labels = batch.pop("labels", None)
+        if labels is None:
+            raise UsageError(f"a batch of {', '.join(batch)} has no labels; they are needed to run it in windows")
+        inputs = batch.get("input_ids") if batch.get("input_ids") is not None else batch.get("inputs_embeds")
+        if not isinstance(inputs, torch.Tensor) or labels.shape != inputs.shape[:2]:
+            raise UsageError(
+                f"labels are {list(labels.shape)}; to be run in windows a batch has input_ids (or inputs_embeds) and "
+                "labels of the same batch and tokens"
+            )
+        self._items = batch.pop("num_items_in_batch", None)
+        for name, value in batch.items():
+            if name in _OURS and value not in (None, _OURS[name]):
+                raise UsageError(f"{name}={value!r} does not go with `window`, which sets it; leave it out")
+            if not isinstance(value, torch.Tensor):
+                continue
+            if name not in (*_SLICED, "attention_mask"):
+                raise UsageError(f"it is not known how to cut {name} into windows; leave it, or `window`, out")
+            if value.ndim < 2 or value.shape[1] != labels.shape[1] or (name == "attention_mask" and value.ndim != 2):
+                raise UsageError(
+                    f"{name} is {list(value.shape)}; to be cut into windows it must be [batch, tokens], with "
+                    f"{labels.shape[1]} tokens as the labels"
+                )
+        for name in _OURS:
+            batch.pop(name, None)
+        positions = batch.get("position_ids")
+        if positions is not None and batch.get("attention_mask") is None and (positions.diff(dim=1) != 1).any():
+            raise UsageError(
+                "position_ids start anew within a row, as packed texts do; such rows are one text each to a model that "
+                "has a cache, so leave `window` out or give each text a row of its own"
+            )
+        following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        mask, attention = batch.get("attention_mask"), self._core.config._attn_implementation
+        if mask is not None and attention != "sdpa" and ((following != _IGNORED) & (mask == 0)).any():
+            # A padding token may have nothing to attend to: eager attention then takes the mean of the whole row.
+            raise UsageError(
+                f"a padding token has a label after it, where {attention} attention reads all tokens of the row, later "
+                "ones too; to be run in windows, give the first token after padding the label -100"
+            )
+        if self._items is None:
+            self._items = (following != _IGNORED).sum()
+        return following, labels.shape[1]
+
+
+_SLICED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")
+_OURS: dict[str, Any] = {"past_key_values": None, "use_cache": True, "return_dict": True, "logits_to_keep": 0}
+
+
+def _check_model(model: Any, core: Any) -> None:
+    name = type(core).__name__
+    config = None if model is core else model.active_peft_config
+    kind = "" if config is None else getattr(config.peft_type, "value", config.peft_type)
+    whole = kind in _WHOLE or (_prompt(model) is not None and kind != "PREFIX_TUNING")
+    if whole or getattr(config, "alora_invocation_tokens", None):
+        raise UsageError(
+            f"this configuration of {kind} does something with the sequence as a whole, so it cannot be run in "
+            "windows; leave `window` out"
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
+        raise UsageError(
+            "gradient checkpointing takes the cache away that windows need, and they recompute anyway; call "
+            "model.gradient_checkpointing_disable(), or leave `window` out"
+        )
+    config = core.config
+    if "past_key_values" not in inspect.signature(core.forward).parameters or config.is_encoder_decoder:
+        raise UsageError(
+            f"{name} takes no cache of keys and values, so it cannot be run in windows; leave `window` out"
+        )
+    if core.loss_function is not ForCausalLMLoss or getattr(config, "output_router_logits", False):
+        raise UsageError(f"the loss of {name} is not the mean over tokens that windows add up to; leave `window` out")
+
+
+# The one adds attention of its own beside the model's, the other weighs its adapters by a pass over all tokens.
+_WHOLE = ("ADAPTION_PROMPT", "XLORA")
+
+
+def _prompt(model: Any) -> Any:
+    """The configuration of the PEFT method, if it puts tokens of its own before the sequence."""
+    config = model.active_peft_config if hasattr(model, "get_base_model") else None
+    return config if config is not None and config.is_prompt_learning else None
+
+
+def _cache(core: Any, length: int) -> Any:
+    """A cache as ``generate`` would make it, with layers that stand at any window."""
+    layers: list[Any] = []
+    for layer in DynamicCache(config=core.config).layers:
+        kind = type(layer)
+        if kind is DynamicLayer or kind is SlidingLayer:
+            layers.append(WindowLayer(length, layer.sliding_window if kind is SlidingLayer else None))
+        elif kind.__name__ == "DummyLayer":  # reads what another layer keeps
+            layers.append(layer)
+        else:
+            raise UsageError(
+                f"{type(core).__name__} remembers more of the past than keys and values ({kind.__name__}), so it "
+                "cannot be run in windows; leave `window` out"
+            )
+    return Cache(layers=layers)
+
+
+def _random_state(device: torch.device) -> tuple[torch.Tensor, ...]:
+    if device.type == "cuda":
+        return torch.get_rng_state(), torch.cuda.get_rng_state(device)
+    return (torch.get_rng_state(),)
+
+
+def _set_random_state(device: torch.device, state: tuple[torch.Tensor, ...]) -> None:
+    torch.set_rng_state(state[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[1], device)

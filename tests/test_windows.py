@@ -1,0 +1,434 @@
+"""Training steps in windows: the gradients of the whole sequence, as plain transformers + PEFT computes them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import weakref
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+import symbiosis
+from symbiosis.core import windows
+from symbiosis.core.requests import Kind
+from symbiosis.errors import UsageError
+from symbiosis.testing import ARCHITECTURES, tiny_model
+from tests.helpers import BATCH, CAUSAL, GRADIENTS, IDS, METHODS, adamw, crowd, lora, prefix, until
+
+LENGTH = 19
+TEXTS = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def batch(kind: str = "plain") -> dict[str, torch.Tensor]:
+    """Two texts; some tokens without a label; with padding on a side if asked for."""
+    made = {"input_ids": TEXTS, "labels": TEXTS.clone()}
+    made["labels"][0, 6:9] = -100
+    made["labels"][1, 12:] = -100  # whole windows may have none
+    if kind != "plain":
+        made["attention_mask"] = torch.ones_like(TEXTS)
+        padding = slice(0, 3) if kind == "left" else slice(LENGTH - 3, LENGTH)
+        made["attention_mask"][0, padding] = 0
+        made["labels"][0, padding] = -100
+        if kind == "left":
+            made["labels"][0, 3] = -100  # or the last padding token would be asked for it
+            made["position_ids"] = (made["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return made
+
+
+class Gradients:
+    """Stands where an optimizer would and notes the gradients."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self.found: dict[str, torch.Tensor] = {}
+
+    def step(self) -> None:
+        self.found = {name: p.grad.clone() for name, p in self._model.named_parameters() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        self._model.zero_grad()
+
+
+def quiet(architecture: str, **options: Any) -> Any:
+    """A model without dropout of its own."""
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture.startswith("gpt") else {}
+    return tiny_model(architecture, **off, **options)
+
+
+def undropped(method: str, architecture: str) -> Any:
+    return METHODS[method](architecture, **({"lora_dropout": 0.0} if method == "lora" else {}))
+
+
+def plain(model: Any, config: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of plain PEFT on the whole sequence."""
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).train()
+    loss = adapted(**inputs).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in adapted.named_parameters() if p.grad is not None}
+
+
+def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest, relative to the largest element of each tensor."""
+    assert found.keys() == expected.keys()
+    assert all(gradient.any() for gradient in expected.values())
+    return max(float((found[name] - e).abs().max() / e.abs().max()) for name, e in expected.items())
+
+
+async def in_windows(
+    model: Any, config: Any, inputs: dict[str, Any], *sizes: int | None, **options: Any
+) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Loss and gradients of a client, for each size of window."""
+    found = []
+    async with symbiosis.Executor(model) as executor, executor.client(copy.deepcopy(config), seed=0) as client:
+        gradients = Gradients(client.model)
+        for size in sizes:
+            loss = await client.train_step(inputs, gradients, window=size, **options)  # type: ignore[arg-type]
+            found.append((loss, gradients.found))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "left", "right"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+async def test_the_gradients_are_those_of_the_whole_sequence(architecture: str, method: str, kind: str) -> None:
+    """Windows of one token, some that do not divide the length, all but one token. Gemma 2 slides over 8 of them."""
+    model, config = quiet(architecture), undropped(method, architecture)
+    expected = plain(model, config, batch(kind))
+    for loss, gradients in await in_windows(model, config, batch(kind), 1, 5, 8, LENGTH - 1):
+        assert loss == pytest.approx(expected[0], rel=1e-6)
+        assert difference(gradients, expected[1]) <= GRADIENTS
+
+
+@pytest.mark.parametrize("window", [LENGTH, LENGTH + 1, 10**6])
+async def test_one_window_is_the_whole_sequence(window: int) -> None:
+    """Bit for bit."""
+    expected = plain(quiet("llama"), undropped("lora", "llama"), batch())
+    [(loss, gradients)] = await in_windows(quiet("llama"), undropped("lora", "llama"), batch(), window)
+    assert loss == expected[0]
+    assert difference(gradients, expected[1]) == 0
+
+
+CONFIGS = {
+    "loha": peft.LoHaConfig(task_type=CAUSAL, r=4, target_modules=["q_proj", "down_proj"], init_weights=False),
+    "oft": peft.OFTConfig(task_type=CAUSAL, r=0, oft_block_size=4, target_modules=["q_proj"], init_weights=False),
+    "vera": peft.VeraConfig(task_type=CAUSAL, r=4, target_modules=["q_proj"], init_weights=False),
+    "norms": peft.LNTuningConfig(task_type=CAUSAL, target_modules=["input_layernorm", "norm"]),
+    "modules-to-save": lora(lora_dropout=0.0, modules_to_save=["lm_head", "embed_tokens"]),
+    "upper-block": lora(lora_dropout=0.0, layers_to_transform=[1], target_modules=["v_proj"]),
+    "keys-and-values": lora(lora_dropout=0.0, target_modules=["k_proj", "v_proj"]),
+    "tokens": lora(lora_dropout=0.0, trainable_token_indices=TEXTS[0, :3].tolist()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Unsupported layer type.*RMSNorm")
+@pytest.mark.parametrize("name", CONFIGS)
+async def test_other_methods(name: str) -> None:
+    model = quiet("llama")
+    expected = plain(model, CONFIGS[name], batch())
+    [(loss, gradients)] = await in_windows(model, CONFIGS[name], batch(), 5)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert difference(gradients, expected[1]) <= GRADIENTS
+
+
+_SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2": ("Qwen2", {**_SMALL, "intermediate_size": 64, "num_key_value_heads": 2}),
+    "Mistral, sliding": ("Mistral", {**_SMALL, "intermediate_size": 64, "num_key_value_heads": 2, "sliding_window": 6}),
+    "OPT, ReLU": ("OPT", {**_SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
+    "GPT-NeoX": ("GPTNeoX", {**_SMALL, "intermediate_size": 64}),
+    "Phi-3, fused": ("Phi3", {**_SMALL, "intermediate_size": 64, "num_key_value_heads": 2}),
+    "OLMo 2, normed late": ("Olmo2", {**_SMALL, "intermediate_size": 64}),
+    "GPT-OSS, sinks and experts": (
+        "GptOss",
+        {**_SMALL, "intermediate_size": 64, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 4},
+    ),
+    "Bloom, ALiBi": ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+}
+
+
+_IN_FP32 = ("Bloom, ALiBi", "GPT-OSS, sinks and experts")  # parts of these compute in nothing wider
+
+
+@pytest.mark.parametrize("name", MODELS)
+async def test_other_models(name: str) -> None:
+    """What knows nothing of this package: other norms, activations, positions, layouts. In fp64 where that is
+    possible, which shows that the gradients are the same but for rounding."""
+    prefix_, options = MODELS[name]
+    config = getattr(transformers, f"{prefix_}Config")(**options)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{prefix_}ForCausalLM")(config).eval()
+    tolerance = GRADIENTS
+    if name not in _IN_FP32:
+        model, tolerance = model.double(), 1e-12
+    adapter = lora(lora_dropout=0.0)
+    expected = plain(model, adapter, batch("right"))
+    for loss, gradients in await in_windows(model, adapter, batch("right"), 5, 8):
+        assert loss == pytest.approx(expected[0], rel=1e-6)  # transformers computes it in fp32
+        assert difference(gradients, expected[1]) <= tolerance
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+async def test_attention_implementations(implementation: str) -> None:
+    model = quiet("llama")
+    model.set_attn_implementation(implementation)
+    expected = plain(model, undropped("lora", "llama"), batch())
+    [(loss, gradients)] = await in_windows(model, undropped("lora", "llama"), batch(), 5)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert difference(gradients, expected[1]) <= GRADIENTS
+
+
+async def test_whole_mlps_as_base_layers() -> None:
+    """Which the executor runs backward from their inputs: those are kept, or computed again from the norm's."""
+    model, config = quiet("llama"), lora(lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    expected = plain(model, config, batch())
+    async with symbiosis.Executor(model, base_layers="mlp") as executor, executor.client(config, seed=0) as client:
+        gradients = Gradients(client.model)
+        await client.train_step(batch(), gradients, window=5)  # type: ignore[arg-type]
+    assert difference(gradients.found, expected[1]) <= GRADIENTS
+
+
+async def test_from_another_process_or_host() -> None:
+    """The same client over tcp://, whose executor cuts requests into slices of its own."""
+    model, config = quiet("llama"), undropped("lora", "llama")
+    expected = plain(model, config, batch())
+    async with symbiosis.Executor(model, max_rows=3) as executor:
+        address = (await executor.listen("tcp://127.0.0.1:0", insecure=True)).address
+        async with symbiosis.connect(address, insecure=True) as base, base.client(config, seed=0) as client:
+            gradients = Gradients(client.model)
+            await client.train_step(batch(), gradients, window=5)  # type: ignore[arg-type]
+    assert difference(gradients.found, expected[1]) <= GRADIENTS
+
+
+async def test_items_in_the_batch() -> None:
+    """``num_items_in_batch``, as Trainer gives it, divides the sum of all windows."""
+    inputs = {**batch(), "num_items_in_batch": torch.tensor(100)}
+    expected = plain(quiet("llama"), undropped("ia3", "llama"), inputs)
+    [(loss, gradients)] = await in_windows(quiet("llama"), undropped("ia3", "llama"), inputs, 5)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert difference(gradients, expected[1]) <= GRADIENTS
+
+
+async def test_embeddings_in_place_of_tokens() -> None:
+    model = quiet("llama")
+    inputs = {**batch(), "inputs_embeds": model.get_input_embeddings()(TEXTS).detach()}
+    del inputs["input_ids"]
+    expected = plain(model, undropped("lora", "llama"), inputs)
+    [(loss, gradients)] = await in_windows(model, undropped("lora", "llama"), inputs, 5)
+    assert loss == pytest.approx(expected[0], rel=1e-6)
+    assert difference(gradients, expected[1]) <= GRADIENTS
+
+
+async def test_bf16() -> None:
+    """No further from fp32 than plain PEFT in bf16 is (mean over tensors of the relative error)."""
+    long = {"input_ids": torch.randint(3, 64, (1, 200)), "labels": torch.randint(3, 64, (1, 200))}
+    model = tiny_model(dtype=torch.bfloat16, max_position_embeddings=256)
+    config = undropped("lora", "llama")
+    exact = plain(copy.deepcopy(model).float(), config, long)[1]
+
+    def error(found: dict[str, torch.Tensor]) -> float:
+        return float(torch.stack([(found[n].float() - e).norm() / e.norm() for n, e in exact.items()]).mean())
+
+    expected = plain(model, config, long)
+    [(loss, gradients)] = await in_windows(model, config, long, 16)
+    assert loss == pytest.approx(expected[0], rel=1e-3)
+    assert error(gradients) <= 1.2 * error(expected[1])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+async def test_dropout_is_the_same_when_a_window_is_run_again(architecture: str) -> None:
+    """Against plain PEFT that runs the same windows once, with the graph of all of them, and backward at the end."""
+    config = lora(architecture, lora_dropout=0.5)
+    model = tiny_model(architecture)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).train()
+    torch.manual_seed(7)
+    cache, total = DynamicCache(config=model.config), torch.zeros(())
+    following = torch.nn.functional.pad(batch()["labels"][:, 1:], (0, 1), value=-100)
+    for begin in range(0, LENGTH, 5):
+        part = slice(begin, begin + 5)
+        logits = adapted(input_ids=TEXTS[:, part], past_key_values=cache, use_cache=True).logits
+        total = total + torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), following[:, part].flatten(), ignore_index=-100, reduction="sum"
+        )
+    loss = total / (following != -100).sum()
+    loss.backward()
+    after = torch.rand(3)
+    async with symbiosis.Executor(model) as executor, executor.client(config, seed=0) as client:
+        client.manual_seed(7)
+        gradients = Gradients(client.model)
+        assert await client.train_step(batch(), gradients, window=5) == pytest.approx(  # type: ignore[arg-type]
+            loss.item(), rel=1e-6
+        )
+        assert torch.equal(await client.run(torch.rand, 3), after)  # the stream stands where one pass leaves it
+    expected = {name: p.grad for name, p in adapted.named_parameters() if p.grad is not None}
+    assert difference(gradients.found, expected) <= GRADIENTS
+
+
+async def test_an_optimizer_step_and_gradients_of_before() -> None:
+    """As without windows: what ``backward`` left in the gradients counts, and they are cleared in the end."""
+    config = undropped("lora", "llama")
+    trained = []
+    for window in (None, 4):
+        async with symbiosis.Executor(quiet("llama")) as executor, executor.client(config, seed=0) as client:
+            optimizer = torch.optim.SGD([p for p in client.model.parameters() if p.requires_grad], lr=0.5)
+            await client.backward((await client.forward(**BATCH)).loss)
+            await client.train_step(batch(), optimizer, window=window)
+            assert all(p.grad is None for p in client.model.parameters())
+            trained.append({n: p.detach().clone() for n, p in client.model.named_parameters() if p.requires_grad})
+    assert difference(trained[1], trained[0]) <= GRADIENTS
+
+
+async def test_among_others() -> None:
+    model, config = quiet("llama"), undropped("lora", "llama")
+    expected = plain(model, config, batch())
+    others = [(lora(), "train"), (prefix(), "train"), (None, "generate")]
+    async with symbiosis.Executor(model) as executor, crowd(executor, others):
+        async with executor.client(config, seed=0) as client:
+            gradients = Gradients(client.model)
+            for window in (3, 7):
+                await client.train_step(batch(), gradients, window=window)  # type: ignore[arg-type]
+                assert difference(gradients.found, expected[1]) <= GRADIENTS
+
+
+async def test_requests_have_a_windows_rows_and_are_fine_tuning() -> None:
+    """That is what co-serving wants: small requests, of which none passes for a prefill."""
+    seen: list[tuple[Kind, int]] = []
+    async with symbiosis.Executor(quiet("llama")) as executor, executor.client(lora()) as client:
+        request = client._link.request
+
+        def watched(key: Any, kind: Kind, tensors: Any, name: str) -> Any:
+            seen.append((kind, tensors[0].shape[0]))
+            return request(key, kind, tensors, name)
+
+        client._link.request = watched  # type: ignore[method-assign]
+        await client.train_step(batch(), adamw(client.model), window=4)
+        assert {kind for kind, _ in seen} == {Kind.FINETUNE}
+        assert max(rows for _, rows in seen) == 2 * 4
+        seen.clear()
+        with torch.no_grad():
+            await client.forward(input_ids=IDS)
+        assert {kind for kind, _ in seen} == {Kind.PREFILL}
+
+
+async def test_keys_and_values_are_let_go_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Any]] = []
+    start = windows.Past.__init__
+
+    def noted(self: Any, length: int) -> None:
+        start(self, length)
+        held.append(weakref.ref(self))
+
+    monkeypatch.setattr(windows.Past, "__init__", noted)
+    async with symbiosis.Executor(quiet("llama")) as executor, executor.client(lora()) as client:
+        optimizer = adamw(client.model)
+        await client.train_step(batch(), optimizer, window=4)
+        held.clear()
+        gc.collect()
+        gc.disable()
+        try:
+            await client.train_step(batch(), optimizer, window=4)
+            assert len(held) == 4
+            assert all(reference() is None for reference in held)
+        finally:
+            gc.enable()
+
+
+async def test_cancelled_between_windows() -> None:
+    """The client can be used afterwards, and its forward passes are no fine-tuning."""
+    async with symbiosis.Executor(quiet("llama")) as executor, executor.client(undropped("lora", "llama")) as client:
+        task = asyncio.create_task(client.train_step(batch(), adamw(client.model), window=1))
+        await until(lambda: executor.statistics().requests >= 60)
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not client._link.finetuning
+        client.model.zero_grad()
+        await client.train_step(batch(), adamw(client.model), window=6)
+
+
+@pytest.mark.parametrize("window", [0, -3, True, 2.0, "4"])
+async def test_windows_that_are_none(base: Any, window: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        with pytest.raises(UsageError, match=r"window is .*; give a whole number of tokens, 1 or more"):
+            await client.train_step(BATCH, adamw(client.model), window=window)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "labels": ({"labels": None}, "has no labels"),
+    "shape": ({"labels": TEXTS[:, 1:]}, r"labels are \[2, 18\]"),
+    "mask": ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "attention_mask is .*must be"),
+    "tensor": ({"head_mask": torch.ones(2)}, "not known how to cut head_mask"),
+    "cache": ({"past_key_values": DynamicCache()}, "past_key_values=.* does not go with `window`"),
+    "no cache": ({"use_cache": False}, "use_cache=False does not go with `window`"),
+    "packed": ({"position_ids": (torch.arange(LENGTH) % 10).expand(2, -1)}, "a row of its own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_batches_that_cannot_be_cut(base: Any, name: str) -> None:
+    changed, reason = REFUSED[name]
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        optimizer = adamw(client.model)
+        with pytest.raises(UsageError, match=reason):
+            await client.train_step({**batch(), **changed}, optimizer, window=4)
+        await client.train_step(batch(), optimizer, window=4)
+
+
+async def test_padding_that_is_asked_for_a_token() -> None:
+    """Gemma 2's eager attention takes the mean of the whole row where nothing may be seen, later tokens as well."""
+    inputs = batch("left")
+    inputs["labels"][0, 3] = 5
+    async with symbiosis.Executor(quiet("gemma2")) as executor, executor.client(lora()) as client:
+        with pytest.raises(UsageError, match="first token after padding the label -100"):
+            await client.train_step(inputs, adamw(client.model), window=4)
+
+
+@pytest.mark.parametrize("name", ["PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "checkpointing"])
+async def test_methods_that_want_the_whole_sequence(base: Any, name: str) -> None:
+    config: Any = {
+        "PROMPT_TUNING": peft.PromptTuningConfig(task_type=CAUSAL, num_virtual_tokens=3),
+        "P_TUNING": peft.PromptEncoderConfig(task_type=CAUSAL, num_virtual_tokens=3),
+        "ADAPTION_PROMPT": peft.AdaptionPromptConfig(task_type=CAUSAL, adapter_len=3, adapter_layers=2),
+        "checkpointing": lora(),
+    }[name]
+    async with symbiosis.Executor(base) as executor, executor.client(config) as client:
+        if name == "checkpointing":
+            client.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with pytest.raises(UsageError, match=rf"{name}.*leave `window` out"):
+            await client.train_step(batch(), adamw(client.model), window=4)
+        await client.train_step(batch(), adamw(client.model))
+
+
+async def test_models_without_a_cache_of_keys_and_values() -> None:
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    )
+    async with symbiosis.Executor(mamba) as executor:
+        async with executor.client(lora(target_modules=["in_proj"])) as client:
+            with pytest.raises(UsageError, match=r"MambaForCausalLM.*cannot be run in windows"):
+                await client.train_step(batch(), adamw(client.model), window=4)
+
+
+async def test_models_that_ignore_the_cache() -> None:
+    class Forgetful(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, *args: Any, past_key_values: Any = None, use_cache: Any = None, **kwargs: Any) -> Any:
+            return super().forward(*args, use_cache=False, **kwargs)
+
+    model = Forgetful(quiet("llama").config).eval()
+    async with symbiosis.Executor(model) as executor, executor.client(lora()) as client:
+        with pytest.raises(UsageError, match="does not put all keys and values into the cache"):
+            await client.train_step(batch(), adamw(client.model), window=4)
+
+
+async def test_without_anything_trainable(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        with pytest.raises(UsageError, match=r"nothing in the model of client .* is trainable"):
+            await client.train_step(batch(), torch.optim.SGD([torch.zeros(1)]), window=4)
