@@ -129,9 +129,11 @@ class Reader:
             zmq.Again: the other side does not take what was sent before.
             zmq.ZMQError: the other side is gone (a ROUTER's).
         """
-        self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        if self._soon is None and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._look_again()  # sending has eaten the wake-up
+        try:
+            self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        finally:
+            if self._soon is None and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._look_again()  # sending has eaten the wake-up
 
     def drain(self) -> None:
         """Take now what has come."""

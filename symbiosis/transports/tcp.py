@@ -258,6 +258,7 @@ class TcpListener:
                 self._meet(identity, stranger)
         if self._strangers and self._settling is None and again < math.inf:
             self._settling = self._loop.call_at(again, self._settle)
+        self._reader.drain()  # asking ZeroMQ has eaten the wake-up
 
     def _meet(self, identity: bytes, stranger: _Stranger) -> None:
         link = stranger.link
