@@ -77,7 +77,7 @@ def test_typed_marker() -> None:
 
 ALLOWED = {
     "core": {"core", "errors", "log"},
-    "policies": {"core.protocols", "core.requests", "policies", "errors"},
+    "policies": {"core.protocols", "core.queues", "core.requests", "policies", "errors"},
     "transports": {"core.protocols", "core.requests", "transports", "errors", "log"},
     "privacy": {"core", "privacy", "errors"},
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from symbiosis.simulation.clients import Done
 
-__all__ = ["Outcome", "SLO", "outcome", "percentile"]
+__all__ = ["SLO", "Outcome", "outcome", "percentile"]
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ def first_line(error: Exception) -> str:
 
 
 def gloo(store: Store, rank: int, local: str) -> Any:
+    """A process group of two over TCP, that listens on the address ``local``."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # A device for each group: its pairs are numbered from the start, the same on both sides.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=local)]
@@ -86,6 +87,7 @@ def gloo(store: Store, rank: int, local: str) -> Any:
 
 
 def nccl(store: Store, rank: int, device: torch.device) -> Any:
+    """A process group of two between GPUs."""
     # By default torch ends the process where an operation takes too long: a tenant that stalls would end them all.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -140,6 +142,7 @@ class Store(dist.Store):  # type: ignore[misc, name-defined]
 
 
 def not_met() -> TimeoutError:
+    """What to raise when the other side does not come."""
     return TimeoutError(f"the other side did not come to the rendezvous within {WITHIN_S:.0f} s")
 
 
