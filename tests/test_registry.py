@@ -12,6 +12,7 @@ from symbiosis.core.protocols import Transport
 from symbiosis.core.registry import POLICIES, TRANSPORTS, make_policy, make_transport, names
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, RateLimit
+from symbiosis.policies.opportunistic import WAIT_MS
 from symbiosis.transports.inproc import InProcTransport
 
 
@@ -25,9 +26,10 @@ def test_built_in_policies(name: str, cls: type[Any]) -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("opportunistic", (0.2, 50.0)),
-        ("opportunistic:", (0.2, 50.0)),
+        ("opportunistic", (WAIT_MS, 50.0)),
+        ("opportunistic:", (WAIT_MS, 50.0)),
         ("opportunistic:wait_ms=7", (7, 50.0)),
+        ("opportunistic:wait_ms.decode=7", ({"decode": 7}, 50.0)),
         ("opportunistic:wait-ms=0.5,max_wait_ms=1e2", (0.5, 100.0)),
         ("opportunistic: wait_ms = 3 ", (3, 50.0)),
     ],

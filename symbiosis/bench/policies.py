@@ -26,7 +26,7 @@ GOALS = {
 NAMES = {"none": "no-lockstep", "lockstep": "lockstep", "opportunistic": "opportunistic"}
 LENGTHS = {"tiny": 0.1, "100m": 0.05, "1b": 0.03}
 """Of the trace's tokens, so that a round takes a minute or so on two cores."""
-REQUESTS_EACH = 2
+REQUESTS_EACH = 3
 NO_SLO = SLO(1e9, 1e9)
 
 
@@ -89,7 +89,7 @@ async def policies(
         for key, value in figures.items():
             report.headline[key if count == max(counts) else f"{key}_{count}"] = value
     report.notes.append(
-        f"Each client asks for {REQUESTS_EACH} texts, one after the other, with lengths of "
+        f"{REQUESTS_EACH} texts for each client; whichever is done takes the next. Lengths of "
         f"{'the trace' if trace else 'a made up trace'} times {LENGTHS[preset.name]}; the paper's four LoRAs in turn; "
         f"medians of {rounds} rounds; base layers {base_layers!r}. prefill_vs_none is a ratio of speeds: of times to "
         "the first token, upside down."

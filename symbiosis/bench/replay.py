@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import torch
@@ -29,13 +29,12 @@ class Crowd:
         self._preset = preset
         self._device = executor.device
         self._load = load
-        self._work = load.by_client()
         self._texts: list[Client] = []
         self._jobs: list[tuple[Client, torch.optim.Optimizer]] = []
 
     async def __aenter__(self) -> Crowd:
         adapters = cycle(PAPER_LORA.values())
-        for number in range(len(self._work)):
+        for number in range(len(self._load.by_client())):
             client = self._executor.client(lora(*next(adapters)), name=f"text-{number}")
             self._texts.append(await client.open())
         for number in range(self._load.tuning):
@@ -57,7 +56,7 @@ class Crowd:
         def now() -> float:
             return time.perf_counter() - began
 
-        async def asks(client: Client, arrivals: list[Arrival], seed: int) -> None:
+        async def asks(client: Client, arrivals: Iterator[Arrival], seed: int) -> None:
             for arrival in arrivals:
                 done = Done(arrival.at)
                 texts.append((done, arrival.tokens))
@@ -85,7 +84,7 @@ class Crowd:
             await asyncio.gather(
                 *(
                     asks(client, work, seed)
-                    for seed, (client, work) in enumerate(zip(self._texts, self._work, strict=True))
+                    for seed, (client, work) in enumerate(zip(self._texts, self._load.by_client(), strict=True))
                 )
             )
             seconds = now()

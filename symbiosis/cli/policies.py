@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
@@ -45,6 +46,13 @@ def _rows() -> list[_Row]:
     return [_row(name, installed.get(name)) for name in names(POLICIES)]
 
 
+def _shown(name: str, default: object) -> str:
+    """As it is written after --policy."""
+    if isinstance(default, Mapping):
+        return ", ".join(f"{name}.{key}={value}" for key, value in default.items())
+    return f"{name}={default}"
+
+
 def _row(name: str, entry: EntryPoint | None) -> _Row:
     origin = entry.value if entry is not None else "built in"
     try:
@@ -52,7 +60,7 @@ def _row(name: str, entry: EntryPoint | None) -> _Row:
     except Exception as error:  # noqa: BLE001 - whatever another package does when it is imported
         return _Row(name, origin, "cannot be loaded", "", str(error))
     options = ", ".join(
-        option.name if option.default is option.empty else f"{option.name}={option.default}"
+        option.name if option.default is option.empty else _shown(option.name, option.default)
         for option in inspect.signature(cls).parameters.values()
     )
     first = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")

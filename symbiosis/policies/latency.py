@@ -51,9 +51,12 @@ class Line:
 
     @property
     def start(self) -> float | None:
-        """Seconds that any batch takes, whatever its size; None until batches of different sizes have been measured."""
-        if self.count < _ENOUGH or self._weight * self._xx - self._x * self._x <= 1e-3 * self._x * self._x:
+        """Seconds that any batch takes, whatever its size; None until some have been measured. While all had about the
+        same size it could be all that they took, and no more."""
+        if self.count < _ENOUGH:
             return None
+        if self._weight * self._xx - self._x * self._x <= 1e-3 * self._x * self._x:
+            return self._y / self._weight
         return self.coefficients[0]
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Kind, Request
@@ -27,6 +28,9 @@ _MAX_CLIENTS = 20_000
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
+WAIT_MS = MappingProxyType({"decode": 2.0, "prefill": 0.2, "finetune": 0.2})
+
+
 class Opportunistic:
     """Give every request a deadline scaled with its size; batch whatever has come when one is due.
 
@@ -37,8 +41,7 @@ class Opportunistic:
     * when it is not expected to pay. Company saves what any batch of that key takes, whatever its size: ``a`` of a
       latency a + b · rows that is learned from the batches; and it saves that again at each of the n layers through
       which those who met stay together, which is learned too. So it waits where the next request for a key usually
-      comes within n · a of the last one, and no longer than that after it. Until batches of different sizes have been
-      seen, nobody knows ``a``, and only the deadline counts.
+      comes within n · a of the last one, and no longer than that after it.
 
     When the executor is busy, requests are due before their turn comes, and what counts is the order. A queue that is
     due may be passed over by one that is further behind and costs no more: they meet at the layer where the first one
@@ -46,8 +49,8 @@ class Opportunistic:
     longer than ``max_wait_ms``.
 
     Args:
-        wait_ms: wait per row, in milliseconds; or one for each kind of request, by name (decode, prefill, finetune), 0
-            for those that are left out.
+        wait_ms: wait per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
+            finetune), 0 for those that are left out.
         max_wait_ms: the longest wait of any request, in milliseconds.
         adaptive: whether waits that are not expected to pay are left out.
     """
@@ -56,7 +59,10 @@ class Opportunistic:
     lone_at_once = True
 
     def __init__(
-        self, wait_ms: float | Mapping[str, float] = 0.2, max_wait_ms: float = 50.0, adaptive: bool = True
+        self,
+        wait_ms: float | Mapping[str, float] = WAIT_MS,
+        max_wait_ms: float = 50.0,
+        adaptive: bool = True,
     ) -> None:
         if isinstance(wait_ms, Mapping):
             unknown = set(wait_ms) - set(_KINDS)
@@ -166,7 +172,8 @@ class Opportunistic:
         return None
 
     def __repr__(self) -> str:
-        return f"Opportunistic(wait_ms={self.wait_ms}, max_wait_ms={self.max_wait_ms})"
+        wait_ms = dict(self.wait_ms) if isinstance(self.wait_ms, Mapping) else self.wait_ms
+        return f"Opportunistic(wait_ms={wait_ms}, max_wait_ms={self.max_wait_ms:g})"
 
 
 def _milliseconds(what: str, value: object) -> float:

@@ -125,13 +125,22 @@ class Simulation:
 
         self._at(at, join)
 
-    def run(self, until: float = math.inf, going: Callable[[], bool] = lambda: True) -> None:
-        """Go on until nothing is left to do, until a time, in seconds, or while ``going`` says so."""
-        while self._events and self._events[0][0] <= until and going():
-            self.now, _, happen = heapq.heappop(self._events)
-            happen()
-            if not self._events or self._events[0][0] > self.now:  # all that happens at one time happens first
-                self._ask()
+    @property
+    def next_at(self) -> float:
+        """When something happens next, in seconds; ``inf`` if nothing does."""
+        return self._events[0][0] if self._events else math.inf
+
+    def step(self) -> None:
+        """Let the next thing happen."""
+        self.now, _, happen = heapq.heappop(self._events)
+        happen()
+        if not self._events or self._events[0][0] > self.now:  # all that happens at one time happens first
+            self._ask()
+
+    def run(self, until: float = math.inf) -> None:
+        """Go on until nothing is left to do, or until a time, in seconds."""
+        while self._events and self._events[0][0] <= until:
+            self.step()
 
     # ----------------------------------------------------------------------------------------------------------- parts
 

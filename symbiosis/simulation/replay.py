@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Key
-from symbiosis.simulation.clients import Done, Thinking, finetune, generate
+from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.engine import Client, Simulation, Until
 from symbiosis.simulation.outcome import SLO, Outcome, outcome
@@ -22,9 +21,9 @@ class Load:
 
     Args:
         trace: requests for text.
-        clients: that ask for it, each for every so manieth, one after another; each request is a client of its own if
-            None.
-        paced: whether requests come when the trace says, or as soon as their client is done with the one before.
+        clients: that ask for it, one request after another; each request is a client of its own if None.
+        paced: whether requests come when the trace says, to each client every so manieth; or whichever client is done
+            takes the next.
         tuning: clients that fine-tune until the last text is finished.
         rows: tokens of a fine-tuning step.
     """
@@ -35,10 +34,12 @@ class Load:
     tuning: int = 0
     rows: int = 256
 
-    def by_client(self) -> list[list[Arrival]]:
-        """What each client asks for."""
+    def by_client(self) -> list[Iterator[Arrival]]:
+        """What each client asks for, as it gets to it."""
         count = min(self.clients or len(self.trace), len(self.trace))
-        return [list(self.trace[number::count]) for number in range(count)]
+        if not self.paced:
+            return [iter(self.trace)] * count  # the very same
+        return [iter(self.trace[number::count]) for number in range(count)]
 
 
 def replay(
@@ -62,7 +63,8 @@ def replay(
     """
     texts: list[tuple[Done, int]] = []
     jobs: list[Done] = []
-    left = [0] * executors
+    clients = load.by_client()
+    left = len(load.trace)
     simulations = [
         Simulation(
             make_policy(),
@@ -75,38 +77,27 @@ def replay(
         for _ in range(executors)
     ]
 
-    def finished(executor: int) -> None:
-        left[executor] -= 1
-        progress(1 - sum(left) / len(load.trace))
+    def asks(arrivals: Iterator[Arrival]) -> Client:
+        """One request for text after another."""
+        nonlocal left
+        for arrival in arrivals:
+            now = yield Until(arrival.at if load.paced else 0.0)
+            done = Done()
+            texts.append((done, arrival.tokens))
+            began = arrival.at if load.paced else now
+            yield from generate(costs.walk, arrival.prompt, arrival.tokens, costs.think, done, began)
+            left -= 1
+            progress(1 - left / len(load.trace))
 
-    for number, arrivals in enumerate(load.by_client()):
-        mine = [(arrival, Done()) for arrival in arrivals]
-        texts += [(done, arrival.tokens) for arrival, done in mine]
-        executor = number % executors
-        left[executor] += len(mine)
-        client = _asks(mine, costs.walk, costs.think, load.paced, lambda executor=executor: finished(executor))  # type: ignore[misc]
-        simulations[executor].add(f"text-{number}", client, mine[0][0].at if load.paced else 0.0)
+    for number, arrivals in enumerate(clients):
+        simulations[number % executors].add(f"text-{number}", asks(arrivals))
     for number in range(load.tuning):
         jobs.append(Done())
         tunes = finetune(costs.walk, load.rows, costs.think, jobs[-1], back=costs.back)
         simulations[number % executors].add(f"job-{number}", tunes)
-    for executor, simulation in enumerate(simulations):
-        simulation.run(going=lambda executor=executor: left[executor] > 0)  # type: ignore[misc]
+    while left:  # all executors at the same time: clients of one may take what those of another leave
+        min(simulations, key=lambda simulation: simulation.next_at).step()
     batches = sum(simulation.totals.batches for simulation in simulations)
     members = sum(simulation.totals.members for simulation in simulations)
     seconds = max(simulation.now for simulation in simulations)
     return outcome(texts, jobs, seconds, members / batches if batches else 0.0, slo)
-
-
-def _asks(
-    mine: Sequence[tuple[Arrival, Done]],
-    walk: Sequence[Key],
-    think: Thinking,
-    paced: bool,
-    finished: Callable[[], None],
-) -> Client:
-    """One request for text after another."""
-    for arrival, done in mine:
-        now = yield Until(arrival.at if paced else 0.0)
-        yield from generate(walk, arrival.prompt, arrival.tokens, think, done, arrival.at if paced else now)
-        finished()
