@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import symbiosis
 from symbiosis.core.protocols import Policy
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Terms
 from symbiosis.core.scheduler import WaitUntil
@@ -17,6 +19,7 @@ from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit
 from symbiosis.policies.admission import tenant_of
 from symbiosis.testing import PolicyConformance, World
+from tests.helpers import IDS
 
 F0 = Key((0,), Pass.FORWARD)
 WEIGHTS = {Kind.DECODE: 2.0, Kind.PREFILL: 1.0, Kind.FINETUNE: 1.0}
@@ -231,11 +234,54 @@ def test_nobody_is_held_back_for_ever() -> None:
     raise AssertionError("it waits for ever")
 
 
-def test_who_asks_for_more_than_the_highest() -> None:
-    world = _crowd(Priority(NoLockstep(), highest=1), ["greedy", "modest"])
-    _submit(world, "modest", 1)
-    _submit(world, "greedy", 99)
-    assert world.complete(_run(world))[0].client == "modest"
+def test_tenants_have_priorities() -> None:
+    world = _crowd(Priority(NoLockstep(), tenants={"gold": 2}), ["plain/1", "gold/1", "gold/2"])
+    for name in ("plain/1", "gold/1"):
+        _submit(world, name, 0)
+    _submit(world, "gold/2", 1)
+    order = []
+    for _ in range(3):
+        order += [request.client for request in world.complete(_run(world))]
+    assert order == ["gold/2", "gold/1", "plain/1"]
+
+
+async def test_a_client_is_told_its_terms(base: Any) -> None:
+    """From the client to the policy."""
+    seen: dict[str, set[tuple[Terms, Kind]]] = {}
+
+    class Notes(NoLockstep):
+        lone_at_once = False
+
+        def submitted(self, request: Request) -> None:
+            seen.setdefault(request.client, set()).add((request.terms, request.kind))
+
+    terms = {"priority": 3, "slo_ms": 50.0, "ttft_ms": 900.0, "kind": Kind.FINETUNE}
+    async with symbiosis.Executor(base, policy=Notes()) as executor:
+        async with executor.client(name="a", **terms) as a, executor.client(name="b") as b:
+            await a.forward(input_ids=IDS)
+            await b.forward(input_ids=IDS)
+        assert seen["a"] == {(Terms(3, 50.0, 900.0, Kind.FINETUNE), Kind.FINETUNE)}
+        assert {found for found, _ in seen["b"]} == {Terms()}
+        assert Kind.FINETUNE not in {kind for _, kind in seen["b"]}
+
+
+@pytest.mark.parametrize(
+    "terms", [{"priority": 1.5}, {"priority": 10**6}, {"slo_ms": 0}, {"ttft_ms": float("nan")}, {"kind": "decode"}]
+)
+def test_terms_that_mean_nothing(base: Any, terms: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(terms))):
+        symbiosis.Executor(base).client(**terms)
+
+
+def test_a_client_with_an_slo_of_its_own() -> None:
+    """Fine-tuning stops for who was promised more."""
+    slack = {}
+    for slo_ms in (None, 20.0):
+        policy = CoServing(slo_ms=200)
+        world = _crowd(policy, ["a"])
+        world.submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=slo_ms))
+        slack[slo_ms] = policy.slack(0.0)
+    assert slack[20.0] < 0.02 < slack[None]
 
 
 # ---------------------------------------------------------------------------------------------------------- rate limit
@@ -278,7 +324,7 @@ def test_others_have_buckets_of_their_own() -> None:
         (lambda: Fair("opportunistic"), "give an object"),  # type: ignore[arg-type]
         (lambda: Fair(NoLockstep), "give an object"),  # type: ignore[arg-type]
         (lambda: Priority(max_wait_ms=-1), "max_wait_ms is -1"),
-        (lambda: Priority(highest=1.5), "highest is 1.5"),  # type: ignore[arg-type]
+        (lambda: Priority(tenants={"a": 1.5}), "that of 'a' is 1.5"),  # type: ignore[dict-item]
         (lambda: RateLimit(tokens_per_s=0), "tokens_per_s is 0"),
         (lambda: RateLimit(tenants={"a": -1}), "rate of 'a' is -1"),
     ],

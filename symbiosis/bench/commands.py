@@ -60,6 +60,13 @@ TransportOption = Annotated[
     TransportName,
     typer.Option(help="inproc: clients in the executor's process; otherwise executor and clients in their own."),
 ]
+PLAYED = {
+    "policies": PresetName.B1,
+    "mix": PresetName.B1,
+    "fairness": PresetName.M100,
+    "coserve": PresetName.M100,
+}
+"""Benchmarks that play a load, which takes its time, and the preset that each is run on among all."""
 COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
 
 
@@ -260,7 +267,7 @@ def run_all(
     preset: Annotated[list[PresetName] | None, typer.Option(help="Model sizes; all by default.")] = None,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Everything, on every preset: writes a page with tables and plots. Takes an hour on 2 cores.
+    """Everything, on every preset: writes a page with tables and plots. Takes an hour and a half on 2 cores.
 
     Results of other presets that lie beside the page from earlier runs stay in it.
     """
@@ -273,6 +280,9 @@ def run_all(
         for benchmark, rounds in (("overhead", 6), ("serve", 3), ("finetune", 2)):
             options = [benchmark, *size, "--rounds", str(rounds), "--device", device]
             work.append((folder / f"{name.value}-{benchmark}.json", options))
+        for benchmark, chosen in PLAYED.items():
+            if name is chosen:
+                work.append((folder / f"{name.value}-{benchmark}.json", [benchmark, *size, "--device", device]))
         work.append((folder / f"{name.value}-memory.json", ["memory", *size, "--device", device]))
         work.append((folder / f"{name.value}-overhead-shm.json", ["overhead", *size, "--transport", "shm"]))
         work.append(

@@ -26,7 +26,7 @@ from symbiosis.core.client import Client
 from symbiosis.core.fibers import current_fiber, in_modes
 from symbiosis.core.protocols import Listener, Policy
 from symbiosis.core.registry import make_policy, make_transport
-from symbiosis.core.requests import Batch, Call, Key, LayerSpec, Request
+from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, LayerSpec, Request, Terms
 from symbiosis.core.runner import Runner
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.session import ExecutorSession
@@ -106,6 +106,8 @@ class Executor:
         self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         self._listeners: list[Listener] = []
         self._sessions: dict[str, ExecutorSession] = {}
+        self._terms: dict[str, Terms] = {}
+        """Of clients that are about to join, by name."""
         self._calls: dict[int, Call] = {}
         self._ids = itertools.count()
         self._client_numbers = itertools.count(1)
@@ -227,6 +229,10 @@ class Executor:
         name: str | None = None,
         seed: int | None = None,
         device: str | torch.device | None = None,
+        priority: int = 0,
+        slo_ms: float | None = None,
+        ttft_ms: float | None = None,
+        kind: Kind | None = None,
     ) -> Client:
         """A tenant's client in this process, to be opened with ``async with``.
 
@@ -236,10 +242,26 @@ class Executor:
             seed: starts the client's stream of random numbers (adapter initialisation, dropout, sampling). By default
                 the stream starts as a copy of torch's own.
             device: where the client's share of the model runs; by default where the base model is.
+            priority: for the policy ``priority``; higher goes first.
+            slo_ms, ttft_ms: for the policy ``co-serving``: milliseconds for each generated token, and to the first one,
+                that this client is promised instead of what everybody is.
+            kind: what all its rows are for, where that is not to be told from them (one row of a sequence: decode;
+                more: prefill; with gradients: fine-tuning).
+
+        Raises:
+            UsageError: a promise that means nothing.
         """
-        return Client(
-            self._connect, peft_config, name=name or f"client-{next(self._client_numbers)}", seed=seed, device=device
-        )
+        name = name or f"client-{next(self._client_numbers)}"
+        terms = Terms(priority, slo_ms, ttft_ms, kind).check()
+
+        async def connect(name: str) -> Any:
+            self._terms[name] = terms
+            try:
+                return await self._connect(name)
+            finally:
+                self._terms.pop(name, None)
+
+        return Client(connect, peft_config, name=name, seed=seed, device=device)
 
     async def _connect(self, client: str) -> Any:
         if self._loop is None:
@@ -316,7 +338,8 @@ class Executor:
         if self._loop is None:
             raise ExecutorClosedError(f"the executor at {self._address} is not open")
         self._scheduler.client_joined(client)
-        session = self._sessions[client] = ExecutorSession(self, client, self._split.specs)
+        terms = self._terms.get(client, NO_TERMS)
+        session = self._sessions[client] = ExecutorSession(self, client, self._split.specs, terms)
         return session
 
     # -------------------------------------------------------------------------------------------------------- the loop
@@ -336,7 +359,10 @@ class Executor:
         call.id = id_ = next(self._ids)
         call.reply = reply
         self._calls[id_] = call
-        self._scheduler.submit(Request(id_, client, call.key, call.tensors[0].shape[0], call.kind, _now()))
+        terms = self._sessions[client].terms
+        kind = call.kind if terms.kind is None else terms.kind
+        rows = call.tensors[0].shape[0]
+        self._scheduler.submit(Request(id_, client, call.key, rows, kind, _now(), terms=terms))
         if self._pump is None:
             self.pump_soon()
         return reply

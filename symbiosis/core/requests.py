@@ -6,13 +6,14 @@ A *request* is one client's rows for one key, where a *key* is (layers, pass). R
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from symbiosis.errors import RequestError
+from symbiosis.errors import RequestError, UsageError
 
 if TYPE_CHECKING:
     import asyncio
@@ -135,16 +136,36 @@ class Call:
 
 
 class Terms(NamedTuple):
-    """What a client asks of the policy, for all of its requests. A policy does with it what it is made for."""
+    """What a client is promised, for all of its requests. A policy does with it what it is made for."""
 
     priority: int = 0
     """Higher goes first."""
     slo_ms: float | None = None
-    """Milliseconds for each generated token."""
+    """Milliseconds for each generated token; None: what the policy promises everybody."""
     ttft_ms: float | None = None
-    """Milliseconds to the first token."""
+    """Milliseconds to the first token; likewise."""
+    kind: Kind | None = None
+    """What all its rows are for, whatever they look like."""
+
+    def check(self) -> Terms:
+        """These terms.
+
+        Raises:
+            UsageError: they cannot be kept, or mean nothing.
+        """
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
+            raise UsageError(f"priority is {self.priority!r}; it must be a whole number of {MAX_PRIORITY} at most")
+        for name, value in (("slo_ms", self.slo_ms), ("ttft_ms", self.ttft_ms)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+            ):
+                raise UsageError(f"{name} is {value!r}; it must be milliseconds greater than 0")
+        if self.kind is not None and not isinstance(self.kind, Kind):
+            raise UsageError(f"kind is {self.kind!r}; it must be one of {', '.join(map(str, Kind))}")
+        return self
 
 
+MAX_PRIORITY = 1000
 NO_TERMS = Terms()
 
 

@@ -78,7 +78,8 @@ class CoServing:
         ttft_ms: time to the first token, from the prefill's first request on.
         wait_ms: how long inference rows wait for others that think, so that they share a batch.
         max_wait_ms: the longest that a request is passed over, SLO or not; then it goes in the order of arrival.
-        clients: (slo_ms, ttft_ms) of single clients, by name, where they are promised something else.
+        clients: (slo_ms, ttft_ms) of single clients, by name, where they are promised something else. What a client in
+            this process was promised as it was made (``executor.client(slo_ms=…)``) counts more.
     """
 
     name = "co-serving"
@@ -140,6 +141,8 @@ class CoServing:
     def _begin(self, request: Request) -> _Token:
         client, now = request.client, request.arrived
         slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
+        slo_ms = request.terms.slo_ms or slo_ms
+        ttft_ms = request.terms.ttft_ms or ttft_ms
         prefill = request.kind is Kind.PREFILL
         slo = (ttft_ms if prefill else slo_ms) / 1e3
         token = _Token(now, slo, prefill, self._tuned, -1, request)

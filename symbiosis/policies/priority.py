@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from symbiosis.core.protocols import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.errors import UsageError
-from symbiosis.policies.admission import Admission, number
+from symbiosis.policies.admission import Admission, number, tenant_of
 
 __all__ = ["Priority"]
 
@@ -24,24 +25,26 @@ class _Level:
 class Priority(Admission):
     """While a client of higher priority has something queued, those of lower priority wait.
 
-    A client says its priority as it joins (``client(priority=…)``, ``--priority``), so where tenants do not trust each
-    other there should be a :class:`~symbiosis.policies.fair.Fair` around this: urgency then is for a tenant's own
-    clients to share.
+    Who provides the executor says who is urgent: ``executor.client(priority=…)`` for a client in its process, and
+    ``tenants`` for those who come from elsewhere.
 
     Args:
         policy: who decides about those that are let in; opportunistic batching if None.
         max_wait_ms: the longest that a request is held back.
-        highest: what a client that asks for more is given.
+        tenants: priorities by tenant (what stands before the slash of a client's name), added to its clients' own.
     """
 
     name = "priority"
 
-    def __init__(self, policy: Policy | None = None, max_wait_ms: float = 1000.0, highest: int = 100) -> None:
+    def __init__(
+        self, policy: Policy | None = None, max_wait_ms: float = 1000.0, tenants: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(policy)
         self.max_wait_ms = number("priority", "max_wait_ms", max_wait_ms)
-        if isinstance(highest, bool) or not isinstance(highest, int):
-            raise UsageError(f"priority: highest is {highest!r}; it must be a whole number")
-        self.highest = highest
+        self.tenants = dict(tenants or {})
+        for name, priority in self.tenants.items():
+            if isinstance(priority, bool) or not isinstance(priority, int):
+                raise UsageError(f"priority: that of {name!r} is {priority!r}; it must be a whole number")
         self._levels: dict[int, _Level] = {}
 
     def hold(self, request: Request) -> None:
@@ -72,10 +75,13 @@ class Priority(Admission):
         level = self._level(request)
         level.queued -= 1
         if not level.queued:
-            del self._levels[min(request.terms.priority, self.highest)]
+            del self._levels[self._priority(request)]
+
+    def _priority(self, request: Request) -> int:
+        return request.terms.priority + self.tenants.get(tenant_of(request.client), 0)
 
     def _level(self, request: Request) -> _Level:
-        return self._levels.setdefault(min(request.terms.priority, self.highest), _Level())
+        return self._levels.setdefault(self._priority(request), _Level())
 
     def __repr__(self) -> str:
         return f"Priority({self.policy!r}, max_wait_ms={self.max_wait_ms:g})"
