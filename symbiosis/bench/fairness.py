@@ -78,7 +78,7 @@ async def fairness(
         ("without", f"with the flood, {policy}"),
         ("fair", f"with the flood, fair+{policy}"),
     ):
-        served_ratio = median(shares[what]) if what in shares else float("nan")
+        served_ratio = median(shares[what]) if what in shares else ""
         report.rows.append(
             {
                 "what": text,
