@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/symbiosis demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2
 
 check: $(STAMP)
 	$(BIN)/ruff check .
