@@ -20,6 +20,7 @@ __all__ = [
     "PeerError",
     "PlaceholderError",
     "PolicyError",
+    "PrivacyError",
     "RefusedError",
     "RequestError",
     "ShareError",
@@ -47,6 +48,10 @@ class PlaceholderError(UsageError):
     """Something wants the weights of a base layer, which a client does not have."""
 
 
+class PrivacyError(UsageError):
+    """Rows cannot be masked as asked. Nothing was sent bare."""
+
+
 class RequestError(UsageError):
     """A request does not fit the layer it names: dtype, width, rows, pass or layer index."""
 
@@ -60,7 +65,7 @@ class SplitError(UsageError):
 
 
 class UnknownNameError(UsageError):
-    """No policy or transport of this name is built in or installed."""
+    """No policy, transport or privacy scheme of this name is built in or installed."""
 
 
 class PeerError(SymbiosisError):

@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symbiosis.core.client import Client
-from symbiosis.core.protocols import Channel, Look
-from symbiosis.core.registry import make_transport
+from symbiosis.core.protocols import Channel, Look, Privacy
+from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.privacy.connect import masked, masked_blocking
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -35,24 +37,28 @@ def _name() -> str:
     return f"{getpass.getuser()}-{os.getpid()}-{next(_numbers)}"
 
 
-def connect(address: str, **options: Any) -> Base:
+def connect(address: str, *, privacy: str | Privacy | None = None, **options: Any) -> Base:
     """A base model served by another process, to be opened with ``async with``.
 
     Args:
         address: where, such as ``shm:///run/symbiosis.sock``.
+        privacy: how the rows of its clients are masked, unless a client says otherwise; see
+            :meth:`symbiosis.Executor.client`.
         **options: of the transport: ``retry``, how many seconds to wait for an executor that was lost (60 by default).
 
     Raises:
-        UnknownNameError, UsageError: no such transport, or option.
+        UnknownNameError, UsageError: no such transport or scheme, or option.
     """
-    return Base(address, **options)
+    return Base(address, privacy=privacy, **options)
 
 
 class Base:
     """A base model at an address; see :func:`connect`."""
 
-    def __init__(self, address: str, **options: Any) -> None:
+    def __init__(self, address: str, *, privacy: str | Privacy | None = None, **options: Any) -> None:
         self.address = address
+        self._options = options
+        self._privacy = make_privacy(privacy)
         self._transport = make_transport(address, **options)
         self._look: Look | None = None
         self._clients: list[Client] = []
@@ -79,16 +85,22 @@ class Base:
         name: str | None = None,
         seed: int | None = None,
         device: str | torch.device | None = None,
+        privacy: str | Privacy | None = None,
     ) -> Client:
-        """A client of this model; the arguments are those of :meth:`symbiosis.Executor.client`."""
-        client = Client(self._connect, peft_config, name=name or _name(), seed=seed, device=device)
+        """A client of this model; the arguments are those of :meth:`symbiosis.Executor.client`.
+
+        Without ``privacy``, rows are masked as :func:`connect` was told; ``"none"`` sends them as they are.
+        """
+        scheme = self._privacy if privacy is None else make_privacy(privacy)
+        client = Client(partial(self._connect, scheme), peft_config, name=name or _name(), seed=seed, device=device)
         self._clients.append(client)
         return client
 
-    async def _connect(self, client: str) -> Channel:
+    async def _connect(self, scheme: Privacy | None, client: str) -> Channel:
         if self._look is None:
             raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
-        return await self._transport.connect(self.address, client)
+        channel = await self._transport.connect(self.address, client)
+        return channel if scheme is None else await masked(channel, scheme, self.address, self._options)
 
     async def status(self) -> dict[str, Any]:
         """What the executor is and does."""
@@ -127,7 +139,12 @@ def tokenizer_of(files: dict[str, bytes], address: str) -> Any:
 
 @contextlib.contextmanager
 def open_model(
-    address: str, *, name: str | None = None, device: str | torch.device | None = None, **options: Any
+    address: str,
+    *,
+    name: str | None = None,
+    device: str | torch.device | None = None,
+    privacy: str | Privacy | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
     """The model at an address, for synchronous code: a ``transformers`` model like any other, without asyncio.
 
@@ -139,10 +156,14 @@ def open_model(
         address: where, such as ``shm:///run/symbiosis.sock``.
         name: of this client, shown in the executor's statistics and events.
         device: of the client-side tensors; the executor's kind by default.
+        privacy: how the rows that leave this process are masked; see :meth:`symbiosis.Executor.client`.
         **options: of the transport: ``retry``, how many seconds to wait for an executor that was lost (60 by default).
     """
     transport = make_transport(address, **options)
+    scheme = make_privacy(privacy)
     channel = transport.connect_blocking(address, name or _name())
+    if scheme is not None:
+        channel = masked_blocking(channel, scheme, address, options)
     link = Link()
     link.channel = channel
     try:

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,18 +25,19 @@ from torch import nn
 
 from symbiosis.core.client import Client
 from symbiosis.core.fibers import current_fiber, in_modes
-from symbiosis.core.protocols import Listener, Policy
-from symbiosis.core.registry import make_policy, make_transport
+from symbiosis.core.protocols import Identity, Listener, Policy, Privacy
+from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, LayerSpec, Request, Terms
 from symbiosis.core.runner import Runner
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.session import ExecutorSession
-from symbiosis.core.share import Share
+from symbiosis.core.share import Share, weights_fingerprint
 from symbiosis.core.splitting import SplitModel
 from symbiosis.core.statistics import Counters, Statistics
 from symbiosis.core.timeline import Timeline
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ExecutorClosedError, LayerError, UsageError
+from symbiosis.privacy.connect import masked
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -129,6 +131,7 @@ class Executor:
         self._running = threading.Lock()
         """Held by a lone request: there is one at a time, whichever thread it is on."""
         self._share: Share | None = None
+        self._identity: Identity | None = None
         self._source: str | Path | None = None
         """Where the model came from: there its tokenizer is, too."""
         self._started = 0.0
@@ -233,6 +236,7 @@ class Executor:
         slo_ms: float | None = None,
         ttft_ms: float | None = None,
         kind: Kind | None = None,
+        privacy: str | Privacy | None = None,
     ) -> Client:
         """A tenant's client in this process, to be opened with ``async with``.
 
@@ -247,19 +251,24 @@ class Executor:
                 that this client is promised instead of what everybody is.
             kind: what all its rows are for, where that is not to be told from them (one row of a sequence: decode;
                 more: prefill; with gradients: fine-tuning).
+            privacy: how the rows that leave the client are masked: a scheme of :mod:`symbiosis.privacy`, or a name with
+                options such as ``"noise-pool:size=64"``; by default they are sent as they are.
 
         Raises:
             UsageError: a promise that means nothing.
+            UnknownNameError, PrivacyError: no such scheme, or options that it does not take.
         """
         name = name or f"client-{next(self._client_numbers)}"
         terms = Terms(priority, slo_ms, ttft_ms, kind).check()
+        scheme = make_privacy(privacy)
 
         async def connect(name: str) -> Any:
             self._terms[name] = terms
             try:
-                return await self._connect(name)
+                channel = await self._connect(name)
             finally:
                 self._terms.pop(name, None)
+            return channel if scheme is None else await masked(channel, scheme, self._address, {})
 
         return Client(connect, peft_config, name=name, seed=seed, device=device)
 
@@ -312,6 +321,13 @@ class Executor:
     def skeleton(self, link: Link) -> nn.Module:
         """A client's share of the model; see :meth:`SplitModel.skeleton`."""
         return self._split.skeleton(link)
+
+    def identity(self) -> Identity:
+        """Which executor this is, and of which base layers."""
+        if self._identity is None:
+            layers = [(layer.spec, layer.module) for layer in self._split.layers]
+            self._identity = Identity(os.urandom(8).hex(), weights_fingerprint(layers))
+        return self._identity
 
     def share(self) -> Share:
         """A client's share of the model as data; see :class:`~symbiosis.core.share.Share`."""

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.core.blocks import times, times_transposed
 from symbiosis.core.requests import LayerSpec, Pass
 from symbiosis.errors import SplitError
 
@@ -38,7 +39,11 @@ class BaseLayer(ABC):
             return self.forward(tensors[0])
         if pass_ is Pass.BACKWARD:
             return self.backward(*tensors)
-        return self.forward_without_bias(tensors[0])
+        if pass_ is Pass.FORWARD_WITHOUT_BIAS:
+            return self.forward_without_bias(tensors[0])
+        if pass_ is Pass.BACKWARD_FP32:
+            return self.backward_fp32(tensors[0])
+        return self.forward_fp32(tensors[0], pass_.has_bias)
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
@@ -46,6 +51,10 @@ class BaseLayer(ABC):
     def forward_without_bias(self, x: torch.Tensor) -> torch.Tensor: ...
     @abstractmethod
     def backward(self, *tensors: torch.Tensor) -> torch.Tensor: ...
+    @abstractmethod
+    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor: ...
+    @abstractmethod
+    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor: ...
 
 
 class LinearLayer(BaseLayer):
@@ -65,6 +74,12 @@ class LinearLayer(BaseLayer):
         (dy,) = tensors
         return dy.mm(self._weight)
 
+    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor:
+        return _plus(times_transposed(x, self._weight), self._bias if bias else None)
+
+    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor:
+        return times(dy, self._weight)
+
 
 class Conv1DLayer(BaseLayer):
     """transformers' ``Conv1D`` (GPT-2): Y = X·W + b, weight [i, o]."""
@@ -83,6 +98,12 @@ class Conv1DLayer(BaseLayer):
         (dy,) = tensors
         return dy.mm(self._weight.t())
 
+    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor:
+        return _plus(times(x, self._weight), self._bias if bias else None)
+
+    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor:
+        return times_transposed(dy, self._weight)
+
 
 class ModuleLayer(BaseLayer):
     """A frozen module that treats every row alike, such as an MLP, served whole. Backward recomputes it from X."""
@@ -100,6 +121,16 @@ class ModuleLayer(BaseLayer):
             x = x.detach().requires_grad_()
             (dx,) = torch.autograd.grad(self.module(x), x, dy)
         return dx
+
+    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor:
+        raise SplitError(f"{self.spec.name} is served whole; it has no pass in fp32")
+
+    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor:
+        raise SplitError(f"{self.spec.name} is served whole; it has no pass in fp32")
+
+
+def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y.add_(bias)
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -7,11 +7,12 @@ else of the core.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Request
+from symbiosis.core.requests import Call, Expected, Key, Kind, LayerSpec, Request
 
 if TYPE_CHECKING:
     import torch
@@ -21,13 +22,19 @@ if TYPE_CHECKING:
     from symbiosis.core.virtlayer import Link
 
 __all__ = [
+    "Asked",
     "Channel",
     "Decision",
     "Expected",
+    "Identity",
     "Listener",
     "Look",
+    "Mask",
+    "Masked",
     "Policy",
+    "Privacy",
     "QueueView",
+    "Reply",
     "Run",
     "Service",
     "Session",
@@ -181,6 +188,15 @@ class Session(Protocol):
         """Leave. What is outstanding ends with ``error`` (default: ClientClosedError)."""
 
 
+class Identity(NamedTuple):
+    """Which executor it is, and of which base layers."""
+
+    instance: str
+    """Random, another for each executor that was started."""
+    weights: str
+    """See :func:`symbiosis.core.share.weights_fingerprint`."""
+
+
 class Service(Protocol):
     """What a listener serves: the executor."""
 
@@ -188,6 +204,7 @@ class Service(Protocol):
     def layers(self) -> Sequence[LayerSpec]: ...
     @property
     def device(self) -> torch.device: ...
+    def identity(self) -> Identity: ...
     def join(self, client: str) -> Session:
         """Admit a client under a name that no other has.
 
@@ -210,6 +227,14 @@ class Service(Protocol):
         """What the executor is and does, as plain data: for whoever watches it."""
 
 
+class Reply(Protocol):
+    """What a call will be answered with: an ``asyncio.Future``, or something that is awaited like one."""
+
+    def done(self) -> bool: ...
+    def result(self) -> tuple[torch.Tensor, ...]: ...
+    def __await__(self) -> Generator[Any, None, tuple[torch.Tensor, ...]]: ...
+
+
 class Channel(Protocol):
     """The client's end: carries calls to one executor and results back."""
 
@@ -221,7 +246,10 @@ class Channel(Protocol):
     def device(self) -> torch.device:
         """Where calls must have their tensors, and results have theirs."""
 
-    def send(self, call: Call) -> asyncio.Future[tuple[torch.Tensor, ...]]:
+    def identity(self) -> Identity:
+        """The executor at the other end, as it was when it was last connected to."""
+
+    def send(self, call: Call) -> Reply:
         """Send from the event loop; see :meth:`Session.submit`."""
 
     def call(self, call: Call) -> tuple[torch.Tensor, ...]:
@@ -281,3 +309,70 @@ class Transport(Protocol):
 
     def look(self, address: str) -> Look:
         """See who is there without joining. Blocks."""
+
+
+# ----------------------------------------------------------------------------------------------------------- privacy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """What a client asks of linear layers again and again, and how it is asked with masked rows."""
+
+    key: Key
+    """With masked rows: in fp32 where the layers are narrower."""
+    effects: Key
+    """The same without the bias: what noise becomes."""
+    layers: tuple[LayerSpec, ...]
+    width: int
+    """Columns of the rows."""
+    results: tuple[int, ...]
+    """Columns of each result."""
+    dtype: torch.dtype
+    """Of masked rows and their results."""
+
+
+class Masked(NamedTuple):
+    """Rows that are masked, and how their results are unmasked."""
+
+    calls: tuple[Call, ...]
+    """One for each executor."""
+    waits: tuple[Future[Any], ...]
+    """What must be there besides before anything can be unmasked: effects of noise."""
+    unmask: Callable[[Sequence[tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
+    """From the results of each executor to those of the bare rows, in :attr:`Asked.dtype`."""
+
+
+class Mask(Protocol):
+    """A privacy scheme at work for one client. Called on any of its threads, several at a time."""
+
+    def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
+        """Mask finite rows [n, width], each number of which is far below ``amplitude``, a power of two."""
+
+    def prepare(self, asked: Asked) -> Future[Any] | None:
+        """Get ready for rows that will be asked for, ahead of time. Done when they can be masked without a wait."""
+
+    def close(self) -> None:
+        """The client leaves. Blocks for a moment where there is a thread to end."""
+
+
+Ask = Callable[[Call], "Future[tuple[torch.Tensor, ...]]"]
+"""Sends a call of the scheme's own to the first executor, from any thread and without waiting."""
+
+
+@runtime_checkable
+class Privacy(Protocol):
+    """How a client's rows are to be masked. One object may serve several clients, each with noise of its own."""
+
+    name: str
+    scale: float
+    """How far above the rows' own size (rms) the amplitude of the noise is."""
+
+    def elsewhere(self, address: str) -> Sequence[str]:
+        """Addresses of the executors that a client at ``address`` asks besides."""
+
+    def begin(self, channels: Sequence[Channel], ask: Ask) -> Mask:
+        """For one client; ``channels`` lead to its executor and to those elsewhere.
+
+        Raises:
+            PrivacyError: these executors will not do.
+        """

@@ -1,6 +1,7 @@
-"""Find policies and transports by name: those built in, then those that other packages install as entry points.
+"""Find policies, transports and privacy schemes by name: those built in, then those that other packages install.
 
-A package adds its own with an entry point in the group ``symbiosis.policies`` or ``symbiosis.transports``::
+A package adds its own with an entry point in the group ``symbiosis.policies``, ``symbiosis.transports`` or
+``symbiosis.privacy``::
 
     [project.entry-points."symbiosis.policies"]
     shortest-first = "my_package:ShortestFirst"
@@ -10,17 +11,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import keyword
 import re
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from symbiosis.core.protocols import Policy, Transport
+from symbiosis.core.protocols import Policy, Privacy, Transport
 from symbiosis.errors import UnknownNameError, UsageError
 
-__all__ = ["make_policy", "make_transport", "names"]
+__all__ = ["make_policy", "make_privacy", "make_transport", "names"]
 
 POLICIES = "symbiosis.policies"
 TRANSPORTS = "symbiosis.transports"
+PRIVACY = "symbiosis.privacy"
 
 _BUILT_IN = {
     POLICIES: {
@@ -40,7 +43,16 @@ _BUILT_IN = {
         "tcp": "symbiosis.transports.tcp:TcpTransport",
         "dist": "symbiosis.transports.dist:DistTransport",
     },
+    PRIVACY: {
+        "noise-pool": "symbiosis.privacy.noise_pool:NoisePool",
+        "mixed-noise": "symbiosis.privacy.mixed_noise:MixedNoise",
+        "local-pads": "symbiosis.privacy.local_pads:LocalPads",
+        "secret-shares": "symbiosis.privacy.secret_shares:SecretShares",
+    },
 }
+
+
+_WHAT = {POLICIES: "policy", TRANSPORTS: "transport", PRIVACY: "privacy scheme"}
 
 
 def _installed(group: str) -> dict[str, EntryPoint]:
@@ -53,7 +65,7 @@ def names(group: str) -> list[str]:
 
 
 def _load(group: str, name: str) -> Any:
-    what = {POLICIES: "policy", TRANSPORTS: "transport"}[group]
+    what = _WHAT[group]
     if name in _BUILT_IN[group]:
         module, _, attribute = _BUILT_IN[group][name].partition(":")
         return getattr(importlib.import_module(module), attribute)
@@ -90,26 +102,56 @@ def make_policy(spec: str | Policy) -> Policy:
     spec, *inner = re.split(r"\+(?=[A-Za-z])", spec, maxsplit=1)  # and not in 1e+3
     name, _, text = spec.partition(":")
     cls = _load(POLICIES, name)
-    known = inspect.signature(cls).parameters
     options: dict[str, Any] = {}
     if inner:
-        if "policy" not in known:
+        if "policy" not in inspect.signature(cls).parameters:
             raise UsageError(f"policy {name!r} goes around no other; give one that does first, such as fair+{name}")
         options["policy"] = make_policy(inner[0])
+    return cast(Policy, _make(POLICIES, spec, cls, options, hidden="policy"))
+
+
+def make_privacy(spec: str | Privacy | None) -> Privacy | None:
+    """A privacy scheme from an object (itself) or from ``"name"`` or ``"name:option=value,option=value"``; None for
+    ``"none"`` and None, which send rows as they are.
+
+    Raises:
+        UnknownNameError: no such scheme.
+        UsageError: an option it does not have, or a value it does not accept.
+    """
+    if spec is None or spec == "none":
+        return None
+    if not isinstance(spec, str):
+        if isinstance(spec, type):
+            raise UsageError(f"privacy is {spec!r}; give an object: {spec.__name__}(…)")
+        if not isinstance(spec, Privacy):
+            raise UsageError(
+                f"privacy is {spec!r}; give a name such as 'noise-pool:size=64', or an object with name, elsewhere and "
+                "begin"
+            )
+        return spec
+    return cast(Privacy, _make(PRIVACY, spec, _load(PRIVACY, spec.partition(":")[0]), {}))
+
+
+def _make(group: str, spec: str, cls: Any, options: dict[str, Any], hidden: str | None = None) -> Any:
+    """``cls`` with the options of a spec, and some that are given; ``hidden`` cannot be written in a spec."""
+    name, _, text = spec.partition(":")
+    what = _WHAT[group]
+    known = inspect.signature(cls).parameters
     for part in filter(None, text.split(",")):
         option, equals, value = part.partition("=")
         option, dot, entry = option.strip().partition(".")
         option = option.replace("-", "_")
-        if not equals or option not in known or option == "policy":
-            raise UsageError(f"policy {name!r} has no option {part!r}; it takes {', '.join(known) or 'no options'}")
+        option += "_" if keyword.iskeyword(option) else ""
+        if not equals or option not in known or option == hidden:
+            raise UsageError(f"{what} {name!r} has no option {part!r}; it takes {', '.join(known) or 'no options'}")
         if dot:
             options.setdefault(option, {})[entry] = _number(value.strip())
         else:
             options[option] = _number(value.strip())
     try:
-        return cast(Policy, cls(**options))
+        return cls(**options)
     except TypeError as error:
-        raise UsageError(f"policy {spec!r}: {error}") from error
+        raise UsageError(f"{what} {spec!r}: {error}") from error
 
 
 def _number(text: str) -> Any:

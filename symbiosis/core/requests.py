@@ -45,6 +45,24 @@ class Pass(IntEnum):
     """Y = X·Wᵀ: for a client that trains its own bias, and for noise effects."""
     BACKWARD = 2
     """dX from dY (linear layers) or from X and dY (layers that are recomputed)."""
+    FORWARD_FP32 = 3
+    """As FORWARD, of a linear layer: rows and results in fp32 whatever the weight's dtype, for rows that are masked."""
+    FORWARD_WITHOUT_BIAS_FP32 = 4
+    BACKWARD_FP32 = 5
+
+    @property
+    def is_backward(self) -> bool:
+        return self is Pass.BACKWARD or self is Pass.BACKWARD_FP32
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the layer's bias is added."""
+        return self is Pass.FORWARD or self is Pass.FORWARD_FP32
+
+    @property
+    def in_fp32(self) -> bool:
+        """Whether rows and results are fp32 whatever the layer's dtype."""
+        return self >= Pass.FORWARD_FP32
 
 
 class Kind(IntEnum):
@@ -101,19 +119,26 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
     chosen = [layers[index] for index in indices]
     first = chosen[0]
     if len(indices) > 1 and (
-        pass_ is Pass.BACKWARD
+        pass_.is_backward
         or any(a >= b for a, b in pairwise(indices))
         or any((spec.in_features, spec.dtype) != (first.in_features, first.dtype) for spec in chosen)
     ):
         raise RequestError(
             f"layers {indices} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
         )
-    if pass_ is Pass.FORWARD_WITHOUT_BIAS and not all(spec.linear for spec in chosen):
-        raise RequestError(f"{first.name} is served whole and has no single bias to leave out")
-    if pass_ is not Pass.BACKWARD:
-        return Expected((first.in_features,), first.dtype, tuple(spec.out_features for spec in chosen))
+    if not all(spec.linear for spec in chosen) and pass_ not in (Pass.FORWARD, Pass.BACKWARD):
+        raise RequestError(f"{first.name} is served whole; it has no single bias to leave out and no pass in fp32")
+    dtype = _fp32() if pass_.in_fp32 else first.dtype
+    if not pass_.is_backward:
+        return Expected((first.in_features,), dtype, tuple(spec.out_features for spec in chosen))
     widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
-    return Expected(widths, first.dtype, (first.in_features,))
+    return Expected(widths, dtype, (first.in_features,))
+
+
+def _fp32() -> torch.dtype:
+    import torch  # not before it is needed: the simulator does without
+
+    return torch.float32
 
 
 @dataclass(slots=True, eq=False)

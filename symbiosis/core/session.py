@@ -43,7 +43,7 @@ class ExecutorSession:
     def expects(self, key: Key) -> Expected:
         found = self._expected.get(key)
         if found is None:
-            if len(self._expected) >= 4 * len(self._specs) + 64:  # more groups than any model has: a tenant at play
+            if len(self._expected) >= 8 * len(self._specs) + 64:  # more groups than any model has: a tenant at play
                 self._refuse(f"layers {key.layers} are one group of siblings too many")
             try:
                 found = self._expected[key] = expected(self._specs, key)

@@ -12,7 +12,7 @@ import json
 import logging
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from symbiosis.core.splitting import SplitModel, make_skeleton
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ShareError
 
-__all__ = ["Hollow", "Share"]
+__all__ = ["Hollow", "Share", "weights_fingerprint"]
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Share:
     """What the executor hands to a tenant.
 
     ``description`` has ``architecture``, ``model_type``, ``config``, ``generation_config``, ``attention``, ``dtype``,
-    ``layers``, ``tied``, ``buffers`` and ``fingerprint``; ``tensors`` are by parameter or buffer name; ``tokenizer``
+    ``layers``, ``tied``, ``buffers``, ``weights`` and ``fingerprint``; ``tensors`` are by parameter or buffer name; ``tokenizer``
     maps file names to contents.
     """
 
@@ -76,6 +76,7 @@ class Share:
             "layers": [[*spec[:4], _dtype_name(spec.dtype), spec.bias, spec.linear] for spec in split.specs],
             "tied": tied,
             "buffers": sorted(buffers),
+            "weights": weights_fingerprint([(layer.spec, layer.module) for layer in split.layers]),
         }
         description["fingerprint"] = _fingerprint(description, model)
         return cls(description, tensors, _tokenizer_files(source))
@@ -201,15 +202,30 @@ def _client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, 
     return tensors, tied
 
 
+def weights_fingerprint(layers: Sequence[tuple[LayerSpec, nn.Module]]) -> str:
+    """Tells whether two executors, or an executor and a tenant, have the same base layers: a hash of the layer table and
+    of a sample of every parameter of theirs, in the dtype that the table says."""
+    found = hashlib.blake2b(digest_size=16)
+    for spec, module in layers:
+        found.update(repr((*spec[:4], _dtype_name(spec.dtype), *spec[5:])).encode())
+        for name, parameter in module.named_parameters():
+            _sample(found, name, parameter.detach().to(spec.dtype) if spec.linear else parameter.detach())
+    return found.hexdigest()
+
+
 def _fingerprint(description: Mapping[str, Any], model: nn.Module) -> str:
     """Tells whether two executors serve the same model: a hash of the description and of a sample of every tensor."""
     found = hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=16)
     for name, parameter in model.named_parameters():
-        flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].contiguous().cpu()
-        found.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
-        found.update(sample.view(torch.uint8).numpy().tobytes())
+        _sample(found, name, parameter.detach())
     return found.hexdigest()
+
+
+def _sample(found: Any, name: str, tensor: torch.Tensor) -> None:
+    flat = tensor.reshape(-1)
+    sample = flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].contiguous().cpu()
+    found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+    found.update(sample.view(torch.uint8).numpy().tobytes())
 
 
 def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:

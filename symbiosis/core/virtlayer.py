@@ -89,6 +89,8 @@ class Link:
         """Raised by the next call from a thread, so that a cancelled backward ends."""
         self.model = _Model()
         """Of layers that are not copies."""
+        self.private = False
+        """Whether rows go out masked, so that nothing but products with a weight can be asked for."""
         self.finetuning = False
         """Whether forward passes without gradients belong to a training step too."""
         self.stream_on_thread: RandomStream | None = None
@@ -137,7 +139,7 @@ class Link:
             raise CannotWaitError(f"{name}: torch.func transforms (vmap, grad, jvp…) cannot be used on this model")
         if forward_ad._current_level >= 0 and any(map(_has_tangent, call.tensors)):
             raise CannotWaitError(f"{name}: forward-mode differentiation cannot be used on this model")
-        backward = call.key.pass_ is Pass.BACKWARD
+        backward = call.key.pass_.is_backward
         fiber = getcurrent()
         if isinstance(fiber, Fiber):
             if torch._C._current_graph_task_id() != -1:
@@ -490,8 +492,8 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
 class VirtModule(VirtLayer):
     """Stands for a module that is served whole, an MLP say, as long as the tenant has changed nothing inside it.
 
-    With an adapter inside, a trainable weight, or dropout that is in use, the module runs here and its own VirtLayers
-    ask the executor. Made by :func:`virtualize` from the skeleton's module, whose class it extends.
+    With an adapter inside, a trainable weight, dropout that is in use, or rows that go out masked, the module runs here
+    and its own VirtLayers ask the executor. Made by :func:`virtualize` from the skeleton's module, whose class it extends.
     """
 
     def _watch_inside(self) -> None:
@@ -514,7 +516,7 @@ class VirtModule(VirtLayer):
         return not (self.training and self._dropouts)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args or kwargs or not self._is_untouched():
+        if self._link.private or args or kwargs or not self._is_untouched():
             return cast(torch.Tensor, super().forward(x, *args, **kwargs))
         return self._call(x)
 

@@ -14,7 +14,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Container
 
-from symbiosis.core.requests import Key, Pass, Request
+from symbiosis.core.requests import Key, Request
 
 __all__ = ["FurthestBehind", "Index"]
 
@@ -30,7 +30,7 @@ class FurthestBehind:
         key = request.key
         if key not in self._known:
             self._known.add(key)
-            backward = key.pass_ is Pass.BACKWARD
+            backward = key.pass_.is_backward
             heapq.heappush(self._heaps[backward], (-key.layers[-1] if backward else key.layers[0], key))
 
     def candidates(self, queues: Container[Key]) -> list[Key]:

@@ -145,7 +145,7 @@ class _Recorder(Lockstep):
                 walk.append(request.key)
         elif request.kind is Kind.FINETUNE:
             walk = self._walks.setdefault(f"{request.client} back", [])
-            if request.key.pass_ is Pass.BACKWARD:
+            if request.key.pass_.is_backward:
                 walk.append(request.key)
             elif walk:
                 self.back = list(walk)

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from symbiosis.core.protocols import Service, Session
+from symbiosis.core.protocols import Identity, Service, Session
 from symbiosis.core.requests import Call, LayerSpec
 from symbiosis.errors import ExecutorClosedError, UsageError
 from symbiosis.transports.threads import ThreadCalls
@@ -92,6 +92,9 @@ class InProcChannel:
     @property
     def layers(self) -> Sequence[LayerSpec]:
         return self._service.layers
+
+    def identity(self) -> Identity:
+        return self._service.identity()
 
     def call(self, call: Call) -> tuple[torch.Tensor, ...]:
         if self._ended is not None:

@@ -128,6 +128,7 @@ class Peer(ABC):
             "share": share.description,
             "tokenizer": dict(share.tokenizer),
             "limits": self._limits.to_wire(),
+            "instance": self._service.identity().instance,
             **self.welcome(hello.name is not None),
         }
         self.send(wire.pack(Type.WELCOME, welcome))

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from symbiosis.core.protocols import Identity
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Hollow
 from symbiosis.core.virtlayer import Link
@@ -103,6 +104,9 @@ class _ShmChannel:
         with safe_open(f"/proc/self/fd/{self._share}", "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
+    def identity(self) -> Identity:
+        return self.welcome.identity
+
     def skeleton(self, link: Link) -> nn.Module:
         return self._hollow.skeleton(link)
 
@@ -137,6 +141,7 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         return cls(address, connect(address, client), client, retry_s)
 
     def _use(self, connection: Connection) -> None:
+        self.welcome = connection.welcome
         self._socket = connection.socket
         self._socket.settimeout(None)
         # A timeout in the kernel: Python's own would cost a second system call each time.
@@ -295,6 +300,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         return channel
 
     async def _use(self, connection: Connection) -> None:
+        self.welcome = connection.welcome
         self._arena = connection.arena
         self._gpu = self._gpu_arena(connection)
         self._places = [] if self._gpu is not None else [Places(0, connection.arena.size)]

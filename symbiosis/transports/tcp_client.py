@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from symbiosis.core.protocols import Look
+from symbiosis.core.protocols import Identity, Look
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Hollow
 from symbiosis.core.virtlayer import Link
@@ -172,6 +172,9 @@ class TcpChannel:
     def device_for(welcome: Welcome) -> torch.device:
         """Where the client's tensors are."""
         return _CPU
+
+    def identity(self) -> Identity:
+        return self.welcome.identity
 
     def skeleton(self, link: Link) -> nn.Module:
         return self._hollow.skeleton(link)
@@ -416,6 +419,9 @@ class TcpBlockingChannel(BlockingChannel):
 
         with LoopThread() as thread, bar_unless(options.progress, address) as progress:
             return cls(address, *thread.run(join(progress)), client, options)
+
+    def identity(self) -> Identity:
+        return self.welcome.identity
 
     def _exchange(self, call: Call) -> Results:
         expected_ = self._expected.get(call.key)

@@ -144,6 +144,7 @@ class ThreadedChannel(SynchronousChannel):
         self.device = channel.device
         self.layers = channel.layers
         self.skeleton = channel.skeleton
+        self.identity = channel.identity
         self._thread = thread
         self._channel = channel
         self._in_pass = False

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from symbiosis.core.protocols import Identity
 from symbiosis.core.share import Hollow
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import Limits
@@ -41,6 +42,11 @@ class Welcome:
     def fingerprint(self) -> str:
         """Tells whether it is still the same model after a reconnect."""
         return str(self.share["fingerprint"])
+
+    @property
+    def identity(self) -> Identity:
+        """Which executor it is, and of which base layers."""
+        return Identity(str(self.content.get("instance", "")), str(self.share.get("weights", "")))
 
     def known(self, device: torch.device) -> Hollow | None:
         """The model, if this process has made it before and still uses it."""

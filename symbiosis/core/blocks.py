@@ -1,0 +1,48 @@
+"""Products in fp32 with a weight in a narrower type, on the CPU block by block: a copy of the whole weight in fp32 would
+take twice its memory, and more time to write and read again than the product itself.
+
+Legend: n rows; i, o columns and rows of the weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["times", "times_transposed"]
+
+_BLOCK = 1 << 18
+"""Numbers of the weight that are converted at a time: 1 MiB of fp32, which stays in a core's cache."""
+
+
+def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """X·Wᵀ, [n, i] · [o, i]ᵀ → [n, o], in X's dtype."""
+    if weight.dtype is x.dtype:
+        return x.mm(weight.t())
+    if weight.device.type != "cpu":
+        return x.mm(weight.t().to(x.dtype))
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    start = 0
+    for part in weight.split(_rows(weight)):
+        end = start + part.shape[0]
+        torch.mm(x, part.to(x.dtype).t(), out=y[:, start:end])
+        start = end
+    return y
+
+
+def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """X·W, [n, o] · [o, i] → [n, i], in X's dtype."""
+    if weight.dtype is x.dtype:
+        return x.mm(weight)
+    if weight.device.type != "cpu":
+        return x.mm(weight.to(x.dtype))
+    y = x.new_zeros(x.shape[0], weight.shape[1])
+    start = 0
+    for part in weight.split(_rows(weight)):
+        end = start + part.shape[0]
+        y.addmm_(x[:, start:end], part.to(x.dtype))
+        start = end
+    return y
+
+
+def _rows(weight: torch.Tensor) -> int:
+    return max(1, _BLOCK // weight.shape[1])

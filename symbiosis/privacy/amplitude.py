@@ -1,0 +1,81 @@
+"""How large the noise is: scale, accuracy, and the power of two that is seen of a request's size.
+
+Masked rows are x + n with noise of half-width A = scale · rms(x), rounded up to a power of two. The result of x + n
+carries an error of A's size in the last bit, so a larger scale hides more and costs accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from symbiosis.errors import PrivacyError
+
+__all__ = ["DEFAULT_SCALE", "Size", "scale_for", "size_of", "whole"]
+
+DEFAULT_SCALE = 256.0
+ERROR_PER_SCALE = 2.0**-24
+"""Relative error of results, of rows in fp32, for each unit of scale."""
+_MOST = 2.0**80
+"""Amplitudes beyond ±80 powers of two would leave no room for products in fp32."""
+
+
+class Size(NamedTuple):
+    """How large the rows of a request are."""
+
+    amplitude: float
+    """A power of two; 0 if all rows are zero."""
+    finite: bool
+
+
+def size_of(x: torch.Tensor, scale: float) -> Size:
+    """The amplitude for rows [n, width]: the power of two at or above ``scale`` times the largest row's rms."""
+    if x.shape[0] == 1:
+        norm = torch.linalg.vector_norm(x).item()
+    else:
+        norm = torch.linalg.vector_norm(x, dim=1).amax().item()
+    size = norm * scale / math.sqrt(x.shape[1])
+    if size > _MOST or size != size:
+        return Size(0.0, False)
+    if size == 0.0:  # or so small that its square is
+        size = x.abs().amax().item() * scale
+        if size == 0.0:
+            return Size(0.0, True)
+    fraction, exponent = math.frexp(size)
+    return Size(max(math.ldexp(1.0, exponent - (fraction == 0.5)), 1 / _MOST), True)
+
+
+def scale_for(name: str, scale: float | None, accuracy: float | None) -> float:
+    """The scale that was asked for, or that follows from an accuracy.
+
+    Raises:
+        PrivacyError: both are given, or neither means anything.
+    """
+    if scale is not None and accuracy is not None:
+        raise PrivacyError(f"{name}: give scale or accuracy, not both; the one follows from the other")
+    if accuracy is not None:
+        if not isinstance(accuracy, int | float) or not 0 < accuracy < 1:
+            raise PrivacyError(f"{name}: accuracy is {accuracy!r}; give the relative error you accept, such as 1e-4")
+        scale = accuracy / ERROR_PER_SCALE
+        if scale < 1:
+            raise PrivacyError(
+                f"{name}: accuracy={accuracy:g} leaves no room for noise; in fp32 {ERROR_PER_SCALE:.1e} is the limit"
+            )
+        return scale
+    scale = DEFAULT_SCALE if scale is None else scale
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1 <= scale <= 2**20:
+        raise PrivacyError(f"{name}: scale is {scale!r}; give a number from 1 to {2**20}")
+    return float(scale)
+
+
+def whole(name: str, **values: object) -> None:
+    """Check that options are whole numbers from 1 on.
+
+    Raises:
+        PrivacyError: one is not.
+    """
+    for option, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PrivacyError(f"{name}: {option} is {value!r}; give a whole number, 1 or more")

@@ -1,0 +1,65 @@
+"""Noise from a cryptographic generator: AES-256 in counter mode.
+
+torch's generators are not cryptographic: who has seen some of their numbers can compute all others. And a tenant's own
+stream must stay as it would be without masks, so that dropout and sampling are those of a bare client.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+__all__ = ["BITS", "Keystream", "integers_of"]
+
+BITS = {torch.float32: 24, torch.float64: 53}
+"""Bits of each number, by dtype: as many as its significand has, so that noise is uniform on a grid and exact."""
+_AHEAD = 1 << 17
+"""Bytes that are encrypted at a time for small requests."""
+_BLOCK = 16
+"""Bytes of a block of AES, the unit of the counter."""
+
+
+class Keystream:
+    """Uniform numbers under a secret key, drawn one after another and each of them once. Threads may share it.
+
+    Args:
+        key: 32 bytes; by default new ones from the operating system.
+        start: block of 16 bytes to begin with.
+    """
+
+    def __init__(self, key: bytes | None = None, start: int = 0) -> None:
+        cipher = Cipher(algorithms.AES(os.urandom(32) if key is None else key), modes.CTR(start.to_bytes(16, "big")))
+        self._encryptor = cipher.encryptor()
+        self._lock = threading.Lock()
+        self._ahead: dict[torch.dtype, torch.Tensor] = {}
+        """Numbers that were made and not yet drawn."""
+
+    def raw(self, size: int) -> bytearray:
+        """The next ``size`` bytes."""
+        data = bytearray(size)
+        with self._lock:
+            self._encryptor.update_into(bytes(size), data)
+        return data
+
+    def uniform(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, width] of numbers in [-1, 1), multiples of 2^(1 - :data:`BITS`)."""
+        count = rows * width
+        with self._lock:
+            ahead = self._ahead.get(dtype)
+            if ahead is None or ahead.shape[0] < count:
+                itemsize = dtype.itemsize
+                size = max(count * itemsize, _AHEAD)
+                data = bytearray(size)
+                self._encryptor.update_into(bytes(size), data)
+                ahead = integers_of(data, dtype).to(dtype).mul_(2.0 ** (1 - BITS[dtype]))
+            drawn, self._ahead[dtype] = ahead[:count], ahead[count:]
+        return drawn.view(rows, width)
+
+
+def integers_of(data: bytearray, dtype: torch.dtype) -> torch.Tensor:
+    """The signed integers of :data:`BITS` bits that so many random bytes come to, in int32 or int64."""
+    wide, bits = (torch.int32, 32) if dtype is torch.float32 else (torch.int64, 64)
+    return torch.frombuffer(data, dtype=wide).bitwise_right_shift_(bits - BITS[dtype])
