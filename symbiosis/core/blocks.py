@@ -1,5 +1,5 @@
-"""Products in fp32 with a weight in a narrower type, on the CPU block by block: a copy of the whole weight in fp32 would
-take twice its memory, and more time to write and read again than the product itself.
+"""Products in fp32 with a weight in a narrower type, on the CPU block by block: a copy of the whole weight in fp32
+would take twice its memory, and more time to write and read again than the product of a few rows.
 
 Legend: n rows; i, o columns and rows of the weight.
 """
@@ -22,7 +22,7 @@ def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x.mm(weight.t().to(x.dtype))
     y = x.new_empty(x.shape[0], weight.shape[0])
     start = 0
-    for part in weight.split(_rows(weight)):
+    for part in torch.split(weight, _rows(weight)):
         end = start + part.shape[0]
         torch.mm(x, part.to(x.dtype).t(), out=y[:, start:end])
         start = end
@@ -37,7 +37,7 @@ def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x.mm(weight.to(x.dtype))
     y = x.new_zeros(x.shape[0], weight.shape[1])
     start = 0
-    for part in weight.split(_rows(weight)):
+    for part in torch.split(weight, _rows(weight)):
         end = start + part.shape[0]
         y.addmm_(x[:, start:end], part.to(x.dtype))
         start = end

@@ -25,6 +25,7 @@ from torch import nn
 
 from symbiosis.core.client import Client
 from symbiosis.core.fibers import current_fiber, in_modes
+from symbiosis.core.loading import load_model
 from symbiosis.core.protocols import Identity, Listener, Policy, Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, LayerSpec, Request, Terms
@@ -160,15 +161,9 @@ class Executor:
 
         The other arguments are those of :class:`Executor`.
         """
-        import transformers
-
-        if model_class is None:
-            config = transformers.AutoConfig.from_pretrained(model, **_config_options(options))
-            architecture = (config.architectures or [""])[0]
-            model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
         if dtype is not None:
             options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
-        loaded = model_class.from_pretrained(model, **options)
+        loaded = load_model(model, model_class, **options)
         executor = cls(loaded, policy=policy, base_layers=base_layers, device=device, max_rows=max_rows, name=name)
         executor._source = model
         return executor
@@ -560,11 +555,6 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is not None and not isinstance(named, torch.dtype):
         raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32' or 'bfloat16'")
     return named
-
-
-def _config_options(options: dict[str, Any]) -> dict[str, Any]:
-    shared = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
-    return {name: options[name] for name in shared if name in options}
 
 
 def _fail(call: Call, error: BaseException) -> None:

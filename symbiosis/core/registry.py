@@ -100,7 +100,7 @@ def make_policy(spec: str | Policy) -> Policy:
             )
         return spec
     spec, *inner = re.split(r"\+(?=[A-Za-z])", spec, maxsplit=1)  # and not in 1e+3
-    name, _, text = spec.partition(":")
+    name = spec.partition(":")[0]
     cls = _load(POLICIES, name)
     options: dict[str, Any] = {}
     if inner:

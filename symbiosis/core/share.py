@@ -40,8 +40,8 @@ class Share:
     """What the executor hands to a tenant.
 
     ``description`` has ``architecture``, ``model_type``, ``config``, ``generation_config``, ``attention``, ``dtype``,
-    ``layers``, ``tied``, ``buffers``, ``weights`` and ``fingerprint``; ``tensors`` are by parameter or buffer name; ``tokenizer``
-    maps file names to contents.
+    ``layers``, ``tied``, ``buffers``, ``weights`` and ``fingerprint``; ``tensors`` are by parameter or buffer name;
+    ``tokenizer`` maps file names to contents.
     """
 
     description: dict[str, Any]
@@ -203,8 +203,8 @@ def _client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 
 def weights_fingerprint(layers: Sequence[tuple[LayerSpec, nn.Module]]) -> str:
-    """Tells whether two executors, or an executor and a tenant, have the same base layers: a hash of the layer table and
-    of a sample of every parameter of theirs, in the dtype that the table says."""
+    """Tells whether two executors, or an executor and a tenant, have the same base layers: a hash of the layer table
+    and of a sample of every parameter of theirs, in the dtype that the table says."""
     found = hashlib.blake2b(digest_size=16)
     for spec, module in layers:
         found.update(repr((*spec[:4], _dtype_name(spec.dtype), *spec[5:])).encode())

@@ -32,10 +32,8 @@ class Size(NamedTuple):
 
 def size_of(x: torch.Tensor, scale: float) -> Size:
     """The amplitude for rows [n, width]: the power of two at or above ``scale`` times the largest row's rms."""
-    if x.shape[0] == 1:
-        norm = torch.linalg.vector_norm(x).item()
-    else:
-        norm = torch.linalg.vector_norm(x, dim=1).amax().item()
+    norms = torch.linalg.vector_norm(x, dim=None if x.shape[0] == 1 else 1)
+    norm = (norms if norms.ndim == 0 else norms.amax()).item()
     size = norm * scale / math.sqrt(x.shape[1])
     if size > _MOST or size != size:
         return Size(0.0, False)

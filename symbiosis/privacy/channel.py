@@ -11,6 +11,7 @@ an executor would serve whole run on the client.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -354,7 +355,8 @@ _TOO_LARGE = 2.0**60
 
 def size_of_each(x: torch.Tensor) -> torch.Tensor:
     """[n], the rms of each row."""
-    return torch.linalg.vector_norm(x, dim=1) / math.sqrt(x.shape[1])
+    norms: torch.Tensor = torch.linalg.vector_norm(x, dim=1)
+    return norms / math.sqrt(x.shape[1])
 
 
 def _send(channel: Channel, call: Call, answer: Future[Results]) -> None:
@@ -396,10 +398,8 @@ def _on_loop(future: Future[Any]) -> asyncio.Future[None]:
             waiting.set_result(None)
 
     def done(_: Future[Any]) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
             loop.call_soon_threadsafe(there)
-        except RuntimeError:  # the loop is closed, and nobody waits
-            pass
 
     future.add_done_callback(done)
     return waiting

@@ -19,7 +19,7 @@ async def masked(channel: Channel, privacy: Privacy, address: str, options: Mapp
     channels = [channel]
     try:
         for other in privacy.elsewhere(address):
-            channels.append(await _transport(other, options).connect(other, channel.client))
+            channels.append(await _transport(other, options).connect(other, channel.client))  # noqa: PERF401
         return MaskedChannel(channels, privacy, asyncio.get_running_loop())
     except BaseException:
         _close(channels)
@@ -31,7 +31,7 @@ def masked_blocking(channel: Channel, privacy: Privacy, address: str, options: M
     channels = [channel]
     try:
         for other in privacy.elsewhere(address):
-            channels.append(_transport(other, options).connect_blocking(other, channel.client))
+            channels.append(_transport(other, options).connect_blocking(other, channel.client))  # noqa: PERF401
         return MaskedChannel(channels, privacy)
     except BaseException:
         _close(channels)

@@ -12,7 +12,7 @@ import threading
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-__all__ = ["BITS", "Keystream", "integers_of"]
+__all__ = ["BITS", "Keystream", "blocks", "integers_of"]
 
 BITS = {torch.float32: 24, torch.float64: 53}
 """Bits of each number, by dtype: as many as its significand has, so that noise is uniform on a grid and exact."""
@@ -44,6 +44,13 @@ class Keystream:
             self._encryptor.update_into(bytes(size), data)
         return data
 
+    def integers(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, width] of whole numbers of :data:`BITS` bits with a sign, in int32 or int64. Each row takes whole
+        blocks of the cipher, so that a stream may begin with any; see :func:`blocks`."""
+        size = blocks(width, dtype) * _BLOCK
+        drawn = integers_of(self.raw(rows * size), dtype).view(rows, size // dtype.itemsize)
+        return drawn[:, :width]
+
     def uniform(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """[rows, width] of numbers in [-1, 1), multiples of 2^(1 - :data:`BITS`)."""
         count = rows * width
@@ -57,6 +64,11 @@ class Keystream:
                 ahead = integers_of(data, dtype).to(dtype).mul_(2.0 ** (1 - BITS[dtype]))
             drawn, self._ahead[dtype] = ahead[:count], ahead[count:]
         return drawn.view(rows, width)
+
+
+def blocks(width: int, dtype: torch.dtype) -> int:
+    """Blocks of the cipher that a row of :meth:`Keystream.integers` takes."""
+    return -(-width * dtype.itemsize // _BLOCK)
 
 
 def integers_of(data: bytearray, dtype: torch.dtype) -> torch.Tensor:

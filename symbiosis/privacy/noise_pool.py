@@ -22,7 +22,7 @@ from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import scale_for, whole
 from symbiosis.privacy.keystream import Keystream
 
-__all__ = ["NoisePool"]
+__all__ = ["Asker", "NoisePool", "Vectors", "failed"]
 
 Results = tuple[torch.Tensor, ...]
 
@@ -86,14 +86,14 @@ class Vectors:
 class Asker:
     """Draws noise vectors and has the executor compute their effects."""
 
-    def __init__(self, size: int, device: torch.device, ask: Ask) -> None:
-        self._size = size
+    def __init__(self, device: torch.device, ask: Ask) -> None:
         self._device = device
         self._ask = ask
-        self.stream = Keystream()
+        self._stream = Keystream()
 
-    def vectors(self, asked: Asked, kind: Kind) -> Vectors:
-        vectors = self.stream.uniform(self._size, asked.width, asked.dtype).to(self._device)
+    def vectors(self, asked: Asked, size: int, kind: Kind) -> Vectors:
+        """So many vectors for one key; their effects are on the way."""
+        vectors = self._stream.uniform(size, asked.width, asked.dtype).to(self._device)
         return Vectors(asked, vectors, self._ask(Call(asked.effects, kind, (vectors,))))
 
 
@@ -114,7 +114,7 @@ class Pools:
 
     def __init__(self, options: NoisePool, device: torch.device, ask: Ask) -> None:
         self._options = options
-        self._asker = Asker(options.size, device, ask)
+        self._asker = Asker(device, ask)
         self._lock = threading.Lock()
         self._current: dict[Key, Vectors] = {}
         self._next: dict[Key, Vectors] = {}
@@ -141,10 +141,10 @@ class Pools:
     def _now(self, asked: Asked, kind: Kind) -> Vectors:
         """The vectors that the next row is masked with."""
         vectors = self._current.get(asked.key)
-        if vectors is None or vectors.used >= self._uses or _failed(vectors):
+        if vectors is None or vectors.used >= self._uses or failed(vectors):
             following = self._next.pop(asked.key, None)
-            if following is None or _failed(following):
-                following = self._asker.vectors(asked, kind)
+            if following is None or failed(following):
+                following = self._asker.vectors(asked, self._options.size, kind)
             vectors = self._current[asked.key] = following
         return vectors
 
@@ -169,11 +169,12 @@ class Pools:
             vectors.used += count
             start += count
             if vectors.used >= _EARLY * self._uses and asked.key not in self._next:
-                self._next[asked.key] = self._asker.vectors(asked, Kind.FINETUNE)
+                self._next[asked.key] = self._asker.vectors(asked, self._options.size, Kind.FINETUNE)
         return pieces
 
 
-def _failed(vectors: Vectors) -> bool:
+def failed(vectors: Vectors) -> bool:
+    """Whether their effects will never come."""
     return vectors.effects.done() and vectors.effects.exception() is not None
 
 

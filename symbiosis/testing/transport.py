@@ -100,9 +100,10 @@ class TransportConformance:
     @staticmethod
     def _call(executor: Executor, layers: tuple[int, ...], pass_: Pass, rows: int, seed: int = 0) -> Call:
         spec = executor.layers[layers[0]]
-        width = spec.out_features if pass_ is Pass.BACKWARD else spec.in_features
+        width = spec.out_features if pass_.is_backward else spec.in_features
         generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(rows, width, generator=generator, dtype=torch.float32).to(spec.dtype)
+        dtype = torch.float32 if pass_.in_fp32 else spec.dtype
+        x = torch.randn(rows, width, generator=generator, dtype=torch.float32).to(dtype)
         return Call(Key(layers, pass_), Kind.FINETUNE, (x,))
 
     @staticmethod
@@ -219,6 +220,7 @@ class TransportConformance:
                 channel.begin_pass()
                 reply = channel.send(self._call(executor, (0,), Pass.FORWARD, 50))
             await self._until(lambda: not executor.status()["clients"] and executor.status()["outstanding"] == 0)
+            assert isinstance(reply, asyncio.Future)
             if reply.done() and not reply.cancelled():
                 reply.exception()
             async with self._channel(address, tmp_path) as channel:

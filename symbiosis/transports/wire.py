@@ -45,7 +45,7 @@ __all__ = [
     "unpack_answer",
 ]
 
-VERSION = 1
+VERSION = 2
 MAGIC = "symbiosis"
 ALIGN = 64
 """Matrices start at multiples of this in an arena: a cache line."""

@@ -1,0 +1,27 @@
+"""Load a base model from a folder or hub id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["load_model"]
+
+
+def load_model(model: str | Path, model_class: type[Any] | None = None, **options: Any) -> Any:
+    """The model in a folder or at a hub id, of the class that its configuration names, or of another.
+
+    ``options`` are for ``from_pretrained``.
+    """
+    import transformers
+
+    if model_class is None:
+        config = transformers.AutoConfig.from_pretrained(model, **_config_options(options))
+        architecture = (config.architectures or [""])[0]
+        model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    return model_class.from_pretrained(model, **options)
+
+
+def _config_options(options: dict[str, Any]) -> dict[str, Any]:
+    shared = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
+    return {name: options[name] for name in shared if name in options}

@@ -1,0 +1,352 @@
+"""One-time pads: the tenant computes the effects of its noise itself, from its own copy of the public weights.
+
+What is sent is *exactly* uniform, whatever x is. With A the amplitude and δ = 2A / 2²⁴, x is put on a grid, q = x / δ
+rounded; n is uniform in 24 bits with a sign; and s = q + n, wrapped into 24 bits, goes out as s·δ. As n is uniform and
+used once, so is s. Then x·Wᵀ = s·δ·Wᵀ − n·δ·Wᵀ + 2A·k·Wᵀ, where k says which numbers were wrapped: about |x| / 2A of
+them, one in several hundred, so that their part is computed from a few columns of W when the answer is there. All that
+is seen of x is A, a power of two.
+
+Effects are computed ahead by a thread that gives way to others. Pads are drawn in order, each once; the number of the
+next one is all there is to remember.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from symbiosis.core.protocols import Ask, Asked, Channel, Masked
+from symbiosis.core.requests import Call, Key, Kind
+from symbiosis.errors import ClientClosedError, PrivacyError
+from symbiosis.privacy.amplitude import scale_for, whole
+from symbiosis.privacy.keystream import BITS, Keystream, blocks
+from symbiosis.privacy.own_weights import OwnWeights
+from symbiosis.privacy.pad_folder import Counter, Effects, PadFolder
+
+__all__ = ["LocalPads"]
+
+Results = tuple[torch.Tensor, ...]
+
+_AT_A_TIME = 32
+"""Pads whose effects are computed in one go: enough to read the weights for, few enough to give way soon."""
+_NICENESS = 10
+_CHUNK = 64
+"""Rows whose wrapped numbers are made up for at a time: of more, nearly every column of the weight has some."""
+
+
+class LocalPads:
+    """Each row has a pad of its own, whose effect the tenant has computed itself.
+
+    Args:
+        model: the public base model: a folder, a hub id, or a model. It must be the one that the executor serves.
+        rows: pads to have ready for each key (layers that are asked together, and in which direction). Their effects
+            take as many numbers of memory as the results of so many rows.
+        folder: where pads, their key and their counters outlive the process; by default they do not. One client at a
+            time.
+        when_out: ``"wait"`` until more are computed, or ``"error"``.
+        scale: how far the amplitude is above the rows. It hides nothing more; it makes wrapped numbers rarer.
+        accuracy: the relative error of results to aim at, instead of a scale.
+
+    Raises:
+        PrivacyError: a value that means nothing.
+    """
+
+    name = "local-pads"
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        rows: int = 64,
+        folder: str | Path | None = None,
+        when_out: str = "wait",
+        scale: float | None = None,
+        accuracy: float | None = None,
+    ) -> None:
+        whole(self.name, rows=rows)
+        if when_out not in ("wait", "error"):
+            raise PrivacyError(f"{self.name}: when_out is {when_out!r}; it can be 'wait' or 'error'")
+        self.model, self.rows, self.folder, self.when_out = model, rows, folder, when_out
+        self.scale = scale_for(self.name, scale, accuracy)
+
+    def __repr__(self) -> str:
+        return f"{self.name}:rows={self.rows},when_out={self.when_out},scale={self.scale:g}"
+
+    def elsewhere(self, address: str) -> Sequence[str]:
+        return ()
+
+    def begin(self, channels: Sequence[Channel], ask: Ask) -> Pads:
+        (channel,) = channels
+        weights = channel.identity().weights
+        own = OwnWeights(self.model, channel.layers, weights)
+        folder = None if self.folder is None else PadFolder(self.folder, weights)
+        return Pads(own, folder, self.rows, self.when_out == "error", self.scale)
+
+
+class _Stock:
+    """The pads of one key. Numbers below ``next`` are used; effects are there up to ``made``."""
+
+    def __init__(self, asked: Asked, secret: bytes, counter: Counter | None, kept: Effects | None) -> None:
+        self.asked = asked
+        self.counter = counter
+        self.kept = kept
+        self.next = 0 if counter is None else counter.value
+        rows = [] if kept is None else list(kept.read(self.next))
+        self.made = self.next + len(rows)
+        self.given = self.next
+        """Effects below are handed out."""
+        self._effects: deque[Results] = deque()
+        """From ``given`` up to ``made``, in matrices of some rows."""
+        if rows:
+            self._effects.append(torch.stack(rows).split(asked.results, dim=1))  # type: ignore[no-untyped-call]
+        self.demands: deque[tuple[int, Future[Results]]] = deque()
+        """How many effects are waited for, in the order of their pads."""
+        self.goals: list[tuple[int, Future[None]]] = []
+        """Up to where effects are to be there."""
+        self.noise = self._stream(secret, self.next)
+        self.ahead = self._stream(secret, self.made)
+        """The same pads, for their effects."""
+
+    def _stream(self, secret: bytes, first: int) -> Keystream:
+        return Keystream(secret, first * blocks(self.asked.width, self.asked.dtype))
+
+    def put(self, effects: Results) -> None:
+        self._effects.append(effects)
+        self.made += effects[0].shape[0]
+
+    def take(self, rows: int) -> Results:
+        """The next effects, which are there."""
+        parts = []
+        wanted = rows
+        while wanted:
+            effects = self._effects.popleft()
+            have = effects[0].shape[0]
+            if have > wanted:
+                self._effects.appendleft(tuple([effect[wanted:] for effect in effects]))
+                effects = tuple([effect[:wanted] for effect in effects])
+                have = wanted
+            parts.append(effects)
+            wanted -= have
+        self.given += rows
+        return parts[0] if len(parts) == 1 else tuple([torch.cat(column) for column in zip(*parts, strict=True)])
+
+
+class Pads:
+    """The pads of one client, and the thread that computes their effects."""
+
+    def __init__(self, own: OwnWeights, folder: PadFolder | None, rows: int, strict: bool, scale: float) -> None:
+        self._own = own
+        self._folder = folder
+        self._rows = rows
+        self._strict = strict
+        self._scale = scale
+        self._secret = os.urandom(32) if folder is None else folder.key
+        self._stocks: dict[Key, _Stock] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._failure: Exception | None = None
+        """Why no more effects will come."""
+        self._thread = threading.Thread(target=self._work, name="symbiosis-pads", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------------------------------------------- the tenant's
+
+    def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
+        rows = x.shape[0]
+        noise, effects = self._draw(asked, rows)
+        bits = BITS[asked.dtype]
+        step = amplitude * 2.0 ** (1 - bits)
+        wide = torch.int64 if math.sqrt(asked.width) > 32 * self._scale else noise.dtype
+        total = x.to("cpu").mul(1 / step).round_().to(wide).add_(noise)
+        spare = wide.itemsize * 8 - bits
+        wrapped = total.bitwise_left_shift(spare).bitwise_right_shift_(spare)
+        turns = total.sub_(wrapped)
+        sent = wrapped.to(asked.dtype).mul_(step).to(x.device)
+        found = turns.nonzero()
+        values = turns[found[:, 0], found[:, 1]].to(asked.dtype).mul_(step) if found.shape[0] else None
+        waits = () if effects.done() else (effects,)
+        unmask = partial(self._unmask, asked, effects, amplitude, found, values)
+        return Masked((Call(asked.key, kind, (sent,)),), waits, unmask)
+
+    def _unmask(
+        self,
+        asked: Asked,
+        effects: Future[Results],
+        amplitude: float,
+        found: torch.Tensor,
+        values: torch.Tensor | None,
+        answers: Sequence[Results],
+    ) -> Results:
+        (results,) = answers
+        bare = tuple(
+            [
+                torch.sub(result, effect.to(result.device), alpha=amplitude)
+                for result, effect in zip(results, effects.result(), strict=True)
+            ]
+        )
+        if values is not None:
+            self._unwrap(asked, bare, found, values)
+        return bare
+
+    def _unwrap(self, asked: Asked, bare: Results, found: torch.Tensor, values: torch.Tensor) -> None:
+        """Add what wrapped numbers lack: ``values`` [m], at rows and columns ``found`` [m, 2]."""
+        rows = bare[0].shape[0]
+        for start in range(0, rows, _CHUNK):
+            end = min(rows, start + _CHUNK)
+            here = (found[:, 0] >= start) & (found[:, 0] < end) if rows > _CHUNK else slice(None)
+            at, some = found[here], values[here]
+            if not at.shape[0]:
+                continue
+            columns, which = torch.unique(at[:, 1], return_inverse=True)
+            factors = some.new_zeros(end - start, columns.shape[0])
+            factors[at[:, 0] - start, which] = some
+            for spec, result in zip(asked.layers, bare, strict=True):
+                result[start:end] += self._own.sparse(asked, spec, columns, factors).to(result.device)
+
+    def prepare(self, asked: Asked) -> Future[Any] | None:
+        with self._changed:
+            stock = self._stock(asked)
+            goal = stock.next + self._rows
+            ready: Future[None] = Future()
+            if stock.made >= goal:
+                ready.set_result(None)
+            else:
+                stock.goals.append((goal, ready))
+                self._changed.notify()
+        return ready
+
+    def ready(self) -> dict[Key, int]:
+        """How many pads of each key are computed and unused."""
+        with self._changed:
+            return {key: max(0, stock.made - stock.next) for key, stock in self._stocks.items()}
+
+    def close(self) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        error = ClientClosedError("the client of these pads was closed")
+        for stock in self._stocks.values():
+            _fail(stock, error)
+            if stock.counter is not None and stock.kept is not None:
+                stock.counter.write(stock.next)
+                stock.counter.close()
+                stock.kept.close()
+        if self._folder is not None:
+            self._folder.close()
+
+    def _draw(self, asked: Asked, rows: int) -> tuple[torch.Tensor, Future[Results]]:
+        """The next pads of a key, and their effects."""
+        effects: Future[Results] = Future()
+        with self._changed:
+            if self._closed:
+                raise ClientClosedError("the client of these pads was closed")
+            if self._failure is not None:
+                raise PrivacyError("local-pads: no more pads can be made, after an error") from self._failure
+            stock = self._stock(asked)
+            if self._strict and stock.next + rows > stock.made:
+                names = ", ".join(spec.name for spec in asked.layers)
+                self._changed.notify()
+                raise PrivacyError(
+                    f"local-pads: {rows} rows for {names}, and {max(0, stock.made - stock.next)} pads ready; nothing "
+                    "was sent. Let the client idle, ask for more rows ahead, or let it wait (when_out='wait')"
+                )
+            last = stock.next + rows
+            if stock.counter is not None and last > stock.counter.value:
+                stock.counter.write(last + self._rows // 4)
+            stock.next = last
+            noise = stock.noise.integers(rows, asked.width, asked.dtype)
+            if stock.demands or stock.made < last:
+                stock.demands.append((rows, effects))
+                self._changed.notify()
+            else:
+                effects.set_result(stock.take(rows))
+                if stock.made - last <= self._rows // 2:
+                    self._changed.notify()
+        return noise, effects
+
+    def _stock(self, asked: Asked) -> _Stock:
+        stock = self._stocks.get(asked.key)
+        if stock is None:
+            layers, pass_ = asked.key
+            name = f"{'.'.join(map(str, layers))}-{pass_.name.lower()}"
+            secret = hashlib.blake2b(name.encode(), key=self._secret, digest_size=32).digest()
+            counter = kept = None
+            if self._folder is not None:
+                counter = self._folder.counter(name)
+                kept = self._folder.effects(name, sum(asked.results), asked.dtype)
+            stock = self._stocks[asked.key] = _Stock(asked, secret, counter, kept)
+        return stock
+
+    # -------------------------------------------------------------------------------------------------- the thread's
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        with torch.no_grad():
+            while True:
+                with self._changed:
+                    while not self._closed and (job := self._job()) is None:
+                        self._changed.wait()
+                    if self._closed:
+                        return
+                    assert job is not None
+                    stock, count = job
+                    noise = stock.ahead.integers(count, stock.asked.width, stock.asked.dtype)
+                try:
+                    unit = noise.to(stock.asked.dtype).mul_(2.0 ** (1 - BITS[stock.asked.dtype]))
+                    effects = self._own.effects(stock.asked, unit)
+                    if stock.kept is not None and stock.made >= stock.next:
+                        stock.kept.write(stock.made, torch.cat(effects, dim=1), 2 * self._rows)
+                except Exception as error:  # noqa: BLE001 (whoever waits for it must know)
+                    with self._changed:
+                        self._failure = error
+                        for broken in self._stocks.values():
+                            _fail(broken, error)
+                    return
+                self._put(stock, effects)
+
+    def _job(self) -> tuple[_Stock, int] | None:
+        """Whose effects come next, and how many: those that somebody waits for, then where the fewest are left."""
+        if not self._stocks:
+            return None
+        stock = min(self._stocks.values(), key=lambda stock: (not stock.demands, stock.made - stock.next))
+        lacking = stock.next + self._rows - stock.made
+        if lacking <= 0:
+            return None
+        return stock, min(lacking, _AT_A_TIME)
+
+    def _put(self, stock: _Stock, effects: Results) -> None:
+        done: list[tuple[Future[Any], Any]] = []
+        with self._changed:
+            stock.put(effects)
+            while stock.demands and stock.given + stock.demands[0][0] <= stock.made:
+                rows, future = stock.demands.popleft()
+                done.append((future, stock.take(rows)))
+            reached = [goal for goal in stock.goals if goal[0] <= stock.made]
+            stock.goals = [goal for goal in stock.goals if goal[0] > stock.made]
+            done += [(future, None) for _, future in reached]
+        for future, result in done:
+            future.set_result(result)
+
+
+def _fail(stock: _Stock, error: BaseException) -> None:
+    """Whoever waits for effects of this stock gets an error."""
+    waiting: list[Future[Any]] = [future for _, future in stock.demands]
+    waiting += [future for _, future in stock.goals]
+    stock.demands.clear()
+    stock.goals.clear()
+    for future in waiting:
+        future.set_exception(error)

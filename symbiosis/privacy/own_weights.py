@@ -1,0 +1,82 @@
+"""A tenant's own copy of the public base weights: what noise becomes, without asking anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from symbiosis.core.blocks import times, times_transposed
+from symbiosis.core.layers import is_linear
+from symbiosis.core.loading import load_model
+from symbiosis.core.protocols import Asked
+from symbiosis.core.requests import LayerSpec
+from symbiosis.core.share import weights_fingerprint
+from symbiosis.errors import PrivacyError
+
+__all__ = ["OwnWeights"]
+
+
+class OwnWeights:
+    """The weights of the base layers in a layer table, from a model that the tenant has.
+
+    Args:
+        model: a folder, a hub id, or a model.
+        layers: the executor's layer table.
+        weights: the executor's fingerprint of its layers.
+
+    Raises:
+        PrivacyError: the model is another one.
+    """
+
+    def __init__(self, model: str | Path | nn.Module, layers: Sequence[LayerSpec], weights: str) -> None:
+        found = model if isinstance(model, nn.Module) else _load(model, layers[0].dtype)
+        modules: list[tuple[LayerSpec, nn.Module]] = []
+        for spec in layers:
+            try:
+                module = found.get_submodule(spec.name)
+            except AttributeError as error:
+                raise PrivacyError(
+                    f"local-pads: this {type(found).__name__} has no {spec.name}; give the executor's model"
+                ) from error
+            modules.append((spec, module))
+        if weights_fingerprint(modules) != weights:
+            raise PrivacyError(
+                f"local-pads: this {type(found).__name__} has other weights than the executor serves; pads for another "
+                "model would give wrong results"
+            )
+        self._weights: dict[int, tuple[torch.Tensor, bool]] = {}
+        """[o, i] and True, or for a Conv1D [i, o] and False."""
+        for spec, module in modules:
+            if spec.linear and is_linear(module):
+                weight: Any = module.weight
+                self._weights[spec.layer] = weight.detach().to(spec.dtype), isinstance(module, nn.Linear)
+
+    def effects(self, asked: Asked, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What noise [n, width] becomes at the executor, for each layer of a key: [n, out]."""
+        backward = asked.key.pass_.is_backward
+        effects = []
+        for spec in asked.layers:
+            weight, transposed = self._weights[spec.layer]
+            product = times_transposed if transposed is not backward else times
+            effects.append(product(noise.to(weight.device), weight).to(noise.device))
+        return tuple(effects)
+
+    def sparse(self, asked: Asked, spec: LayerSpec, columns: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Rows that are zero but for some columns, times a layer: factors [n, m] of columns [m] → [n, out]."""
+        weight, transposed = self._weights[spec.layer]
+        columns, factors = columns.to(weight.device), factors.to(weight.device)
+        if transposed is not asked.key.pass_.is_backward:
+            return factors.mm(weight.index_select(1, columns).to(factors.dtype).t())
+        return factors.mm(weight.index_select(0, columns).to(factors.dtype))
+
+
+def _load(model: str | Path, dtype: torch.dtype) -> nn.Module:
+    try:
+        loaded: nn.Module = load_model(model, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise PrivacyError(f"local-pads: no model could be loaded from {model}: {error}") from error
+    return loaded
