@@ -22,7 +22,6 @@ from symbiosis.core.protocols import Channel, Look, Privacy
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ExecutorClosedError, UsageError
-from symbiosis.privacy.connect import masked, masked_blocking
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -100,7 +99,7 @@ class Base:
         if self._look is None:
             raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
         channel = await self._transport.connect(self.address, client)
-        return channel if scheme is None else await masked(channel, scheme, self.address, self._options)
+        return channel if scheme is None else await scheme.wrap(channel, self.address, self._options)
 
     async def status(self) -> dict[str, Any]:
         """What the executor is and does."""
@@ -163,7 +162,7 @@ def open_model(
     scheme = make_privacy(privacy)
     channel = transport.connect_blocking(address, name or _name())
     if scheme is not None:
-        channel = masked_blocking(channel, scheme, address, options)
+        channel = scheme.wrap_blocking(channel, address, options)
     link = Link()
     link.channel = channel
     try:

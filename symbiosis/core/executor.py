@@ -38,7 +38,6 @@ from symbiosis.core.statistics import Counters, Statistics
 from symbiosis.core.timeline import Timeline
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ExecutorClosedError, LayerError, UsageError
-from symbiosis.privacy.connect import masked
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -263,7 +262,7 @@ class Executor:
                 channel = await self._connect(name)
             finally:
                 self._terms.pop(name, None)
-            return channel if scheme is None else await masked(channel, scheme, self._address, {})
+            return channel if scheme is None else await scheme.wrap(channel, self._address, {})
 
         return Client(connect, peft_config, name=name, seed=seed, device=device)
 

@@ -7,12 +7,11 @@ else of the core.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from symbiosis.core.requests import Call, Expected, Key, Kind, LayerSpec, Request
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Request
 
 if TYPE_CHECKING:
     import torch
@@ -22,15 +21,12 @@ if TYPE_CHECKING:
     from symbiosis.core.virtlayer import Link
 
 __all__ = [
-    "Asked",
     "Channel",
     "Decision",
     "Expected",
     "Identity",
     "Listener",
     "Look",
-    "Mask",
-    "Masked",
     "Policy",
     "Privacy",
     "QueueView",
@@ -314,65 +310,20 @@ class Transport(Protocol):
 # ----------------------------------------------------------------------------------------------------------- privacy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """What a client asks of linear layers again and again, and how it is asked with masked rows."""
-
-    key: Key
-    """With masked rows: in fp32 where the layers are narrower."""
-    effects: Key
-    """The same without the bias: what noise becomes."""
-    layers: tuple[LayerSpec, ...]
-    width: int
-    """Columns of the rows."""
-    results: tuple[int, ...]
-    """Columns of each result."""
-    dtype: torch.dtype
-    """Of masked rows and their results."""
-
-
-class Masked(NamedTuple):
-    """Rows that are masked, and how their results are unmasked."""
-
-    calls: tuple[Call, ...]
-    """One for each executor."""
-    waits: tuple[Future[Any], ...]
-    """What must be there besides before anything can be unmasked: effects of noise."""
-    unmask: Callable[[Sequence[tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
-    """From the results of each executor to those of the bare rows, in :attr:`Asked.dtype`."""
-
-
-class Mask(Protocol):
-    """A privacy scheme at work for one client. Called on any of its threads, several at a time."""
-
-    def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
-        """Mask finite rows [n, width], each number of which is far below ``amplitude``, a power of two."""
-
-    def prepare(self, asked: Asked) -> Future[Any] | None:
-        """Get ready for rows that will be asked for, ahead of time. Done when they can be masked without a wait."""
-
-    def close(self) -> None:
-        """The client leaves. Blocks for a moment where there is a thread to end."""
-
-
-Ask = Callable[[Call], "Future[tuple[torch.Tensor, ...]]"]
-"""Sends a call of the scheme's own to the first executor, from any thread and without waiting."""
-
-
 @runtime_checkable
 class Privacy(Protocol):
-    """How a client's rows are to be masked. One object may serve several clients, each with noise of its own."""
+    """How a client's rows are masked before they leave it. One object may serve several clients, each with noise of its
+    own. What it makes of a channel is a channel that never sends a row as it is."""
 
     name: str
-    scale: float
-    """How far above the rows' own size (rms) the amplitude of the noise is."""
 
-    def elsewhere(self, address: str) -> Sequence[str]:
-        """Addresses of the executors that a client at ``address`` asks besides."""
-
-    def begin(self, channels: Sequence[Channel], ask: Ask) -> Mask:
-        """For one client; ``channels`` lead to its executor and to those elsewhere.
+    async def wrap(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
+        """Mask what goes over a channel to ``address``; on its event loop. ``options`` are those of its transport, for
+        channels to executors elsewhere. If it fails, the channel is closed.
 
         Raises:
             PrivacyError: these executors will not do.
         """
+
+    def wrap_blocking(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
+        """The same for synchronous code."""

@@ -125,8 +125,7 @@ def make_privacy(spec: str | Privacy | None) -> Privacy | None:
             raise UsageError(f"privacy is {spec!r}; give an object: {spec.__name__}(…)")
         if not isinstance(spec, Privacy):
             raise UsageError(
-                f"privacy is {spec!r}; give a name such as 'noise-pool:size=64', or an object with name, elsewhere and "
-                "begin"
+                f"privacy is {spec!r}; give a name such as 'noise-pool:size=64', or an object with name and wrap"
             )
         return spec
     return cast(Privacy, _make(PRIVACY, spec, _load(PRIVACY, spec.partition(":")[0]), {}))

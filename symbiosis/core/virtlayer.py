@@ -493,7 +493,8 @@ class VirtModule(VirtLayer):
     """Stands for a module that is served whole, an MLP say, as long as the tenant has changed nothing inside it.
 
     With an adapter inside, a trainable weight or dropout that is in use, and for a client whose rows are masked, the
-    module runs here and its own VirtLayers ask the executor. Made by :func:`virtualize` from the skeleton's module, whose class it extends.
+    module runs here and its own VirtLayers ask the executor. Made by :func:`virtualize` from the skeleton's module,
+    whose class it extends.
     """
 
     def _watch_inside(self) -> None:

@@ -23,11 +23,12 @@ import torch
 from torch import nn
 
 from symbiosis.core.fibers import in_modes, modes_aside
-from symbiosis.core.protocols import Asked, Channel, Identity, Masked, Privacy, Reply
+from symbiosis.core.protocols import Channel, Identity, Reply
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.privacy.amplitude import size_of
+from symbiosis.privacy.masks import Ask, Asked, Mask, Masked
 
 __all__ = ["MaskedChannel"]
 
@@ -46,12 +47,17 @@ class MaskedChannel:
 
     Args:
         channels: to the executor, and to those that the scheme asks besides.
-        privacy: the scheme.
+        scale: how far above the rows' own size the amplitude of the noise is.
+        begin: makes the scheme's mask for these channels.
         loop: the event loop that the channels live on; None for channels of synchronous code.
     """
 
     def __init__(
-        self, channels: Sequence[Channel], privacy: Privacy, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        channels: Sequence[Channel],
+        scale: float,
+        begin: Callable[[Sequence[Channel], Ask], Mask],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._channels = tuple(channels)
         self._first = channels[0]
@@ -60,7 +66,7 @@ class MaskedChannel:
         self.client = self._first.client
         self.device = self._first.device
         self.layers: Sequence[LayerSpec] = self._first.layers
-        self.privacy = privacy
+        self._scale = scale
         self._asked: dict[Key, tuple[Asked, torch.dtype]] = {}
         """How keys are asked with masked rows, and the dtype that the client wants back."""
         self._amplitudes: dict[Key, float] = {}
@@ -70,7 +76,7 @@ class MaskedChannel:
         """Threads that wait for synchronous channels besides the one that calls."""
         self._lock = threading.Lock()
         self._waiting: set[_Waiter] = set()
-        self.mask = privacy.begin(self._channels, self._ask)
+        self.mask = begin(self._channels, self._ask)
 
     # ------------------------------------------------------------------------------------------------- what is masked
 
@@ -121,16 +127,16 @@ class MaskedChannel:
         (x,) = call.tensors
         if x.dtype is not asked.dtype:
             x = x.to(asked.dtype)
-        amplitude, finite = size_of(x, self.privacy.scale)
+        amplitude, finite = size_of(x, self._scale)
         lost = None
         if not finite:
             lost = ~(size_of_each(x) < _TOO_LARGE)
             x = x.masked_fill(lost[:, None], 0.0)
-            amplitude, _ = size_of(x, self.privacy.scale)
+            amplitude, _ = size_of(x, self._scale)
         if amplitude:
             self._amplitudes[call.key] = amplitude
         else:
-            amplitude = self._amplitudes.get(call.key) or 2.0 ** math.ceil(math.log2(self.privacy.scale))
+            amplitude = self._amplitudes.get(call.key) or 2.0 ** math.ceil(math.log2(self._scale))
         masked = self.mask.mask(asked, x, amplitude, call.kind)
         return masked, _Finish(masked.unmask, dtype if dtype is not asked.dtype else None, lost)
 

@@ -26,13 +26,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.protocols import Ask, Asked, Channel, Masked
+from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.privacy.amplitude import scale_for, whole
 from symbiosis.privacy.keystream import BITS, Keystream, blocks
+from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.pad_folder import Counter, Effects, PadFolder
+from symbiosis.privacy.scheme import Scheme
 
 __all__ = ["LocalPads"]
 
@@ -45,7 +47,7 @@ _CHUNK = 64
 """Rows whose wrapped numbers are made up for at a time: of more, nearly every column of the weight has some."""
 
 
-class LocalPads:
+class LocalPads(Scheme):
     """Each row has a pad of its own, whose effect the tenant has computed itself.
 
     Args:
@@ -81,9 +83,6 @@ class LocalPads:
 
     def __repr__(self) -> str:
         return f"{self.name}:rows={self.rows},when_out={self.when_out},scale={self.scale:g}"
-
-    def elsewhere(self, address: str) -> Sequence[str]:
-        return ()
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Pads:
         (channel,) = channels

@@ -19,18 +19,20 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Ask, Asked, Channel, Masked
+from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.privacy.amplitude import scale_for, whole
 from symbiosis.privacy.keystream import Keystream
+from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.noise_pool import Asker, Vectors, failed
+from symbiosis.privacy.scheme import Scheme
 
 __all__ = ["MixedNoise"]
 
 Results = tuple[torch.Tensor, ...]
 
 
-class MixedNoise:
+class MixedNoise(Scheme):
     """Each row gets its own secret combination of k noise vectors, whose effects come from the executor.
 
     Args:
@@ -51,9 +53,6 @@ class MixedNoise:
 
     def __repr__(self) -> str:
         return f"{self.name}:rank={self.rank},scale={self.scale:g}"
-
-    def elsewhere(self, address: str) -> Sequence[str]:
-        return ()
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Mixtures:
         return Mixtures(self.rank, channels[0].device, ask)

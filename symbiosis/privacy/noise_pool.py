@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Ask, Asked, Channel, Masked
+from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import scale_for, whole
 from symbiosis.privacy.keystream import Keystream
+from symbiosis.privacy.masks import Ask, Asked, Masked
+from symbiosis.privacy.scheme import Scheme
 
 __all__ = ["Asker", "NoisePool", "Vectors", "failed"]
 
@@ -30,7 +32,7 @@ _EARLY = 0.75
 """Of a pool's uses, after which the next one is asked for."""
 
 
-class NoisePool:
+class NoisePool(Scheme):
     """K noise vectors for each key, used in turn; their effects come from the executor.
 
     Args:
@@ -62,9 +64,6 @@ class NoisePool:
 
     def __repr__(self) -> str:
         return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},scale={self.scale:g}"
-
-    def elsewhere(self, address: str) -> Sequence[str]:
-        return ()
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Pools:
         return Pools(self, channels[0].device, ask)

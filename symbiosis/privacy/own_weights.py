@@ -12,10 +12,10 @@ from torch import nn
 from symbiosis.core.blocks import times, times_transposed
 from symbiosis.core.layers import is_linear
 from symbiosis.core.loading import load_model
-from symbiosis.core.protocols import Asked
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import weights_fingerprint
 from symbiosis.errors import PrivacyError
+from symbiosis.privacy.masks import Asked
 
 __all__ = ["OwnWeights"]
 

@@ -13,18 +13,20 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Ask, Asked, Channel, Masked
+from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import scale_for
 from symbiosis.privacy.keystream import BITS, Keystream
+from symbiosis.privacy.masks import Ask, Asked, Masked
+from symbiosis.privacy.scheme import Scheme
 
 __all__ = ["SecretShares"]
 
 Results = tuple[torch.Tensor, ...]
 
 
-class SecretShares:
+class SecretShares(Scheme):
     """Each row is split additively between two executors of the same base model.
 
     Args:

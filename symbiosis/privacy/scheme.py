@@ -1,0 +1,67 @@
+"""What all schemes have in common: how they come between a client and its channel."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from symbiosis.core.protocols import Channel, Transport
+from symbiosis.core.registry import make_transport
+from symbiosis.privacy.channel import MaskedChannel
+from symbiosis.privacy.masks import Ask, Mask
+
+__all__ = ["Scheme"]
+
+
+class Scheme(ABC):
+    """A privacy scheme (:class:`symbiosis.core.protocols.Privacy`), to be subclassed."""
+
+    name: str
+    scale: float
+    """How far above the rows' own size (rms) the amplitude of the noise is."""
+
+    def elsewhere(self, address: str) -> Sequence[str]:
+        """Addresses of the executors that a client at ``address`` asks besides."""
+        return ()
+
+    @abstractmethod
+    def begin(self, channels: Sequence[Channel], ask: Ask) -> Mask:
+        """For one client; ``channels`` lead to its executor and to those elsewhere.
+
+        Raises:
+            PrivacyError: these executors will not do.
+        """
+
+    async def wrap(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
+        channels = [channel]
+        try:
+            for other in self.elsewhere(address):
+                channels.append(await _transport(other, options).connect(other, channel.client))  # noqa: PERF401
+            return MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
+        except BaseException:
+            _close(channels)
+            raise
+
+    def wrap_blocking(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
+        channels = [channel]
+        try:
+            for other in self.elsewhere(address):
+                channels.append(_transport(other, options).connect_blocking(other, channel.client))  # noqa: PERF401
+            return MaskedChannel(channels, self.scale, self.begin)
+        except BaseException:
+            _close(channels)
+            raise
+
+
+def _transport(address: str, options: Mapping[str, Any]) -> Transport:
+    """For an executor elsewhere: with those of the options that its transport has."""
+    known = inspect.signature(type(make_transport(address))).parameters
+    return make_transport(address, **{name: value for name, value in options.items() if name in known})
+
+
+def _close(channels: Sequence[Channel]) -> None:
+    for channel in channels:
+        channel.close()
