@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 __all__ = ["finetune", "generate"]
 
+PrivacyOption = Annotated[
+    str,
+    typer.Option(
+        help="How rows are masked that leave this process: none, noise-pool, mixed-noise, local-pads:model=FOLDER or "
+        "secret-shares:with=ADDRESS, with options such as noise-pool:size=64,accuracy=1e-4."
+    ),
+]
 RetryOption = Annotated[float, typer.Option(min=0, help="How long to wait for an executor that was lost, in seconds.")]
 
 
@@ -43,6 +50,7 @@ def finetune(
     key: KeyOption = None,
     insecure: InsecureOption = False,
     retry: RetryOption = 60.0,
+    privacy: PrivacyOption = "none",
     json: Annotated[Path | None, typer.Option(help="Also write losses to this file.")] = None,
 ) -> None:
     """Fine-tune a LoRA on a base model that another process serves, and save it as a standard PEFT adapter.
@@ -65,7 +73,7 @@ def finetune(
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     out = console(stderr=True)
-    with open_model(address, **options_of(key=key, insecure=insecure, retry=retry)) as base:
+    with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
         torch.manual_seed(seed)
         batches = corpus.batches(base.tokenizer(), steps=steps, size=batch, length=sequence, seed=seed)
         try:
@@ -170,6 +178,7 @@ def generate(
     key: KeyOption = None,
     insecure: InsecureOption = False,
     retry: RetryOption = 60.0,
+    privacy: PrivacyOption = "none",
 ) -> None:
     """Generate text on a base model that another process serves; tokens appear as they come.
 
@@ -186,7 +195,7 @@ def generate(
     from symbiosis.core.connect import open_model
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    with open_model(address, **options_of(key=key, insecure=insecure, retry=retry)) as base:
+    with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
         tokenizer = base.tokenizer()
         model: Any = base if adapter is None else _with_adapter(base, adapter)
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)

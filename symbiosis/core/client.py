@@ -20,9 +20,9 @@ import torch
 
 from symbiosis.core.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.core.fibers import RandomStream, current_fiber, modes_aside, run_in_fiber
-from symbiosis.core.protocols import Channel
+from symbiosis.core.protocols import Channel, Preparing
 from symbiosis.core.pruning import pruned
-from symbiosis.core.virtlayer import Link, on_thread
+from symbiosis.core.virtlayer import Link, keys_of, on_thread
 from symbiosis.core.windows import WindowedStep, check_window, tokens
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 
@@ -156,6 +156,22 @@ class Client:
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` with all its options, in evaluation mode."""
         return await self.run(self._generate, *args, **kwargs)
+
+    async def precompute(self, *, training: bool = True, **inputs: Any) -> None:
+        """Have the client's privacy scheme compute ahead what it can; without one, nothing happens.
+
+        The model is walked once without gradients, masked like any other walk, to see which layers are asked together.
+
+        Args:
+            training: for backward passes, too.
+            **inputs: of the model, for that walk; by default one token with id 0.
+        """
+        channel = self._link_channel()
+        if not isinstance(channel, Preparing):
+            return
+        with torch.no_grad():
+            await self.forward(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=channel.device)}))
+        await channel.prepare(keys_of(self.model, training))
 
     async def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """``loss.backward(*args, **kwargs)``, on this client's thread."""

@@ -7,7 +7,7 @@ else of the core.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,6 +28,7 @@ __all__ = [
     "Listener",
     "Look",
     "Policy",
+    "Preparing",
     "Privacy",
     "QueueView",
     "Reply",
@@ -308,6 +309,14 @@ class Transport(Protocol):
 
 
 # ----------------------------------------------------------------------------------------------------------- privacy
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A channel for which something can be computed ahead of time."""
+
+    async def prepare(self, keys: Iterable[Key]) -> None:
+        """Get ready for these keys."""
 
 
 @runtime_checkable

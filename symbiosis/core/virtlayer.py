@@ -34,7 +34,7 @@ from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
 from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
 
-__all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "virtualize"]
+__all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "keys_of", "virtualize"]
 
 
 on_thread = threading.local()
@@ -529,3 +529,15 @@ def virtualize(module: nn.Module, spec: LayerSpec, link: Link) -> None:
     assert isinstance(module, VirtModule)
     module._attach(spec, link)
     module._watch_inside()
+
+
+def keys_of(model: nn.Module, training: bool) -> list[Key]:
+    """What a walk of the model asks of its linear layers, as far as is known; with their backward passes or not."""
+    keys: dict[Key, None] = {}
+    for layer in model.modules():
+        if isinstance(layer, _VirtLinear):
+            siblings, pass_ = layer._siblings, layer._pass()
+            keys[layer._keys[pass_] if siblings is None else siblings.keys[pass_]] = None
+            if training:
+                keys[layer._keys[Pass.BACKWARD]] = None
+    return list(keys)

@@ -206,11 +206,16 @@ class MaskedChannel:
 
     # ---------------------------------------------------------------------------------------------------- ahead of time
 
-    def prepare(self, keys: Iterable[Key]) -> list[Future[Any]]:
-        """Have the scheme get ready for these keys; what to wait for."""
+    async def prepare(self, keys: Iterable[Key]) -> None:
+        """Have the scheme get ready for these keys, and wait until it is."""
         with torch.no_grad():
             waits = [self.mask.prepare(self.asked(key)) for key in keys]
-        return [wait for wait in waits if wait is not None]
+        self.flush()
+        for wait in waits:
+            if wait is not None:
+                if not wait.done():
+                    await _on_loop(wait)
+                wait.result()
 
     # ---------------------------------------------------------------------------------------------- calls of our own
 
