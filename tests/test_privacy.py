@@ -1,0 +1,737 @@
+"""Privacy schemes at the level of rows: what comes back, what goes out, how often noise is used, what is refused.
+
+Results are compared with products in fp64 of the bare rows. Stated accuracy: the error, relative to the size that such
+products have (‖x‖·rms(W)), is at most 1.5e-6 · scale for one in fp32, and one rounding more where the layer is narrower.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.core.fibers import modes_aside
+from symbiosis.core.layers import BaseLayer, base_layer
+from symbiosis.core.protocols import Identity
+from symbiosis.core.registry import make_privacy
+from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass, expected
+from symbiosis.core.share import weights_fingerprint
+from symbiosis.errors import ExecutorClosedError, PrivacyError, UnknownNameError, UsageError
+from symbiosis.privacy import LocalPads, MaskedChannel, MixedNoise, NoisePool, SecretShares
+from symbiosis.privacy.amplitude import ERROR_PER_SCALE, size_of
+from symbiosis.privacy.keystream import BITS, Keystream
+from symbiosis.privacy.pad_folder import Counter as PadCounter
+from symbiosis.privacy.pad_folder import PadFolder
+from symbiosis.privacy.scheme import Scheme
+
+
+class Direct:
+    """A channel for synchronous code whose executor is a function call. It keeps what it was sent."""
+
+    client = "test"
+    device = torch.device("cpu")
+
+    def __init__(self, model: nn.Module, instance: str = "one") -> None:
+        self.table: list[BaseLayer] = [
+            base_layer(index, name, module) for index, (name, module) in enumerate(model.named_children())
+        ]
+        self.layers: list[LayerSpec] = [layer.spec for layer in self.table]
+        self.instance = instance
+        self.seen: list[Call] = []
+        self.fails: Callable[[Call], bool] = lambda call: False
+        self.closed = False
+
+    def identity(self) -> Identity:
+        return Identity(self.instance, weights_fingerprint([(layer.spec, layer.module) for layer in self.table]))
+
+    def call(self, call: Call) -> tuple[torch.Tensor, ...]:
+        widths, dtype, _ = expected(self.layers, call.key)
+        assert [tensor.shape[1] for tensor in call.tensors] == list(widths)
+        assert all(tensor.dtype is dtype and not tensor.requires_grad for tensor in call.tensors)
+        self.seen.append(Call(call.key, call.kind, tuple(tensor.clone() for tensor in call.tensors)))
+        if self.fails(call):
+            raise ExecutorClosedError("gone")
+        with modes_aside(), torch.no_grad():  # an executor does not know of a tenant's modes
+            return tuple(self.table[layer].run(call.key.pass_, call.tensors) for layer in call.key.layers)
+
+    def interrupt(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Layers(nn.Module):
+    """Linear layers that read the same rows: with and without a bias, and of GPT-2's kind."""
+
+    def __init__(self, width: int = 24, out: int = 40, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.first = nn.Linear(width, out)
+            self.second = nn.Linear(width, 2 * out, bias=False)
+            self.third = Conv1D(out, width)
+            self.third.weight.data.normal_(0, 0.3)
+            self.third.bias.data.normal_()
+        self.requires_grad_(False).to(dtype)
+
+
+class Mlp(nn.Sequential):
+    """Not linear."""
+
+
+SCHEMES: dict[str, Callable[..., Scheme]] = {
+    "noise-pool": lambda model, **options: NoisePool(**{"size": 3, "refresh": 4, **options}),
+    "mixed-noise": lambda model, **options: MixedNoise(**{"rank": 5, **options}),
+    "local-pads": lambda model, **options: LocalPads(model, **{"rows": 3, **options}),
+    "secret-shares": lambda model, **options: SecretShares(["a", "b"], **options),
+}
+ALL = pytest.mark.parametrize("name", SCHEMES)
+
+
+class Masking:
+    """A masked channel and what lies behind it."""
+
+    def __init__(self, scheme: Scheme, model: nn.Module, others: nn.Module | None = None) -> None:
+        self.channels = [Direct(model, f"executor {n}") for n in range(2 if scheme.name == "secret-shares" else 1)]
+        if others is not None:
+            self.channels[1] = Direct(others, "another")
+        self.scheme = scheme
+        self.channel = MaskedChannel(self.channels, scheme.scale, scheme.begin)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Masking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def ask(self, layers: tuple[int, ...], pass_: Pass, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.channel.call(Call(Key(layers, pass_), Kind.DECODE, (x,)))
+
+    def masked(self, number: int = 0) -> list[torch.Tensor]:
+        """The rows that went to an executor, but for those of the scheme's own."""
+        effects = self.scheme.name in ("noise-pool", "mixed-noise")
+        return [
+            call.tensors[0]
+            for call in self.channels[number].seen
+            if not effects or call.key.pass_ in (Pass.FORWARD, Pass.FORWARD_FP32)
+        ]
+
+
+def reference(layer: BaseLayer, pass_: Pass, x: torch.Tensor) -> torch.Tensor:
+    """In fp64."""
+    weight: Any = layer.module.weight
+    weight = weight.double().t() if isinstance(layer.module, Conv1D) else weight.double()
+    if pass_ is Pass.BACKWARD:
+        return x.double() @ weight
+    bias: Any = layer.module.bias if pass_ is Pass.FORWARD else None
+    return x.double() @ weight.t() + (0 if bias is None else bias.double())
+
+
+def assert_accurate(result: torch.Tensor, layer: BaseLayer, pass_: Pass, x: torch.Tensor, scale: float) -> None:
+    wanted = reference(layer, pass_, x)
+    weight: Any = layer.module.weight
+    rows = x.shape[0]
+    size = x.double().norm(dim=1).amax() * weight.double().square().mean().sqrt() * math.sqrt(rows * wanted.shape[1])
+    error = (result.double() - wanted).norm()
+    rounding = 2 * wanted.norm() * torch.finfo(result.dtype).eps  # of the sum with the bias, and of the result itself
+    unit = ERROR_PER_SCALE * (2.0**-29 if result.dtype is torch.float64 else 1.0)
+    assert error <= (scale + 1) * unit * size + rounding, (error / size, scale * unit)
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+@ALL
+@settings(max_examples=25)
+@given(data=st.data())
+def test_results_are_those_of_the_bare_rows(name: str, data: st.DataObject) -> None:
+    width, out = data.draw(st.sampled_from([(1, 1), (3, 7), (24, 40), (130, 65), (257, 512)]), "sizes")
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]), "dtype")
+    scale = data.draw(st.sampled_from([1.0, 7.0, 64.0, 256.0, 2.0**14]), "scale")
+    magnitude = data.draw(st.sampled_from([1e-4, 1.0, 30.0]), "magnitude")
+    rows = data.draw(st.integers(1, 9), "rows")
+    layers = data.draw(st.sampled_from([(0,), (1,), (2,), (0, 2), (0, 1, 2)]), "layers")
+    seed = data.draw(st.integers(0, 1 << 30), "seed")
+    model = Layers(width, out, dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    with Masking(SCHEMES[name](model, scale=scale), model) as masking:
+        for pass_ in (Pass.FORWARD, Pass.FORWARD_WITHOUT_BIAS, Pass.BACKWARD):
+            asked = layers if pass_ is not Pass.BACKWARD else layers[:1]
+            for _ in range(3):
+                columns = masking.channels[0].layers[asked[0]].out_features if pass_ is Pass.BACKWARD else width
+                x = (torch.randn(rows, columns, generator=generator) * magnitude).to(dtype)
+                results = masking.ask(asked, pass_, x)
+                assert len(results) == len(asked)
+                for index, result in zip(asked, results, strict=True):
+                    assert result.dtype is dtype
+                    assert_accurate(result, masking.channels[0].table[index], pass_, x, scale)
+
+
+@ALL
+def test_rows_of_many_sizes_in_one_request(name: str) -> None:
+    """Some of the rows are far smaller, one is zero, one has a single huge number, as activations of models do."""
+    model = Layers(256, 64)
+    x = torch.randn(6, 256, generator=torch.Generator().manual_seed(1))
+    x[1] *= 1e-3
+    x[2] = 0
+    x[3, 17] = 500.0
+    with Masking(SCHEMES[name](model), model) as masking:
+        (y,) = masking.ask((0,), Pass.FORWARD, x)
+        assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+
+
+@ALL
+@pytest.mark.parametrize("magnitude", [0.0, 1e-44, 1e-30, 1e-12, 1e15])
+def test_rows_near_the_ends_of_the_range(name: str, magnitude: float) -> None:
+    model = Layers()
+    x = torch.randn(2, 24, generator=torch.Generator().manual_seed(1)) * magnitude
+    with Masking(SCHEMES[name](model), model) as masking:
+        (y,) = masking.ask((1,), Pass.FORWARD, x)
+        assert y.isfinite().all()
+        if magnitude > 1e-20:
+            assert_accurate(y, masking.channels[0].table[1], Pass.FORWARD, x, 256)
+        else:  # noise has a least size, so as not to vanish itself
+            assert y.abs().max() < 1e-20 or magnitude == 0.0
+        assert all(rows.count_nonzero() > 0.9 * rows.numel() for rows in masking.masked())
+
+
+@ALL
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
+def test_rows_that_are_not_finite(name: str, bad: float) -> None:
+    """They are lost on the way, not sent; their results are NaN, as a loss scaler expects, and the others' are right."""
+    model = Layers()
+    x = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))
+    x[1, 5] = bad
+    with Masking(SCHEMES[name](model), model) as masking:
+        y, z = masking.ask((0, 1), Pass.FORWARD, x)
+        for number in range(len(masking.channels)):
+            assert all(rows.isfinite().all() for rows in masking.masked(number))
+        assert y[1].isnan().all()
+        assert z[1].isnan().all()
+        good = [0, 2]
+        assert_accurate(y[good], masking.channels[0].table[0], Pass.FORWARD, x[good], 256)
+        (dx,) = masking.ask((0,), Pass.BACKWARD, torch.full((1, 40), bad))
+        assert dx.isnan().all()
+
+
+@ALL
+def test_the_tenants_own_random_numbers_stay_as_they_are(name: str) -> None:
+    model = Layers()
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    with Masking(SCHEMES[name](model), model) as masking:
+        masking.ask((0,), Pass.FORWARD, torch.ones(2, 24))
+    assert torch.equal(torch.rand(3), wanted)
+
+
+@ALL
+def test_torchs_modes_are_the_tenants(name: str) -> None:
+    """Autocast would compute masks in bf16; rows that were made in inference mode mask and unmask all the same."""
+    model = Layers()
+    x = torch.randn(2, 24, generator=torch.Generator().manual_seed(1))
+    with Masking(SCHEMES[name](model), model) as masking:
+        for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.enable_grad()):
+            with mode:
+                rows = x.clone()
+                masking.ask((1,), Pass.FORWARD, rows)  # the first time makes noise, too
+                masked, finish = masking.channel._masked(Call(Key((1,), Pass.FORWARD), Kind.DECODE, (rows,)))
+            for wait in masked.waits:
+                wait.result(10)
+            answers = [c.call(part) for c, part in zip(masking.channels, masked.calls, strict=True)]
+            with torch.autocast("cpu", torch.bfloat16):
+                (y,) = finish(answers)
+            assert_accurate(y, masking.channels[0].table[1], Pass.FORWARD, x, 256)
+
+
+@ALL
+def test_threads_share_a_channel(name: str) -> None:
+    model = Layers()
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(20):
+                x = torch.randn(2, 24, generator=generator)
+                (y,) = masking.ask((0,), Pass.FORWARD, x)
+                assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+        except BaseException as error:  # noqa: BLE001 (shown below)
+            failures.append(error)
+
+    with Masking(SCHEMES[name](model), model) as masking:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not failures, failures
+
+
+def test_accuracy_is_kept() -> None:
+    """``accuracy=`` is the relative error that comes out at most; a scale follows from it."""
+    model = Layers(512, 256)
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1))
+    for name, make in SCHEMES.items():
+        scheme = make(model, accuracy=1e-4)
+        assert scheme.scale == pytest.approx(1e-4 / ERROR_PER_SCALE)
+        with Masking(scheme, model) as masking:
+            (y,) = masking.ask((1,), Pass.FORWARD, x)
+            wanted = reference(masking.channels[0].table[1], Pass.FORWARD, x)
+            error = ((y - wanted).norm() / wanted.norm()).item()
+            assert 1e-6 < error <= 1e-4, name
+
+
+# ------------------------------------------------------------------------------------------------------ what goes out
+
+
+@ALL
+def test_nothing_bare_goes_out(name: str) -> None:
+    """No row that was sent is near a true row: correlations are those of chance, in the size that the noise allows."""
+    model = Layers(512, 64)
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+    with Masking(SCHEMES[name](model, **({"rank": 512} if name == "mixed-noise" else {})), model) as masking:
+        for row in x:
+            masking.ask((1,), Pass.FORWARD, row[None])
+        for channel in masking.channels:
+            for call in channel.seen:
+                for sent in call.tensors[0]:
+                    cosine = (x @ sent) / (x.norm(dim=1) * sent.norm())
+                    assert cosine.abs().max() < 6 / math.sqrt(512)
+
+
+@ALL
+def test_amplitudes_are_powers_of_two(name: str) -> None:
+    """So no more than the size of a request shows, to a factor of two."""
+    model = Layers(64, 64)
+    for magnitude in (0.9, 1.1, 3.0):
+        x = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
+        x *= magnitude / x.square().mean().sqrt()
+        with Masking(SCHEMES[name](model, scale=100), model) as masking:
+            masked, _ = masking.channel._masked(Call(Key((1,), Pass.FORWARD), Kind.DECODE, (x,)))
+            amplitude = size_of(x, 100).amplitude
+            assert amplitude == 2.0 ** math.ceil(math.log2(100 * magnitude))
+            for wait in masked.waits:
+                wait.result(10)
+            bound = {"mixed-noise": 5, "secret-shares": 2.1}.get(name, 1.1)
+            for call in masked.calls:
+                assert call.tensors[0].abs().max() < bound * amplitude
+
+
+def test_pads_leave_nothing_of_the_rows() -> None:
+    """What goes out is uniform on its grid whatever x is, and tells nothing about x: here x is at the very edge."""
+    model = Layers(64, 8)
+    with Masking(LocalPads(model, rows=200, scale=1), model) as masking:
+        edge = torch.ones(400, 64) * 0.999
+        masking.ask((1,), Pass.FORWARD, edge)
+        (sent,) = masking.masked()
+    amplitude = size_of(edge, 1).amplitude
+    units = sent.double() / amplitude * 2**23
+    assert torch.equal(units, units.round())
+    assert units.min() >= -(2**23)
+    assert units.max() < 2**23
+    counts = torch.histc(units, 64, -(2**23), 2**23)
+    chi = ((counts - counts.mean()).square() / counts.mean()).sum()
+    assert abs(chi - 63) < 5 * math.sqrt(2 * 63)  # 63 degrees of freedom
+    low = torch.bincount((units.long() & 15).flatten(), minlength=16).double()
+    assert ((low - low.mean()).square() / low.mean()).sum() < 15 + 5 * math.sqrt(30)
+
+
+def test_shares_add_up_to_the_row_and_show_nothing_of_its_last_bits() -> None:
+    model = Layers(64, 8)
+    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
+    with Masking(SecretShares(["a", "b"]), model) as masking:
+        masking.ask((1,), Pass.FORWARD, x)
+        (first,), (second,) = masking.masked(0), masking.masked(1)
+    step = size_of(x, 256).amplitude * 2.0**-23
+    assert torch.equal(first + second, (x / step).round() * step)  # exactly
+    for share in (first, second):
+        assert torch.equal((share / step).double(), (share / step).double().round())
+    counts = torch.histc(second, 32)
+    assert ((counts - counts.mean()).square() / counts.mean()).sum() < 31 + 5 * math.sqrt(62)
+
+
+def test_mixed_noise_leaves_the_rest_bare_and_says_so() -> None:
+    """With k vectors, the projection on their complement is that of the bare row; with as many as columns, nothing is."""
+    model = Layers(64, 8)
+    x = torch.randn(1, 64, generator=torch.Generator().manual_seed(1))
+    for rank, bare in ((16, True), (64, False), (500, False)):
+        with Masking(MixedNoise(rank=rank), model) as masking:
+            masking.ask((1,), Pass.FORWARD, x)
+            noise, sent = [call.tensors[0].double() for call in masking.channels[0].seen]
+            assert noise.shape[0] == min(rank, 64)
+            span = torch.linalg.qr(noise.t())[0]
+            rest, hidden = x.double() - x.double() @ span @ span.t(), sent - sent @ span @ span.t()
+            if bare:
+                assert torch.allclose(rest, hidden, atol=1e-3)
+            else:
+                assert rest.norm() < 1e-6
+
+
+# ------------------------------------------------------------------------------------------------- how often, counted
+
+
+@pytest.mark.parametrize(("size", "rotate", "refresh"), [(1, 1, 1), (3, 1, 4), (4, 2, 6), (2, 5, 5)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 30])
+def test_a_pools_vectors_are_used_as_often_as_it_says(size: int, rotate: int, refresh: int, rows: int) -> None:
+    model = Layers(32, 8)
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(1))
+    with Masking(NoisePool(size=size, rotate=rotate, refresh=refresh), model) as masking:
+        for _ in range(12):
+            (y,) = masking.ask((0,), Pass.FORWARD, x)
+            assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+        masking.channel._helpers and masking.channel._helpers.shutdown(wait=True)
+        amplitude = size_of(x, 256).amplitude
+        known = [c.tensors[0] for c in masking.channels[0].seen if c.key.pass_ is Pass.FORWARD_WITHOUT_BIAS]
+        vectors = torch.cat(known)
+        noise = (torch.cat(masking.masked()) - x.repeat(12, 1)) / amplitude
+        distance = torch.cdist(noise.double(), vectors.double())
+        near, which = distance.min(dim=1)
+        assert near.max() < 1e-2  # each row's noise is one of the vectors: this is what the provider can do, too
+        uses = Counter(which.tolist())
+        assert max(uses.values()) <= refresh
+        assert all(matrix.shape == (size, 32) for matrix in known)
+        needed = math.ceil(12 * rows / (size * refresh))
+        assert needed <= len(known) <= needed + 1  # asked for in time, and not more often
+        if rotate > 1:
+            assert all(which[n] == which[n + 1] for n in range(0, 12 * rows - 1, rotate) if n % rotate == 0)
+
+
+def test_a_pool_is_asked_for_ahead_of_time() -> None:
+    model = Layers()
+    with Masking(NoisePool(size=4, refresh=4), model) as masking:
+        for _ in range(12):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 24))
+        masking.channel._helpers and masking.channel._helpers.shutdown(wait=True)
+        kinds = [call.kind for call in masking.channels[0].seen if call.key.pass_ is Pass.FORWARD_WITHOUT_BIAS]
+        assert kinds == [Kind.DECODE, Kind.FINETUNE]  # the first as urgent as the rows it came with, the next patient
+
+
+def test_coefficients_are_never_the_same() -> None:
+    model = Layers(32, 8)
+    x = torch.randn(1, 32, generator=torch.Generator().manual_seed(1)).expand(40, 32).contiguous()
+    with Masking(MixedNoise(rank=4), model) as masking:
+        for _ in range(5):
+            masking.ask((0,), Pass.FORWARD, x)
+        noise = masking.channels[0].seen[0].tensors[0].double()
+        found = torch.cat(masking.masked()).double() - x[:1].double()
+        coefficients = torch.linalg.lstsq(noise.t(), found.t()).solution.t()
+    assert sum(call.key.pass_ is Pass.FORWARD_WITHOUT_BIAS for call in masking.channels[0].seen) == 1
+    apart = torch.cdist(coefficients, coefficients) + torch.eye(200) * 1e9
+    assert apart.min() > 1e-3 * coefficients.abs().max()
+
+
+def noise_of_pads(masking: Masking, x: torch.Tensor) -> torch.Tensor:
+    """The integers that rows were masked with, for who knows the rows."""
+    step = size_of(x, masking.scheme.scale).amplitude * 2.0**-23
+    sent = torch.cat(masking.masked())
+    q = (x / step).round().repeat(len(sent) // len(x), 1)
+    return ((sent / step - q).long() + (1 << 23)) % (1 << 24) - (1 << 23)
+
+
+def assert_all_different(rows: torch.Tensor) -> None:
+    assert len({tuple(row) for row in rows.tolist()}) == len(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_pads_are_used_once(rows: int) -> None:
+    model = Layers(32, 8)
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(1))
+    with Masking(LocalPads(model, rows=4), model) as masking:
+        for _ in range(30):
+            masking.ask((0,), Pass.FORWARD, x)
+        assert_all_different(noise_of_pads(masking, x))
+
+
+def test_pads_survive_a_restart_and_none_is_used_twice(tmp_path: Path) -> None:
+    model = Layers(32, 8)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    noise = []
+    for turn in range(5):
+        with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+            for _ in range(turn + 1):
+                (y,) = masking.ask((0,), Pass.FORWARD, x)
+                assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+            masking.channel.mask.prepare(masking.channel.asked(Key((0,), Pass.FORWARD))).result(10)  # type: ignore[union-attr]
+            noise.append(noise_of_pads(masking, x))
+    assert_all_different(torch.cat(noise))
+    assert sum(map(len, noise)) == 45
+    assert (tmp_path / "pads").stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in (tmp_path / "pads").iterdir())
+    # What was ready is ready again, after an orderly end: no pad was skipped, and none has to be made.
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads", when_out="error"), model) as masking:
+        for _ in range(2):
+            (y,) = masking.ask((0,), Pass.FORWARD, x)
+            assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+
+
+def test_pads_of_a_process_that_died_are_skipped(tmp_path: Path) -> None:
+    """The counter on disk is ahead of use at any time, so a copy of the folder at any time is safe to go on from."""
+    import shutil
+
+    model = Layers(32, 8)
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    noise = []
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "alive"), model) as masking:
+        for turn in range(8):
+            masking.ask((0,), Pass.FORWARD, x)
+            shutil.copytree(tmp_path / "alive", tmp_path / f"died-{turn}")
+        used = noise_of_pads(masking, x)
+    for turn in range(8):
+        with Masking(LocalPads(model, rows=8, folder=tmp_path / f"died-{turn}"), model) as masking:
+            (y,) = masking.ask((0,), Pass.FORWARD, x)
+            assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+            noise.append(noise_of_pads(masking, x))
+        assert_all_different(torch.cat([used[: 2 * turn + 2], noise[-1]]))
+
+
+def test_half_a_line_of_the_counter_is_no_line(tmp_path: Path) -> None:
+    counter = PadCounter(tmp_path / "counter")
+    counter.write(5)
+    counter.write(9)
+    counter.close()
+    whole = (tmp_path / "counter").read_bytes()
+    for cut in range(16, 32):
+        (tmp_path / "counter").write_bytes(whole[:cut])
+        counter = PadCounter(tmp_path / "counter")
+        assert counter.value == 5
+        counter.write(7)
+        counter.close()
+        counter = PadCounter(tmp_path / "counter")
+        assert counter.value == 7
+        counter.close()
+
+
+def test_effects_that_are_damaged_are_made_again(tmp_path: Path) -> None:
+    model = Layers(32, 8)
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    key = Key((0,), Pass.FORWARD)
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+        masking.channel.mask.prepare(masking.channel.asked(key)).result(10)  # type: ignore[union-attr]
+    (kept,) = (tmp_path / "pads").glob("*.effects")
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+        for _ in range(6):
+            (y,) = masking.ask((0,), Pass.FORWARD, x)
+            assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+
+
+def test_out_of_pads() -> None:
+    model = Layers(32, 8)
+    with Masking(LocalPads(model, rows=4, when_out="error"), model) as masking:
+        asked = masking.channel.asked(Key((0,), Pass.FORWARD))
+        pads: Any = masking.channel.mask
+        pads.prepare(asked).result(10)
+        assert pads.ready()[asked.key] == 4
+        with pytest.raises(
+            PrivacyError, match=r"5 rows for first, and 4 pads ready; nothing was sent.*when_out='wait'"
+        ):
+            masking.ask((0,), Pass.FORWARD, torch.ones(5, 32))
+        assert not masking.masked()
+        masking.ask((0,), Pass.FORWARD, torch.ones(4, 32))
+        with pytest.raises(PrivacyError):
+            for _ in range(1000):  # faster than they are made
+                masking.ask((0,), Pass.FORWARD, torch.ones(4, 32))
+    with Masking(LocalPads(model, rows=4), model) as masking:
+        (y,) = masking.ask((0,), Pass.FORWARD, torch.ones(500, 32))  # it waits
+        assert y.shape == (500, 8)
+
+
+def test_pads_that_cannot_be_made_are_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(32, 8)
+    with Masking(LocalPads(model, rows=4), model) as masking:
+        monkeypatch.setattr(masking.channel.mask._own, "effects", lambda *_: 1 / 0)  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+        with pytest.raises(PrivacyError, match="no more pads"):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+
+
+@pytest.mark.parametrize("name", ["noise-pool", "mixed-noise"])
+def test_effects_that_did_not_come_are_asked_for_again_with_other_noise(name: str) -> None:
+    model = Layers()
+    with Masking(SCHEMES[name](model), model) as masking:
+        direct = masking.channels[0]
+        direct.fails = lambda call: call.key.pass_ is Pass.FORWARD_WITHOUT_BIAS
+        with pytest.raises(ExecutorClosedError):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 24))
+        direct.fails = lambda call: False
+        (y,) = masking.ask((0,), Pass.FORWARD, torch.ones(1, 24))
+        assert_accurate(y, direct.table[0], Pass.FORWARD, torch.ones(1, 24), 256)
+        first, second = [c.tensors[0] for c in direct.seen if c.key.pass_ is Pass.FORWARD_WITHOUT_BIAS]
+        assert (first != second).float().mean() > 0.99
+
+
+# ----------------------------------------------------------------------------------------------------------- keystream
+
+
+def test_keystream_is_aes_256_in_counter_mode() -> None:
+    key = bytes(range(32))
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    assert bytes(Keystream(key).raw(100)) == encryptor.update(bytes(100))
+    later = Keystream(key)
+    later.raw(16 * 3)
+    assert Keystream(key, start=3).raw(64) == later.raw(64)
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_uniform_numbers(dtype: torch.dtype) -> None:
+    stream = Keystream()
+    drawn = torch.cat([stream.uniform(rows, 100, dtype) for rows in (1, 2, 500, 1, 300)])
+    assert drawn.dtype is dtype
+    assert drawn.min() >= -1
+    assert drawn.max() < 1
+    units = drawn.double() * 2.0 ** (BITS[dtype] - 1)
+    assert torch.equal(units, units.round())
+    assert len(drawn.unique()) > 0.99 * drawn.numel()  # of 2²⁴, some come twice
+    counts = torch.histc(drawn.float(), 32, -1, 1)
+    assert ((counts - counts.mean()).square() / counts.mean()).sum() < 31 + 5 * math.sqrt(62)
+    assert not torch.equal(Keystream().uniform(1, 100, dtype), Keystream().uniform(1, 100, dtype))
+
+
+def test_integers_can_begin_anywhere() -> None:
+    """A row takes whole blocks of the cipher, so that pads can be found again by their number."""
+    from symbiosis.privacy.keystream import blocks
+
+    key = bytes(32)
+    for dtype in BITS:
+        for width in (1, 4, 7, 33):
+            whole = Keystream(key).integers(6, width, dtype)
+            assert whole.shape == (6, width)
+            part = Keystream(key, 4 * blocks(width, dtype)).integers(2, width, dtype)
+            assert torch.equal(whole[4:], part)
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_layers_that_are_not_linear_are_never_sent() -> None:
+    model = nn.Module()
+    model.mlp = Mlp(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    for make in (SCHEMES["noise-pool"], SCHEMES["mixed-noise"], SCHEMES["secret-shares"]):
+        with Masking(make(model), model) as masking:
+            for pass_ in (Pass.FORWARD, Pass.BACKWARD):
+                tensors = (torch.ones(1, 8),) * (1 + (pass_ is Pass.BACKWARD))
+                with pytest.raises(PrivacyError, match="mlp is served whole and is not linear.*not sent"):
+                    masking.channel.call(Call(Key((0,), pass_), Kind.DECODE, tensors))
+            assert not any(channel.seen for channel in masking.channels)
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "why"),
+    [
+        ("one-time-pad", UnknownNameError, "unknown privacy scheme 'one-time-pad'; known are noise-pool"),
+        ("noise-pool:sice=4", UsageError, "no option 'sice=4'; it takes size"),
+        ("noise-pool:size=0", PrivacyError, "size is 0"),
+        ("noise-pool:rotate=3,refresh=4", PrivacyError, "multiple of rotate"),
+        ("noise-pool:scale=0.5", PrivacyError, "scale is 0.5"),
+        ("noise-pool:scale=4,accuracy=1e-3", PrivacyError, "not both"),
+        ("noise-pool:accuracy=2", PrivacyError, "accuracy is 2"),
+        ("mixed-noise:accuracy=1e-9", PrivacyError, "leaves no room"),
+        ("mixed-noise:rank=x", PrivacyError, "rank is 'x'"),
+        ("local-pads", UsageError, "model"),
+        ("local-pads:model=/nowhere,when_out=panic", PrivacyError, "when_out is 'panic'"),
+        ("secret-shares", PrivacyError, "give both addresses"),
+        (NoisePool, UsageError, "give an object"),
+        (7, UsageError, "privacy is 7"),
+    ],
+)
+def test_wrong_schemes(spec: Any, error: type[Exception], why: str) -> None:
+    with pytest.raises(error, match=why):
+        make_privacy(spec)
+
+
+def test_specs() -> None:
+    assert make_privacy("none") is None
+    assert make_privacy(None) is None
+    pool = make_privacy("noise-pool: size = 8, scale=64")
+    assert isinstance(pool, NoisePool)
+    assert (pool.size, pool.scale) == (8, 64.0)
+    assert make_privacy(pool) is pool
+    shares = make_privacy("secret-shares:with=tcp://host:7000,accuracy=1e-4")
+    assert isinstance(shares, SecretShares)
+    assert shares.elsewhere("tcp://other:7000") == ("tcp://host:7000",)
+    assert "size=8" in repr(pool)
+    assert "scale" in repr(shares)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"addresses": ["tcp://a:1"]}, "give both addresses"),
+        ({"addresses": ["tcp://a:1", "tcp://a:1"]}, "an executor that has both"),
+        ({"addresses": ["a", "b", "c"]}, "give both addresses"),
+        ({"addresses": "tcp://a:1"}, "give a list of two"),
+        ({"addresses": ["a", "b"], "with_": "c"}, "give both addresses"),
+    ],
+)
+def test_wrong_shares(options: Any, why: str) -> None:
+    with pytest.raises(PrivacyError, match=why):
+        SecretShares(**options)
+
+
+def test_shares_need_two_executors_of_one_model() -> None:
+    model = Layers()
+    assert SecretShares(["a", "b"]).elsewhere("b") == ("a",)
+    with pytest.raises(PrivacyError, match="connected to c, which is none of a, b"):
+        SecretShares(["a", "b"]).elsewhere("c")
+    with pytest.raises(PrivacyError, match="own address"):
+        SecretShares(with_="a").elsewhere("a")
+    with pytest.raises(PrivacyError, match="different base models"):
+        Masking(SecretShares(["a", "b"]), model, Layers(seed=1))
+    with Masking(SecretShares(["a", "b"]), model) as masking:
+        masking.ask((0,), Pass.FORWARD, torch.ones(1, 24))
+        masking.channels[1].instance = masking.channels[0].instance  # it came back as the other one
+        seen = len(masking.channels[0].seen)
+        with pytest.raises(PrivacyError, match="lead to the same executor"):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 24))
+        assert len(masking.channels[0].seen) == seen
+
+
+def test_pads_need_the_executors_model(tmp_path: Path) -> None:
+    model = Layers()
+    with pytest.raises(PrivacyError, match="other weights than the executor serves"):
+        Masking(LocalPads(Layers(seed=1)), model)
+    with pytest.raises(PrivacyError, match="has no first"):
+        Masking(LocalPads(nn.Linear(2, 2)), model)
+    with pytest.raises(PrivacyError, match="no model could be loaded"):
+        Masking(LocalPads(tmp_path), model)
+    narrow = Layers(dtype=torch.bfloat16)
+    with Masking(LocalPads(Layers()), narrow) as masking:  # the same weights before they were rounded
+        (y,) = masking.ask((0,), Pass.FORWARD, torch.ones(1, 24, dtype=torch.bfloat16))
+        assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, torch.ones(1, 24), 256)
+
+
+def test_a_folder_of_pads_has_one_client_of_one_model(tmp_path: Path) -> None:
+    model = Layers()
+    folder = tmp_path / "pads"
+    with Masking(LocalPads(model, folder=folder), model):
+        with pytest.raises(PrivacyError, match="in use by another client"):
+            Masking(LocalPads(model, folder=folder), model)
+    other = Layers(seed=1)
+    with pytest.raises(PrivacyError, match="pads for another model"):
+        Masking(LocalPads(other, folder=folder), other)
+    folder.chmod(0o755)
+    with pytest.raises(PrivacyError, match="others may look into"):
+        Masking(LocalPads(model, folder=folder), model)
+    folder.chmod(0o700)
+    (folder / "key").write_bytes(b"short")
+    with pytest.raises(PrivacyError, match="damaged"):
+        Masking(LocalPads(model, folder=folder), model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrivacyError, match="cannot be used"):
+        PadFolder(tmp_path / "file", "weights")
