@@ -307,7 +307,7 @@ class Pads:
                 try:
                     unit = noise.to(stock.asked.dtype).mul_(2.0 ** (1 - BITS[stock.asked.dtype]))
                     effects = self._own.effects(stock.asked, unit)
-                    if stock.kept is not None and stock.made >= stock.next:
+                    if stock.kept is not None and stock.made + count > stock.next:
                         stock.kept.write(stock.made, torch.cat(effects, dim=1), 2 * self._rows)
                 except Exception as error:  # noqa: BLE001 (whoever waits for it must know)
                     with self._changed:
