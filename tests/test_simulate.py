@@ -152,7 +152,7 @@ def test_slos_are_counted() -> None:
 
 def test_figures() -> None:
     even, odd = Done(0.0, [1.0, 2.0, 3.0]), Done(0.0, [1.0, 4.0, 9.0])
-    job = Done(steps=[1.0, 2.0], rows=100)
+    job = Done(tuned=200.0)
     found = outcome([(even, 3), (odd, 3), (Done(0.0, [5.0]), 3)], [job], 10.0, 2.5, SLO(1000, 2000))
     assert (found.tokens_per_s, found.finetune_per_s, found.finished) == (0.7, 20.0, 2)
     assert found.slo_attainment == 0.5
