@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from symbiosis.bench.calibrate import Curve
 from symbiosis.cli.main import app
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
 from symbiosis.errors import UsageError
@@ -244,3 +245,14 @@ def test_old_ways_of_asking() -> None:
     simulation.add("a", generate(4, 1, 3, think, done))
     simulation.run()
     assert done.tokens == pytest.approx([4e-3, 8e-3, 12e-3])
+
+
+def test_a_curve_through_what_was_measured() -> None:
+    curve = Curve([(1, 2.0), (1, 3.0), (1, 4.0), (5, 7.0)])
+    assert [curve(rows) for rows in (1, 3, 5, 9)] == [3.0, 5.0, 7.0, 11.0]
+    assert Curve([(1, 2.0)])(100) == 2.0
+
+
+def test_more_rows_never_take_less_time() -> None:
+    curve = Curve([(1, 1.0), (2, 9.0), *[(4, 3.0)] * 3, (8, 7.0)])
+    assert [curve(rows) for rows in (1, 2, 4, 8)] == [1.0, 4.5, 4.5, 7.0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import Coroutine, Sequence
-from statistics import median
+from collections.abc import Coroutine
+from statistics import linear_regression, median
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ Points = list[tuple[int, float]]
 
 async def calibrate(settings: Settings) -> Costs:
     """Run clients on a real executor and take notes: seconds of a batch by its rows, for each layer and pass, apart
-    where the batch before it was for the same layer, whose weights are in the cache then; and a client's own work
-    before a request, by its rows, for each kind. Takes a minute on the smallest preset.
+    where the batch before it was for the same layer, whose weights are in the cache then; a client's own work before a
+    request, by its rows, for each kind; and what the executor needs beside a batch. Takes a minute on the smallest
+    preset.
     """
     recorder = _Recorder()
     async with settings.executor(settings.base(), recorder) as executor:
@@ -48,7 +49,7 @@ async def calibrate(settings: Settings) -> Costs:
         for client in clients:
             await client.close()
         layers = len(executor.layers)
-    thinking = {kind: Curve(points) for kind, points in own.points.items()}
+    thinking, overhead_s = own.curves()
     running = {seen: Curve(points) for seen, points in recorder.seen.items()}
 
     def batch(batch: Batch, again: bool) -> float:
@@ -61,7 +62,7 @@ async def calibrate(settings: Settings) -> Costs:
         layers,
         batch,
         lambda kind, rows: thinking[kind](rows),
-        0.0,  # in a client's own work already: it was measured from outside
+        overhead_s,
         True,
         f"{settings.preset.name}, measured here",
     )
@@ -104,11 +105,15 @@ async def _tune(settings: Settings, clients: list[Client], own: _Own) -> None:
 
 
 class _Own:
-    """Clients' own work: the time outside the executor, for each request."""
+    """Clients' own work: the time outside base layers, for each request, less what the executor needs for a batch.
+
+    Both are on one thread. They are told apart by how many requests shared a batch: seconds = own + overhead / members.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.points: dict[Kind, Points] = {kind: [] for kind in Kind}
+        self._seen: dict[Kind, list[tuple[int, float, float]]] = {kind: [] for kind in Kind}
+        """Rows, seconds a request, batches a request."""
 
     async def time(self, kind: Kind, rows: int, *work: Coroutine[Any, Any, Any]) -> None:
         self._executor.reset_statistics()
@@ -116,7 +121,19 @@ class _Own:
         await asyncio.gather(*work)
         seconds = time.perf_counter() - began
         done = self._executor.statistics()
-        self.points[kind].append((rows, max(seconds - done.run_s, 0.0) / done.requests))
+        outside = max(seconds - done.run_s, 0.0) / done.requests
+        self._seen[kind].append((rows, outside, done.batches / done.requests))
+
+    def curves(self) -> tuple[dict[Kind, Curve], float]:
+        """Own work by rows, for each kind; and the overhead of a batch, in seconds, by least squares over decoding."""
+        slope, _ = linear_regression(
+            *zip(*((part, seconds) for _, seconds, part in self._seen[Kind.DECODE]), strict=True)
+        )
+        overhead = max(slope, 0.0)
+        return {
+            kind: Curve([(rows, max(seconds - overhead * part, 0.0)) for rows, seconds, part in seen])
+            for kind, seen in self._seen.items()
+        }, overhead
 
 
 class _Recorder:
@@ -166,16 +183,26 @@ class _Recorder:
 
 
 class Curve:
-    """Seconds by rows: the medians of what was measured, joined by straight lines, the first and the last drawn on."""
+    """Seconds by rows: the medians of what was measured, joined by straight lines, the first and the last drawn on.
 
-    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+    More rows never take less time: medians that say so are averaged by how often each was seen (isotonic regression, by
+    pooling adjacent violators).
+    """
+
+    def __init__(self, points: Points) -> None:
         by_rows: dict[int, list[float]] = {}
         for rows, seconds in points:
             by_rows.setdefault(rows, []).append(seconds)
-        self._rows = sorted(by_rows)
-        self._seconds: list[float] = []
-        for rows in self._rows:  # more rows never take less time
-            self._seconds.append(max(median(by_rows[rows]), *self._seconds[-1:], 0.0))
+        pools: list[tuple[float, int, list[int]]] = []  # seconds, how often seen, rows
+        for rows in sorted(by_rows):
+            pool = median(by_rows[rows]), len(by_rows[rows]), [rows]
+            while pools and pools[-1][0] > pool[0]:
+                seconds, count, members = pools.pop()
+                both = count + pool[1]
+                pool = (seconds * count + pool[0] * pool[1]) / both, both, members + pool[2]
+            pools.append(pool)
+        self._rows = [rows for _, _, members in pools for rows in members]
+        self._seconds = [seconds for seconds, _, members in pools for _ in members]
 
     def __call__(self, rows: int) -> float:
         if len(self._rows) == 1:
