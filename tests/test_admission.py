@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,23 +238,71 @@ def test_tenants_have_priorities() -> None:
     assert order == ["gold/2", "gold/1", "plain/1"]
 
 
-async def test_a_client_is_told_its_terms(base: Any) -> None:
-    """From the client to the policy."""
-    seen: dict[str, set[tuple[Terms, Kind]]] = {}
+class _Notes(NoLockstep):
+    """Takes down what it is told of each client."""
 
-    class Notes(NoLockstep):
-        lone_at_once = False
+    lone_at_once = False
 
-        def submitted(self, request: Request) -> None:
-            seen.setdefault(request.client, set()).add((request.terms, request.kind))
+    def __init__(self) -> None:
+        self.seen: dict[str, set[tuple[Terms, Kind]]] = {}
 
+    def submitted(self, request: Request) -> None:
+        self.seen.setdefault(request.client, set()).add((request.terms, request.kind))
+
+
+async def test_a_policy_is_told_of_terms(base: Any) -> None:
     terms = {"priority": 3, "slo_ms": 50.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
-    async with symbiosis.Executor(base, policy=Notes()) as executor:
+    async with symbiosis.Executor(base, policy=(notes := _Notes())) as executor:
         async with executor.client(name="a", **terms) as a, executor.client(name="b") as b:
             await a.forward(input_ids=IDS)
             await b.forward(input_ids=IDS)
-        assert seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL), Kind.PREFILL)}
-        assert seen["b"] == {(Terms(), Kind.FINETUNE)}  # with gradients
+    assert notes.seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL), Kind.PREFILL)}
+    assert notes.seen["b"] == {(Terms(), Kind.FINETUNE)}  # with gradients
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "dist"])
+async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path) -> None:
+    """They are told as what the client asks for; so they are again after the connection was lost."""
+    terms = {"priority": -3, "slo_ms": 500.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
+    asked = {(Terms(**terms, asked=True), Kind.PREFILL)}
+
+    def synchronous(address: str) -> None:
+        with symbiosis.open_model(address, name="blocking", **terms) as model:
+            model(input_ids=IDS)
+
+    options = {"insecure": True} if scheme == "dist" else {}
+    async with symbiosis.Executor(base, policy=(notes := _Notes())) as executor:
+        address = f"shm://{tmp_path}/s" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
+        listener = await executor.listen(address, **options)
+        address = listener.address
+        async with symbiosis.connect(address) as there, there.client(name="coroutine", **terms) as client:
+            await client.forward(input_ids=IDS)
+            await asyncio.to_thread(synchronous, address)
+            assert notes.seen == {"coroutine": asked, "blocking": asked}
+            notes.seen.clear()
+            await listener.close()
+            waits = asyncio.create_task(client.forward(input_ids=IDS))
+            await asyncio.sleep(0.1)
+            await executor.listen(address, **options)
+            await asyncio.wait_for(waits, 30)
+            assert notes.seen == {"coroutine": asked}
+
+
+def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
+    world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), "pushy", "gold", "modest")
+    for name, priority in (("modest", -1), ("pushy", 1000), ("gold", 0)):
+        world.submit(name, F0, 1, Kind.DECODE, Terms(priority=priority, asked=True))
+    order = []
+    for _ in range(3):
+        order += [request.client for request in world.complete(_run(world))]
+    assert order == ["gold", "pushy", "modest"]
+
+
+@pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
+def test_nobody_stops_others_fine_tuning_from_elsewhere(asked: float | None, slack: float) -> None:
+    policy = CoServing(slo_ms=200)
+    world_of(policy, "a").submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=asked, asked=True))
+    assert 0.4 * slack < policy.slack(0.0) < slack
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from symbiosis.core.client import Client
 from symbiosis.core.protocols import Channel, Look
 from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Kind, Terms
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ExecutorClosedError, UsageError
 
@@ -79,16 +80,33 @@ class Base:
         name: str | None = None,
         seed: int | None = None,
         device: str | torch.device | None = None,
+        priority: int = 0,
+        slo_ms: float | None = None,
+        ttft_ms: float | None = None,
+        kind: Kind | None = None,
     ) -> Client:
-        """A client of this model; the arguments are those of :meth:`symbiosis.Executor.client`."""
-        client = Client(self._connect, peft_config, name=name or _name(), seed=seed, device=device)
+        """A client of this model, to be opened with ``async with``.
+
+        Args:
+            peft_config, name, seed: as of :meth:`symbiosis.Executor.client`.
+            device: where the client's share of the model runs; by default where the transport brings its tensors.
+            priority, slo_ms, ttft_ms, kind: what the client asks for, as of :meth:`symbiosis.Executor.client`. From
+                another process it can make itself less urgent than others, and not more: that is for those to give who
+                provide the executor.
+
+        Raises:
+            UsageError: terms that mean nothing.
+        """
+        terms = Terms(priority, slo_ms, ttft_ms, kind).check()
+
+        async def connect(name: str) -> Channel:
+            if self._look is None:
+                raise self._not_open()
+            return await self._transport.connect(self.address, name, terms)
+
+        client = Client(connect, peft_config, name=name or _name(), seed=seed, device=device)
         self._clients.append(client)
         return client
-
-    async def _connect(self, client: str) -> Channel:
-        if self._look is None:
-            raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
-        return await self._transport.connect(self.address, client)
 
     async def status(self) -> dict[str, Any]:
         """What the executor is and does."""
@@ -109,8 +127,11 @@ class Base:
 
     def _shown(self) -> Look:
         if self._look is None:
-            raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
+            raise self._not_open()
         return self._look
+
+    def _not_open(self) -> ExecutorClosedError:
+        return ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
 
 
 def tokenizer_of(files: dict[str, bytes], address: str) -> Any:
@@ -127,7 +148,15 @@ def tokenizer_of(files: dict[str, bytes], address: str) -> Any:
 
 @contextlib.contextmanager
 def open_model(
-    address: str, *, name: str | None = None, device: str | torch.device | None = None, **options: Any
+    address: str,
+    *,
+    name: str | None = None,
+    device: str | torch.device | None = None,
+    priority: int = 0,
+    slo_ms: float | None = None,
+    ttft_ms: float | None = None,
+    kind: Kind | None = None,
+    **options: Any,
 ) -> Iterator[Any]:
     """The model at an address, for synchronous code: a ``transformers`` model like any other, without asyncio.
 
@@ -139,10 +168,11 @@ def open_model(
         address: where, such as ``shm:///run/symbiosis.sock``.
         name: of this client, shown in the executor's statistics and events.
         device: of the client-side tensors; the executor's kind by default.
+        priority, slo_ms, ttft_ms, kind: what this client asks for; see :meth:`Base.client`.
         **options: of the transport: ``retry``, how many seconds to wait for an executor that was lost (60 by default).
     """
     transport = make_transport(address, **options)
-    channel = transport.connect_blocking(address, name or _name())
+    channel = transport.connect_blocking(address, name or _name(), Terms(priority, slo_ms, ttft_ms, kind).check())
     link = Link()
     link.channel = channel
     try:

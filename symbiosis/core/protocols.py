@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Request
+from symbiosis.core.requests import NO_TERMS, Call, Expected, Key, LayerSpec, Request, Terms
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +188,7 @@ class Service(Protocol):
     def layers(self) -> Sequence[LayerSpec]: ...
     @property
     def device(self) -> torch.device: ...
-    def join(self, client: str) -> Session:
+    def join(self, client: str, terms: Terms = NO_TERMS) -> Session:
         """Admit a client under a name that no other has.
 
         Raises:
@@ -268,15 +268,15 @@ class Transport(Protocol):
     """One address scheme. Options of a transport are arguments of its constructor."""
 
     async def listen(self, address: str, service: Service) -> Listener: ...
-    async def connect(self, address: str, client: str) -> Channel:
-        """Join an executor, for coroutines.
+    async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
+        """Join an executor, for coroutines. ``terms`` are what the client asks for.
 
         Raises:
             ConnectionLostError: nobody answers there.
             RefusedError: the executor does not let this client in.
         """
 
-    def connect_blocking(self, address: str, client: str) -> Channel:
+    def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         """Join an executor, for synchronous code: the channel has :meth:`Channel.call`, not :meth:`Channel.send`."""
 
     def look(self, address: str) -> Look:
