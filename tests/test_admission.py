@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import symbiosis
-from symbiosis.core.protocols import Policy
+from symbiosis.core.protocols import Decision, Policy, View
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Terms
-from symbiosis.core.scheduler import WaitUntil
+from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import tenant_of
@@ -322,6 +322,32 @@ def test_a_client_with_an_slo_of_its_own() -> None:
         world.submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=slo_ms))
         slack[slo_ms] = policy.slack(0.0)
     assert slack[20.0] < 0.02 < slack[None]
+
+
+def test_what_was_served_in_part_is_still_let_in() -> None:
+    """The inner policy fails once, and the scheduler serves a part of the oldest request, which was held back."""
+
+    class Moody(NoLockstep):
+        moods = 1
+
+        def decide(self, view: View, now: float) -> Decision:
+            if self.moods:
+                self.moods -= 1
+                raise RuntimeError("not now")
+            return super().decide(view, now)
+
+    scheduler = Scheduler(Priority(Moody()), layers=4, max_rows=4)
+    for number, (name, rows) in enumerate((("low", 10), ("high", 1))):
+        scheduler.client_joined(name)
+        scheduler.pass_began(name)
+        terms = Terms(priority=number)
+        scheduler.submit(Request(number, name, F0, rows, Kind.DECODE, 0.0, terms=terms))
+    served = []
+    while isinstance(batch := scheduler.next_action(0.0), Batch):
+        served.append((batch.slices[0].request.client, batch.rows))
+        scheduler.completed(batch, 1e-3)
+    assert served == [("low", 4), ("high", 1), ("low", 4), ("low", 2)]
+    assert len(scheduler.policy_errors) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- rate limit
