@@ -13,7 +13,8 @@ import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 
 import symbiosis
-from symbiosis.testing import Comparison, Job, Outcome
+from symbiosis.core.protocols import Policy
+from symbiosis.testing import Comparison, Job, Outcome, World
 
 T = TypeVar("T")
 CAUSAL = "CAUSAL_LM"
@@ -46,6 +47,15 @@ GRADIENTS = 1e-5
 TRAINED = 1e-3
 """fp32 tolerances for a tenant among others, relative to the largest element of each tensor. An adapter after 20 AdamW
 steps gets more: Adam divides by the gradient's own size, which magnifies differences in small elements."""
+
+
+def world_of(policy: Policy, *clients: str, max_rows: int = 8, layers: int = 4) -> World:
+    """Clients that are all in a pass, around a policy."""
+    world = World(policy, layers=layers, max_rows=max_rows)
+    for client in clients:
+        world.join(client)
+        world.begin_pass(client)
+    return world
 
 
 def assert_close(outcome: Outcome, expected: Outcome) -> None:

@@ -32,7 +32,7 @@ def raw(address: str, key: Path | None = None, identity: bytes | None = None) ->
 
 
 def hello(name: str | None) -> bytes:
-    return wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)
+    return wire.pack_hello(wire.Hello(name))
 
 
 def a_call(id_: int, n: int = 1, layer: int = 0) -> bytes:

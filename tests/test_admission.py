@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import symbiosis
-from symbiosis.core.protocols import Policy
+from symbiosis.core.protocols import Decision, Policy, View
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Terms
-from symbiosis.core.scheduler import WaitUntil
+from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.errors import UsageError
-from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit
+from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import tenant_of
 from symbiosis.testing import PolicyConformance, World
-from tests.helpers import IDS
+from tests.helpers import IDS, world_of
 
 F0 = Key((0,), Pass.FORWARD)
 WEIGHTS = {Kind.DECODE: 2.0, Kind.PREFILL: 1.0, Kind.FINETUNE: 1.0}
@@ -75,14 +76,6 @@ class TestAllAtOnceConforms(_Patient):
 # ---------------------------------------------------------------------------------------------------------------- fair
 
 
-def _crowd(policy: Policy, clients: Sequence[str], layers: int = 4, max_rows: int = 8) -> World:
-    world = World(policy, layers=layers, max_rows=max_rows)
-    for client in clients:
-        world.join(client)
-        world.begin_pass(client)
-    return world
-
-
 def _run(world: World) -> Batch:
     action = world.decide()
     while isinstance(action, WaitUntil):
@@ -112,7 +105,7 @@ def test_the_bound(works: list[tuple[int, Kind, int]], quantum: float, inner: ty
     policy = Fair(inner(), quantum=quantum, weights=shares)
     names = [f"tenant-{tenant}/{client}" for tenant, work in enumerate(works) for client in range(work[2])]
     layers, max_rows = 4, 16
-    world = _crowd(policy, names, layers, max_rows)
+    world = world_of(policy, *names, layers=layers, max_rows=max_rows)
     served: Counter[str] = Counter()
     history = []
     for name in names:  # each has two requests queued: always one more when one is answered
@@ -138,7 +131,7 @@ def test_the_bound(works: list[tuple[int, Kind, int]], quantum: float, inner: ty
 
 def test_a_flood_and_a_polite_tenant_get_the_same() -> None:
     flood = [f"flood/{number}" for number in range(20)]
-    world = _crowd(Fair(NoLockstep(), quantum=4), [*flood, "polite"])
+    world = world_of(Fair(NoLockstep(), quantum=4), *flood, "polite")
     for name in [*flood, "polite", "polite"]:
         world.submit(name, F0, 4)
     served: Counter[str] = Counter()
@@ -153,7 +146,7 @@ def test_a_flood_and_a_polite_tenant_get_the_same() -> None:
 
 def test_no_time_is_wasted_on_fairness() -> None:
     """Who is far ahead runs when nobody else has anything queued."""
-    world = _crowd(Fair(NoLockstep(), quantum=1), ["busy", "idle"])
+    world = world_of(Fair(NoLockstep(), quantum=1), "busy", "idle")
     for _ in range(100):
         world.submit("busy", F0, 8)
         action = world.decide()
@@ -163,7 +156,7 @@ def test_no_time_is_wasted_on_fairness() -> None:
 
 def test_nothing_is_saved_up_while_away() -> None:
     policy = Fair(NoLockstep(), quantum=4)
-    world = _crowd(policy, ["busy", "late"])
+    world = world_of(policy, "busy", "late")
     for _ in range(1000):
         world.submit("busy", F0, 8)
         world.complete(_run(world))
@@ -181,7 +174,7 @@ def test_nothing_is_saved_up_while_away() -> None:
 
 
 def test_weights() -> None:
-    world = _crowd(Fair(NoLockstep(), quantum=2, weights={"gold": 3.0}), ["gold", "plain"])
+    world = world_of(Fair(NoLockstep(), quantum=2, weights={"gold": 3.0}), "gold", "plain")
     served: Counter[str] = Counter()
     for name in ("gold", "gold", "plain", "plain"):
         world.submit(name, F0, 4)
@@ -212,7 +205,7 @@ def _submit(world: World, client: str, priority: int, key: Key = F0) -> Request:
 
 
 def test_the_urgent_go_first() -> None:
-    world = _crowd(Priority(NoLockstep()), ["low", "middle", "high"])
+    world = world_of(Priority(NoLockstep()), "low", "middle", "high")
     for name, priority in (("low", -1), ("middle", 0), ("high", 5)):
         _submit(world, name, priority)
     order = []
@@ -222,7 +215,7 @@ def test_the_urgent_go_first() -> None:
 
 
 def test_nobody_is_held_back_for_ever() -> None:
-    world = _crowd(Priority(NoLockstep(), max_wait_ms=50), ["low", "high"])
+    world = world_of(Priority(NoLockstep(), max_wait_ms=50), "low", "high")
     _submit(world, "low", 0)
     _submit(world, "high", 1)
     for batches in range(1000):
@@ -235,7 +228,7 @@ def test_nobody_is_held_back_for_ever() -> None:
 
 
 def test_tenants_have_priorities() -> None:
-    world = _crowd(Priority(NoLockstep(), tenants={"gold": 2}), ["plain/1", "gold/1", "gold/2"])
+    world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), "plain/1", "gold/1", "gold/2")
     for name in ("plain/1", "gold/1"):
         _submit(world, name, 0)
     _submit(world, "gold/2", 1)
@@ -245,23 +238,71 @@ def test_tenants_have_priorities() -> None:
     assert order == ["gold/2", "gold/1", "plain/1"]
 
 
-async def test_a_client_is_told_its_terms(base: Any) -> None:
-    """From the client to the policy."""
-    seen: dict[str, set[tuple[Terms, Kind]]] = {}
+class _Notes(NoLockstep):
+    """Takes down what it is told of each client."""
 
-    class Notes(NoLockstep):
-        lone_at_once = False
+    lone_at_once = False
 
-        def submitted(self, request: Request) -> None:
-            seen.setdefault(request.client, set()).add((request.terms, request.kind))
+    def __init__(self) -> None:
+        self.seen: dict[str, set[tuple[Terms, Kind]]] = {}
 
+    def submitted(self, request: Request) -> None:
+        self.seen.setdefault(request.client, set()).add((request.terms, request.kind))
+
+
+async def test_a_policy_is_told_of_terms(base: Any) -> None:
     terms = {"priority": 3, "slo_ms": 50.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
-    async with symbiosis.Executor(base, policy=Notes()) as executor:
+    async with symbiosis.Executor(base, policy=(notes := _Notes())) as executor:
         async with executor.client(name="a", **terms) as a, executor.client(name="b") as b:
             await a.forward(input_ids=IDS)
             await b.forward(input_ids=IDS)
-        assert seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL), Kind.PREFILL)}
-        assert seen["b"] == {(Terms(), Kind.FINETUNE)}  # with gradients
+    assert notes.seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL), Kind.PREFILL)}
+    assert notes.seen["b"] == {(Terms(), Kind.FINETUNE)}  # with gradients
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "dist"])
+async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path) -> None:
+    """They are told as what the client asks for; so they are again after the connection was lost."""
+    terms = {"priority": -3, "slo_ms": 500.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
+    asked = {(Terms(**terms, asked=True), Kind.PREFILL)}
+
+    def synchronous(address: str) -> None:
+        with symbiosis.open_model(address, name="blocking", **terms) as model:
+            model(input_ids=IDS)
+
+    options = {"insecure": True} if scheme == "dist" else {}
+    async with symbiosis.Executor(base, policy=(notes := _Notes())) as executor:
+        address = f"shm://{tmp_path}/s" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
+        listener = await executor.listen(address, **options)
+        address = listener.address
+        async with symbiosis.connect(address) as there, there.client(name="coroutine", **terms) as client:
+            await client.forward(input_ids=IDS)
+            await asyncio.to_thread(synchronous, address)
+            assert notes.seen == {"coroutine": asked, "blocking": asked}
+            notes.seen.clear()
+            await listener.close()
+            waits = asyncio.create_task(client.forward(input_ids=IDS))
+            await asyncio.sleep(0.1)
+            await executor.listen(address, **options)
+            await asyncio.wait_for(waits, 30)
+            assert notes.seen == {"coroutine": asked}
+
+
+def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
+    world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), "pushy", "gold", "modest")
+    for name, priority in (("modest", -1), ("pushy", 1000), ("gold", 0)):
+        world.submit(name, F0, 1, Kind.DECODE, Terms(priority=priority, asked=True))
+    order = []
+    for _ in range(3):
+        order += [request.client for request in world.complete(_run(world))]
+    assert order == ["gold", "pushy", "modest"]
+
+
+@pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
+def test_nobody_stops_others_fine_tuning_from_elsewhere(asked: float | None, slack: float) -> None:
+    policy = CoServing(slo_ms=200)
+    world_of(policy, "a").submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=asked, asked=True))
+    assert 0.4 * slack < policy.slack(0.0) < slack
 
 
 @pytest.mark.parametrize(
@@ -277,10 +318,36 @@ def test_a_client_with_an_slo_of_its_own() -> None:
     slack = {}
     for slo_ms in (None, 20.0):
         policy = CoServing(slo_ms=200)
-        world = _crowd(policy, ["a"])
+        world = world_of(policy, "a")
         world.submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=slo_ms))
         slack[slo_ms] = policy.slack(0.0)
     assert slack[20.0] < 0.02 < slack[None]
+
+
+def test_what_was_served_in_part_is_still_let_in() -> None:
+    """The inner policy fails once, and the scheduler serves a part of the oldest request, which was held back."""
+
+    class Moody(NoLockstep):
+        moods = 1
+
+        def decide(self, view: View, now: float) -> Decision:
+            if self.moods:
+                self.moods -= 1
+                raise RuntimeError("not now")
+            return super().decide(view, now)
+
+    scheduler = Scheduler(Priority(Moody()), layers=4, max_rows=4)
+    for number, (name, rows) in enumerate((("low", 10), ("high", 1))):
+        scheduler.client_joined(name)
+        scheduler.pass_began(name)
+        terms = Terms(priority=number)
+        scheduler.submit(Request(number, name, F0, rows, Kind.DECODE, 0.0, terms=terms))
+    served = []
+    while isinstance(batch := scheduler.next_action(0.0), Batch):
+        served.append((batch.slices[0].request.client, batch.rows))
+        scheduler.completed(batch, 1e-3)
+    assert served == [("low", 4), ("high", 1), ("low", 4), ("low", 2)]
+    assert len(scheduler.policy_errors) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- rate limit
@@ -288,7 +355,7 @@ def test_a_client_with_an_slo_of_its_own() -> None:
 
 def test_a_rate() -> None:
     """100 tokens a second, with a second's worth at once: 3 s bring 400, of 4 rows through one of 4 layers each."""
-    world = _crowd(RateLimit(NoLockstep(), tokens_per_s=100), ["a/1", "a/2"])
+    world = world_of(RateLimit(NoLockstep(), tokens_per_s=100), "a/1", "a/2")
     world.submit("a/1", F0, 4)
     count = 0
     while world.clock.now < 3:
@@ -299,7 +366,7 @@ def test_a_rate() -> None:
 
 
 def test_others_have_buckets_of_their_own() -> None:
-    world = _crowd(RateLimit(NoLockstep(), tokens_per_s=1, tenants={"quick": 1e6}), ["slow", "quick"])
+    world = world_of(RateLimit(NoLockstep(), tokens_per_s=1, tenants={"quick": 1e6}), "slow", "quick")
     for name in ("slow", "quick"):
         world.submit(name, F0, 8)
     served: Counter[str] = Counter()
@@ -308,6 +375,26 @@ def test_others_have_buckets_of_their_own() -> None:
             served[request.client] += 1
             world.submit(request.client, F0, 8)
     assert served["slow"] < 5 < 190 < served["quick"]
+
+
+def test_whoever_is_new_is_not_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rate_limit, "_MAX_TENANTS", 1)
+    world = world_of(RateLimit(NoLockstep(), tokens_per_s=100), "old", "new")
+    for name in ("old", "new"):
+        world.cancel(world.submit(name, F0, 4))
+        world.submit(name, F0, 4)
+        assert [request.client for request in world.complete(_run(world))] == [name]
+    assert not world.scheduler.policy_errors
+
+
+def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
+    policy = RateLimit(NoLockstep(), tokens_per_s=1, burst_s=1)
+    world = world_of(policy, "a", "b")
+    world.submit("a", F0, 8)
+    world.complete(_run(world))  # in debt now
+    for _ in range(50):
+        world.cancel(world.submit("a", F0, 8))
+    assert len(policy._due) <= 1
 
 
 # ----------------------------------------------------------------------------------------------------------- wrong use

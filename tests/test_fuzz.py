@@ -64,7 +64,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     door.close()
 
 
-hello = st.builds(lambda name: wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name), st.text(max_size=4))
+hello = st.builds(lambda name: wire.pack_hello(wire.Hello(name)), st.text(max_size=4))
 sound_calls = st.builds(
     lambda id_, layer, pass_, rows: wire.pack_call(
         CallMessage(id_, Key((layer,), pass_), Kind.FINETUNE, rows, 0, 1 << 20)
@@ -105,7 +105,7 @@ def test_mutated_sessions(door: Door, first: bool, stream: bytes) -> None:
         descriptors: list[int] = []
         with contextlib.suppress(OSError):  # it may hang up at any moment
             if first:
-                connection.sendall(wire.frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, "mallory")))
+                connection.sendall(wire.frame(wire.pack_hello(wire.Hello("mallory"))))
             connection.sendall(stream)
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
             while connection.recv(1 << 16):
@@ -124,7 +124,7 @@ def test_nothing_is_left_of_them(door: Door) -> None:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(10)
                 connection.connect(door.address.removeprefix("shm://"))
-                connection.sendall(wire.frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, f"visitor-{number}")))
+                connection.sendall(wire.frame(wire.pack_hello(wire.Hello(f"visitor-{number}"))))
                 _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
                 for descriptor in descriptors:
                     os.close(descriptor)

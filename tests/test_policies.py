@@ -10,9 +10,10 @@ from symbiosis.core.protocols import Policy
 from symbiosis.core.requests import Batch, Key, Kind, Pass
 from symbiosis.core.scheduler import WaitUntil
 from symbiosis.errors import UsageError
-from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
+from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, opportunistic
 from symbiosis.policies.order import FurthestBehind
 from symbiosis.testing import PolicyConformance, World
+from tests.helpers import world_of
 
 F0, F1 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD)
 B0, B1 = Key((0,), Pass.BACKWARD), Key((1,), Pass.BACKWARD)
@@ -52,14 +53,6 @@ class TestPatientConforms(PolicyConformance):
         return Opportunistic(wait_ms=100, max_wait_ms=2000)
 
 
-def world(policy: Policy, *clients: str, max_rows: int = 8, layers: int = 4) -> World:
-    world = World(policy, layers=layers, max_rows=max_rows)
-    for client in clients:
-        world.join(client)
-        world.begin_pass(client)
-    return world
-
-
 def run(world: World) -> Batch:
     batch = world.decide()
     assert isinstance(batch, Batch), f"{world.policy} waits: {batch}"
@@ -73,20 +66,20 @@ def members(batch: Batch) -> list[tuple[str, int]]:
 
 class TestNoLockstep:
     def test_alone_and_in_order(self) -> None:
-        w = world(NoLockstep(), "a", "b", "c")
+        w = world_of(NoLockstep(), "a", "b", "c")
         for client, key in (("a", F1), ("b", F0), ("c", F1)):
             w.submit(client, key, 2)
         assert [members(run(w)) for _ in range(3)] == [[("a", 2)], [("b", 2)], [("c", 2)]]
 
     def test_large_request_in_slices(self) -> None:
-        w = world(NoLockstep(), "a")
+        w = world_of(NoLockstep(), "a")
         w.submit("a", F0, 20)
         assert [members(run(w)) for _ in range(3)] == [[("a", 8)], [("a", 8)], [("a", 4)]]
 
 
 class TestLockstep:
     def test_waits_for_all_and_runs_them_together(self) -> None:
-        w = world(Lockstep(), "a", "b", "c")
+        w = world_of(Lockstep(), "a", "b", "c")
         w.submit("a", F0, 1)
         assert w.decide() == WaitUntil(math.inf)
         w.clock.advance(100)
@@ -96,7 +89,7 @@ class TestLockstep:
         assert members(run(w)) == [("a", 1), ("b", 1), ("c", 1)]
 
     def test_does_not_wait_for_those_who_cannot_come(self) -> None:
-        w = world(Lockstep(), "a", "b")
+        w = world_of(Lockstep(), "a", "b")
         w.join("idle")
         w.submit("a", F0, 1)
         w.end_pass("b")
@@ -107,7 +100,7 @@ class TestLockstep:
         assert members(run(w)) == [("a", 1)]
 
     def test_those_behind_catch_up(self) -> None:
-        w = world(Lockstep(), "ahead", "behind")
+        w = world_of(Lockstep(), "ahead", "behind")
         w.submit("ahead", Key((2,), Pass.FORWARD), 1)
         w.submit("behind", F0, 1)
         for layer in range(2):
@@ -116,7 +109,7 @@ class TestLockstep:
         assert members(run(w)) == [("ahead", 1), ("behind", 1)]
 
     def test_an_overtaken_request_goes_first(self) -> None:
-        w = world(Lockstep(), "a", "b", layers=2)
+        w = world_of(Lockstep(), "a", "b", layers=2)
         w.submit("a", F1, 1)
         for _ in range(5):
             w.submit("b", F0, 1)
@@ -129,7 +122,7 @@ class TestLockstep:
 
 class TestOpportunistic:
     def test_waits_in_proportion_to_its_rows(self) -> None:
-        w = world(Opportunistic(wait_ms=2, max_wait_ms=10), "a", "thinker")
+        w = world_of(Opportunistic(wait_ms=2, max_wait_ms=10), "a", "thinker")
         request = w.submit("a", F0, 3)
         assert w.decide() == WaitUntil(pytest.approx(0.006))
         w.cancel(request)
@@ -137,7 +130,7 @@ class TestOpportunistic:
         assert w.decide() == WaitUntil(pytest.approx(0.010))  # capped
 
     def test_when_due_it_runs_with_whatever_came(self) -> None:
-        w = world(Opportunistic(wait_ms=2), "a", "b", "thinker")
+        w = world_of(Opportunistic(wait_ms=2), "a", "b", "thinker")
         w.submit("a", F0, 1)
         w.clock.advance(0.001)
         w.submit("b", F0, 3)
@@ -147,7 +140,7 @@ class TestOpportunistic:
         assert (members(batch), batch.reason) == ([("a", 1), ("b", 3)], "deadline")
 
     def test_runs_at_once_when_nobody_thinks(self) -> None:
-        w = world(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b")
+        w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b")
         w.submit("a", F0, 1)
         assert isinstance(w.decide(), WaitUntil)
         w.submit("b", F1, 1)
@@ -155,7 +148,7 @@ class TestOpportunistic:
         assert (members(batch), batch.reason) == ([("a", 1)], "nobody-thinking")
 
     def test_runs_a_full_batch_at_once(self) -> None:
-        w = world(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
+        w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
         w.submit("a", F0, 5)
         assert isinstance(w.decide(), WaitUntil)
         w.submit("b", F0, 5)
@@ -165,7 +158,7 @@ class TestOpportunistic:
 
     def test_the_urgent_come_before_the_many(self) -> None:
         """A due request is not passed over for a fuller queue: longest queue first would starve it."""
-        w = world(Opportunistic(wait_ms=2), "small", "a", "b", "thinker", max_rows=64)
+        w = world_of(Opportunistic(wait_ms=2), "small", "a", "b", "thinker", max_rows=64)
         w.submit("small", F1, 1)
         w.submit("a", F0, 20)
         w.submit("b", F0, 20)
@@ -174,7 +167,7 @@ class TestOpportunistic:
 
     def test_the_urgent_rides_in_the_batch_that_it_causes(self) -> None:
         """Older, larger requests of the same key do not push the due one out of its batch."""
-        w = world(Opportunistic(wait_ms=2), "large", "small", "thinker", max_rows=8)
+        w = world_of(Opportunistic(wait_ms=2), "large", "small", "thinker", max_rows=8)
         w.scheduler.policy.decide  # noqa: B018
         w.submit("large", F0, 7)
         w.submit("small", F0, 2)
@@ -185,7 +178,7 @@ class TestOpportunistic:
 
     def test_who_is_behind_and_costs_no_more_catches_up(self) -> None:
         """Passing a due request over brings the two together; a queue that takes much longer may not."""
-        w = world(Opportunistic(wait_ms=0, max_wait_ms=50), "ahead", "behind", "thinker", max_rows=64)
+        w = world_of(Opportunistic(wait_ms=0, max_wait_ms=50), "ahead", "behind", "thinker", max_rows=64)
         w.submit("ahead", F1, 2)
         w.submit("behind", F0, 2)
         batch = run(w)
@@ -197,7 +190,7 @@ class TestOpportunistic:
         assert members(run(w)) == [("ahead", 2)]
 
     def test_nobody_is_passed_over_for_longer_than_max_wait(self) -> None:
-        w = world(Opportunistic(wait_ms=0, max_wait_ms=10), "ahead", "behind", "thinker")
+        w = world_of(Opportunistic(wait_ms=0, max_wait_ms=10), "ahead", "behind", "thinker")
         w.submit("ahead", F1, 1)
         for _ in range(5):
             w.submit("behind", F0, 1)
@@ -214,7 +207,7 @@ class TestOpportunistic:
             Opportunistic(**{option: value})  # type: ignore[arg-type]
 
     def test_cancelled_requests_leave_no_deadline(self) -> None:
-        w = world(Opportunistic(wait_ms=2), "a", "b", "thinker")
+        w = world_of(Opportunistic(wait_ms=2), "a", "b", "thinker")
         first = w.submit("a", F0, 1)
         w.clock.advance(0.001)
         w.submit("b", F0, 1)
@@ -224,7 +217,7 @@ class TestOpportunistic:
 
 class TestFurthestBehind:
     def test_directions_apart(self) -> None:
-        w = world(NoLockstep(), "a", layers=4)
+        w = world_of(NoLockstep(), "a", layers=4)
         order = FurthestBehind()
         for key in (Key((2,), Pass.FORWARD), F1, B0, B1):
             order.add(w.submit("a", key, 1))
@@ -233,7 +226,7 @@ class TestFurthestBehind:
         assert order.candidates(set()) == []
 
     def test_a_key_may_come_back(self) -> None:
-        w = world(NoLockstep(), "a")
+        w = world_of(NoLockstep(), "a")
         order = FurthestBehind()
         order.add(w.submit("a", F0, 1))
         assert order.candidates(set()) == []
@@ -256,7 +249,7 @@ class TestAdaptive:
         """Two clients whose requests come ``gap`` seconds apart, with batches that take start + row · rows; those of
         different sizes have been seen."""
         policy = Opportunistic(wait_ms=1000, max_wait_ms=1000)
-        w = world(policy, "a", "b", "thinks", max_rows=64)
+        w = world_of(policy, "a", "b", "thinks", max_rows=64)
         for rows in [1, 2, 3, 4] * 20:
             for client in ("a", "b") if together else ("a", "thinks", "b"):
                 w.submit(client, F0, rows)
@@ -298,7 +291,7 @@ class TestAdaptive:
 
     def test_without_it_the_deadline_counts(self) -> None:
         policy = Opportunistic(wait_ms=1000, max_wait_ms=1000, adaptive=False)
-        w = world(policy, "a", "b")
+        w = world_of(policy, "a", "b")
         for _ in range(30):
             w.submit("a", F0, 1)
             w.clock.advance(1.0)
@@ -310,9 +303,24 @@ class TestAdaptive:
 
     def test_each_kind_has_its_wait(self) -> None:
         policy = Opportunistic(wait_ms={"decode": 1, "finetune": 5})
-        w = world(policy, "a", "b")
+        w = world_of(policy, "a", "b")
         due = [policy.deadline(w.submit("a", F0, 2, kind)) - w.clock.now for kind in Kind]
-        assert due == [0.002, 0.0, 0.01]
+        assert due == pytest.approx([0.002, 0.0004, 0.01])  # prefills as by default
+
+    def test_too_many_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What was learned may be forgotten; the policy goes on."""
+        monkeypatch.setattr(opportunistic, "_MAX_KEYS", 2)
+        w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
+        for layer in range(4):
+            for _ in range(20):
+                w.submit("a", Key((layer,), Pass.FORWARD), 1)
+                while not isinstance(batch := w.decide(), Batch):
+                    w.clock.advance(1.0)
+                w.complete(batch, 1e-3)
+        w.submit("a", F0, 1)
+        w.submit("b", Key((3,), Pass.FORWARD), 1)
+        w.decide()
+        assert not w.scheduler.policy_errors
 
     @pytest.mark.parametrize("options", [{"wait_ms": {"decoding": 1}}, {"wait_ms": {"decode": -1}}, {"adaptive": 1}])
     def test_bad_options(self, options: dict[str, object]) -> None:

@@ -72,7 +72,7 @@ async def test_a_flood_waits_for_its_turn(base: Any, address: str, monkeypatch: 
         async with symbiosis.connect(address) as remote, remote.client(name="alice") as alice:
             with contextlib.closing(socket.socket(socket.AF_UNIX)) as flood:
                 flood.connect(address.removeprefix("shm://"))
-                flood.sendall(frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, "flood")))
+                flood.sendall(frame(wire.pack_hello(wire.Hello("flood"))))
                 await until(lambda: "flood" in executor.status()["clients"])
                 stop = threading.Event()
                 pings = frame(wire.pack(Type.BEGIN)) * 50_000
@@ -386,7 +386,7 @@ class Raw:
         self.socket.sendall(b"".join(wire.frame(message) for message in messages))
 
     def hello(self, name: str) -> dict[str, Any]:
-        self.send(wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, name))
+        self.send(wire.pack_hello(wire.Hello(name)))
         _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 2)
         type_, content = self.next()
         assert type_ is wire.Type.WELCOME
@@ -412,8 +412,8 @@ ENDED = wire.Type.ENDED
 BAD = {
     "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN before HELLO"),
     "another protocol": ([b"GET / HTTP/1.1\r\n\r\n"], "no message"),
-    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 1"),
-    "a name that is none": ([wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, "a\nb")], "printable"),
+    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 2"),
+    "a name that is none": ([wire.pack_hello(wire.Hello("a\nb"))], "printable"),
 }
 
 
@@ -445,7 +445,7 @@ OUTSIDE = {
     "an unknown pass": wire.pack(wire.Type.CALL, 1, (0,), 9, 0, 1, 0, 64),
     "too few fields": wire.pack(wire.Type.CALL, 1),
     "a bool for a number": wire.pack(wire.Type.CALL, True, (0,), 0, 0, 1, 0, 64),
-    "a second HELLO": wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, "y"),
+    "a second HELLO": wire.pack_hello(wire.Hello("y")),
     "an executor's message": wire.pack(wire.Type.RESULT, 1),
 }
 
@@ -528,7 +528,7 @@ async def test_looking_has_an_end(base: Any, address: str, monkeypatch: pytest.M
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(address)
         raw = Raw(address)
-        raw.send(wire.pack(wire.Type.HELLO, wire.MAGIC, wire.VERSION, None))
+        raw.send(wire.pack_hello(wire.Hello(None)))
         await until(lambda: listener.peers)  # type: ignore[attr-defined]
         await until(lambda: not listener.peers)  # type: ignore[attr-defined]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from symbiosis.bench.calibrate import Curve
 from symbiosis.cli.main import app
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
 from symbiosis.errors import UsageError
@@ -152,7 +153,7 @@ def test_slos_are_counted() -> None:
 
 def test_figures() -> None:
     even, odd = Done(0.0, [1.0, 2.0, 3.0]), Done(0.0, [1.0, 4.0, 9.0])
-    job = Done(steps=[1.0, 2.0], rows=100)
+    job = Done(tuned=200.0)
     found = outcome([(even, 3), (odd, 3), (Done(0.0, [5.0]), 3)], [job], 10.0, 2.5, SLO(1000, 2000))
     assert (found.tokens_per_s, found.finetune_per_s, found.finished) == (0.7, 20.0, 2)
     assert found.slo_attainment == 0.5
@@ -244,3 +245,14 @@ def test_old_ways_of_asking() -> None:
     simulation.add("a", generate(4, 1, 3, think, done))
     simulation.run()
     assert done.tokens == pytest.approx([4e-3, 8e-3, 12e-3])
+
+
+def test_a_curve_through_what_was_measured() -> None:
+    curve = Curve([(1, 2.0), (1, 3.0), (1, 4.0), (5, 7.0)])
+    assert [curve(rows) for rows in (1, 3, 5, 9)] == [3.0, 5.0, 7.0, 11.0]
+    assert Curve([(1, 2.0)])(100) == 2.0
+
+
+def test_more_rows_never_take_less_time() -> None:
+    curve = Curve([(1, 1.0), (2, 9.0), *[(4, 3.0)] * 3, (8, 7.0)])
+    assert [curve(rows) for rows in (1, 2, 4, 8)] == [1.0, 4.5, 4.5, 7.0]

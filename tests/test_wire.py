@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis import errors
-from symbiosis.core.requests import Key, Kind, Pass
+from symbiosis.core.requests import Key, Kind, Pass, Terms
 from symbiosis.errors import BrokenError, LayerError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.wire import CallMessage, Frames, Type
+from symbiosis.transports.wire import CallMessage, Frames, Hello, Type
 
 sixty_three = st.integers(0, (1 << 63) - 1)
 places = st.integers(0, 1 << 50).map(lambda place: place * wire.ALIGN)
@@ -41,6 +41,47 @@ def test_calls_come_back(call: CallMessage) -> None:
     assert wire.read_call(content) == call
 
 
+@given(
+    st.builds(
+        Hello,
+        st.none() | st.text("abc/-é", min_size=1, max_size=9),
+        st.builds(
+            Terms,
+            st.integers(-1000, 1000),
+            st.none() | st.floats(1e-3, 1e9),
+            st.none() | st.floats(1e-3, 1e9),
+            st.none() | st.sampled_from(Kind),
+            st.just(False),
+        ),
+    )
+)
+def test_hellos_come_back(hello: Hello) -> None:
+    type_, content = wire.unpack(wire.pack_hello(hello))
+    assert type_ is Type.HELLO
+    assert wire.read_hello(content) == hello
+
+
+@pytest.mark.parametrize(
+    ("terms", "why"),
+    [
+        (None, "terms are a map"),
+        ([], "terms are a map"),
+        ({"asked": False}, "terms are a map of priority"),
+        ({"color": "red"}, "terms are a map of priority"),
+        ({"priority": 10**9}, "priority is"),
+        ({"priority": True}, "priority is"),
+        ({"slo_ms": -1.0}, "slo_ms is"),
+        ({"slo_ms": float("nan")}, "slo_ms is"),
+        ({"ttft_ms": "soon"}, "ttft_ms is"),
+        ({"kind": 7}, "kind 7"),
+        ({"kind": [1]}, "kind"),
+    ],
+)
+def test_terms_that_mean_nothing(terms: Any, why: str) -> None:
+    with pytest.raises(WireError, match=why):
+        wire.read_hello([wire.MAGIC, wire.VERSION, "a", terms])
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
@@ -51,6 +92,12 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     for read in (wire.read_call, wire.read_hello, wire.read_id):
         with contextlib.suppress(WireError):
             read(content)
+
+
+@given(st.one_of(st.none(), st.text(max_size=3)), plain)
+def test_any_terms_are_terms_or_refused(name: str | None, terms: Any) -> None:
+    with contextlib.suppress(WireError):
+        wire.read_hello([wire.MAGIC, wire.VERSION, name, terms])
 
 
 @given(st.lists(plain, max_size=9))

@@ -209,8 +209,8 @@ def policies(
     json: JsonOption = None,
 ) -> None:
     """8 and 32 clients with mixed adapters and lengths: no waiting, lockstep and opportunistic batching."""
-    options = {"policy": policy, "counts": tuple(clients or (8, 32)), "trace": _trace(trace)}
-    _show(_run("policies", preset, rounds, base_layers, device, **options), json)
+    counts = tuple(clients or (8, 32))
+    _show(_run("policies", preset, rounds, policy, base_layers, device, counts=counts, trace=_trace(trace)), json)
 
 
 @app.command()
@@ -223,7 +223,7 @@ def mix(
     json: JsonOption = None,
 ) -> None:
     """A small request beside a large one; decoding beside fine-tuning."""
-    _show(_run("mix", preset, rounds, base_layers, device, policy=policy), json)
+    _show(_run("mix", preset, rounds, policy, base_layers, device), json)
 
 
 @app.command()
@@ -237,7 +237,7 @@ def coserve(
     json: JsonOption = None,
 ) -> None:
     """Bursty inference with fine-tuning beside it, over load: co-serving and temporal sharing."""
-    _show(_run("coserve", preset, rounds, base_layers, device, policy=policy, trace=_trace(trace)), json)
+    _show(_run("coserve", preset, rounds, policy, base_layers, device, trace=_trace(trace)), json)
 
 
 @app.command()
@@ -250,7 +250,7 @@ def fairness(
     json: JsonOption = None,
 ) -> None:
     """A tenant that floods the executor beside three that do not, with fair sharing and without."""
-    _show(_run("fairness", preset, rounds, base_layers, device, policy=policy), json)
+    _show(_run("fairness", preset, rounds, policy, base_layers, device), json)
 
 
 def _trace(file: Path | None) -> Any:
@@ -312,17 +312,19 @@ def _measure(
         from symbiosis.cli.loop import wait_passively
 
         wait_passively()
-    options: dict[str, Any] = {"policy": policy}
+    options: dict[str, Any] = {}
     if benchmark != "finetune":
         options["transport"] = transport
     if benchmark in COUNTS:
         options["counts"] = tuple(
             clients or [count for count in COUNTS[benchmark] if transport == "inproc" or count <= 8]
         )
-    return _run(benchmark, preset, rounds, base_layers, device, **options)
+    return _run(benchmark, preset, rounds, policy, base_layers, device, **options)
 
 
-def _run(benchmark: str, preset: PresetName, rounds: int, base_layers: str, device: str, **options: Any) -> Report:
+def _run(
+    benchmark: str, preset: PresetName, rounds: int, policy: str, base_layers: str, device: str, **options: Any
+) -> Report:
     import importlib
     import warnings
 
@@ -332,19 +334,21 @@ def _run(benchmark: str, preset: PresetName, rounds: int, base_layers: str, devi
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
     from symbiosis.bench.models import PRESETS
+    from symbiosis.bench.settings import Settings
     from symbiosis.cli.loop import run
 
     measure: Callable[..., Awaitable[Report]] = getattr(
         importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark
     )
-    options |= {"device": torch.device(device), "base_layers": base_layers}
     with console.status(f"bench {benchmark} {preset.value}") as status:
 
         def progress(text: str) -> None:
             status.update(f"bench {benchmark} {preset.value}: {text}")
 
+        settings = Settings(PRESETS[preset.value], torch.device(device), policy, base_layers, rounds, progress)
+
         async def main() -> Report:
-            return await measure(PRESETS[preset.value], rounds=rounds, progress=progress, **options)
+            return await measure(settings, **options)
 
         return run(main())
 

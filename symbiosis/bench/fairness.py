@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from statistics import median
 
-import torch
-
-import symbiosis
 from symbiosis.bench.jobs import Decoding
-from symbiosis.bench.models import Preset, build, lora
+from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.settings import Settings
 from symbiosis.core.client import Client
+from symbiosis.core.executor import Executor
 from symbiosis.core.registry import make_policy
 from symbiosis.policies import Fair
 from symbiosis.policies.admission import tenant_of
@@ -29,19 +27,12 @@ QUANTUM = 2.0
 OUTPUT_WEIGHT = 2.0
 
 
-async def fairness(
-    preset: Preset,
-    *,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    progress: Callable[[str], None],
-) -> Report:
+async def fairness(settings: Settings) -> Report:
     """All decode without pause. The gap is between what two tenants were served, in tokens by weight, from any moment
     to any later one; the bound is fair sharing's, with what was under way."""
-    report = Report("fairness", preset.name, GOALS)
-    base = build(preset, device)
+    policy = settings.policy
+    report = Report("fairness", settings.preset.name, GOALS)
+    base = settings.base()
     names = [*(f"flood/{number}" for number in range(FLOOD)), *(f"polite-{number}" for number in range(POLITE))]
     polite = names[FLOOD:]
     times: dict[str, list[float]] = {"alone": [], "without": [], "fair": []}
@@ -49,18 +40,18 @@ async def fairness(
     shares: dict[str, list[float]] = {"without": [], "fair": []}
     async with AsyncExitStack() as stack:
         fair = Fair(make_policy(policy), quantum=QUANTUM, output=OUTPUT_WEIGHT)
-        crowds: dict[str, tuple[symbiosis.Executor, dict[str, Client]]] = {}
+        crowds: dict[str, tuple[Executor, dict[str, Client]]] = {}
         for what, chosen in (("without", make_policy(policy)), ("fair", fair)):
-            executor = await stack.enter_async_context(symbiosis.Executor(base, policy=chosen, base_layers=base_layers))
+            executor = await stack.enter_async_context(settings.executor(base, chosen))
             clients = {name: await executor.client(lora(), name=name).open() for name in names}
             crowds[what] = executor, clients
-        for turn in range(-1, rounds):
-            progress(f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up")
+        for turn in range(-1, settings.rounds):
+            settings.says(turn, "all decode")
             clients = crowds["without"][1]
-            alone = await _decode({name: clients[name] for name in polite}, preset, device, {}, polite)
+            alone = await _decode({name: clients[name] for name in polite}, settings, {}, polite)
             for what, (executor, clients) in crowds.items():
                 served: dict[str, list[float]] = {}
-                together = await _decode(clients, preset, device, served, polite, executor)
+                together = await _decode(clients, settings, served, polite, executor)
                 if turn >= 0:
                     times[what].append(together)
                     shares[what].append(served["flood"][-1] / median(served[name][-1] for name in polite))
@@ -93,22 +84,22 @@ async def fairness(
     report.headline["flood_share_without"] = median(shares["without"])
     report.notes.append(
         f"A tenant with {FLOOD} clients and {POLITE} with one each, all decoding; quantum {QUANTUM:g} tokens by "
-        f"weight, a generated token counts {OUTPUT_WEIGHT:g}. Medians of {rounds} rounds, the gap is the widest of "
-        f"all; policy {policy}, base layers {base_layers!r}."
+        f"weight, a generated token counts {OUTPUT_WEIGHT:g}. Medians of {settings.rounds} rounds, the gap is "
+        f"the widest of all; policy {policy}, base layers {settings.base_layers!r}."
     )
     return report
 
 
 async def _decode(
     clients: dict[str, Client],
-    preset: Preset,
-    device: torch.device,
+    settings: Settings,
     served: dict[str, list[float]],
     polite: list[str],
-    executor: symbiosis.Executor | None = None,
+    executor: Executor | None = None,
 ) -> float:
     """All decode until the polite have their tokens; seconds a token of theirs. ``served``: by tenant, tokens by weight
     that it had been served whenever one of the polite got a token."""
+    preset, device = settings.preset, settings.device
     jobs = {name: Decoding(client.model, preset, device, seed) for seed, (name, client) in enumerate(clients.items())}
     await asyncio.gather(*(clients[name].run(job.prefill) for name, job in jobs.items()))
     requests = 1

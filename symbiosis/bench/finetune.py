@@ -7,17 +7,17 @@ import contextlib
 import gc
 import resource
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 
 import symbiosis
-from symbiosis.bench.jobs import now, random_batch
+from symbiosis.bench.jobs import adamw, now, random_batch
 from symbiosis.bench.models import PRESETS, Preset, build, lora, plain_peft
 from symbiosis.bench.processes import in_process
 from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.settings import Settings
 
 __all__ = ["finetune"]
 
@@ -28,25 +28,18 @@ GOALS = {
 }
 
 
-async def finetune(
-    preset: Preset,
-    *,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    counts: tuple[int, ...],
-    progress: Callable[[str], None],
-) -> Report:
+async def finetune(settings: Settings, *, counts: tuple[int, ...]) -> Report:
     """Adapters trained at once, against as many plain PEFT jobs one after another; memory in processes of their own."""
+    preset = settings.preset
     report = Report("finetune", preset.name, GOALS)
-    await _add_throughput(report, preset, device, policy, base_layers, rounds, counts, progress)
+    await _add_throughput(report, settings, counts)
     gc.collect()
-    _add_memory(report, preset, device, policy, base_layers, counts, progress)
+    _add_memory(report, settings, counts)
     report.notes.append(
         f"LoRA r8 qkvo, AdamW, batch {preset.batch} × {preset.sequence} tokens, {STEPS} step a round, medians of "
-        f"{rounds} rounds; policy {policy}, base layers {base_layers!r}. Memory: peak of a process of its own above "
-        "what the imports alone take; plain jobs are separate processes, so n of them take n times one. An extra "
+        f"{settings.rounds} rounds; policy {settings.policy}, base layers {settings.base_layers!r}. Memory: peak of a "
+        "process of its own above what the imports alone take; plain jobs are separate processes, so n of them take n "
+        "times one. An extra "
         "client takes more than its adapter, gradients, optimizer and activations: the rest is temporaries of its "
         "backward pass, which all tenants of a process may hold at once. On tiny there is little to share, "
         "and many tenants take more than as many jobs; which part takes it was not looked into."
@@ -54,22 +47,14 @@ async def finetune(
     return report
 
 
-async def _add_throughput(
-    report: Report,
-    preset: Preset,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    counts: tuple[int, ...],
-    progress: Callable[[str], None],
-) -> None:
-    base = build(preset, device)
+async def _add_throughput(report: Report, settings: Settings, counts: tuple[int, ...]) -> None:
+    preset, device = settings.preset, settings.device
+    base = settings.base()
     most = max(counts)
     plain = [_Plain(base, preset, device, seed) for seed in range(most)]
-    async with symbiosis.Executor(base, policy=policy, base_layers=base_layers) as executor:
+    async with settings.executor(base) as executor:
         clients = [await executor.client(lora()).open() for _ in range(most)]
-        optimizers = [_optimizer(client.model) for client in clients]
+        optimizers = [adamw(client.model) for client in clients]
         batches = [random_batch(preset, device, seed) for seed in range(most)]
 
         async def train(seed: int) -> None:
@@ -78,8 +63,8 @@ async def _add_throughput(
 
         for count in counts:
             times: dict[str, list[float]] = {"plain": [], "ours": []}
-            for turn in range(-1, rounds):
-                progress(f"{count} adapters: " + (f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up"))
+            for turn in range(-1, settings.rounds):
+                settings.says(turn, f"{count} adapters")
                 start = now(device)
                 for job in plain[:count]:
                     job.train(STEPS)
@@ -114,7 +99,7 @@ class _Plain:
 
     def __init__(self, base: torch.nn.Module, preset: Preset, device: torch.device, seed: int) -> None:
         self.model = plain_peft(base, lora()).train()
-        self._optimizer = _optimizer(self.model)
+        self._optimizer = adamw(self.model)
         self._batch = random_batch(preset, device, seed)
 
     def train(self, steps: int) -> None:
@@ -124,28 +109,17 @@ class _Plain:
             self._optimizer.zero_grad()
 
 
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
-
-
 # ------------------------------------------------------------------------------------------------------------- memory
 
 
-def _add_memory(
-    report: Report,
-    preset: Preset,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    counts: tuple[int, ...],
-    progress: Callable[[str], None],
-) -> None:
-    progress("memory: one plain job")
-    one = in_process(_plain_memory, preset.name, str(device))
+def _add_memory(report: Report, settings: Settings, counts: tuple[int, ...]) -> None:
+    model = settings.preset.name, str(settings.device)
+    settings.progress("memory: one plain job")
+    one = in_process(_plain_memory, *model)
     ours = {}
     for count in counts:
-        progress(f"memory: {count} tenants")
-        ours[count] = in_process(_tenants_memory, preset.name, str(device), policy, base_layers, count)
+        settings.progress(f"memory: {count} tenants")
+        ours[count] = in_process(_tenants_memory, *model, settings.policy, settings.base_layers, count)
     for row in report.rows:
         count = row["adapters"]
         row["symbiosis peak MiB"] = ours[count]["peak"] / 2**20
@@ -196,7 +170,7 @@ def _tenants_memory(preset_name: str, device_name: str, policy: str, base_layers
 
     async def tenant(executor: symbiosis.Executor, seed: int) -> None:
         async with executor.client(lora()) as client:
-            optimizer = _optimizer(client.model)
+            optimizer = adamw(client.model)
             batch = random_batch(preset, device, seed)
             for _ in range(2):
                 await client.train_step(batch, optimizer)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from symbiosis.bench.models import Preset
+from symbiosis.core.client import Client
+from symbiosis.core.executor import Executor
 
-__all__ = ["Decoding", "now", "random_batch"]
+__all__ = ["Decoding", "Tuning", "adamw", "now", "random_batch"]
 
 
 def now(device: torch.device) -> float:
@@ -17,6 +19,11 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of what is trainable."""
+    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
 
 
 def random_batch(preset: Preset, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -62,3 +69,40 @@ class Decoding:
             )
             self._cache = output.past_key_values
             self._token = output.logits[:, -1:].argmax(-1)
+
+
+class Tuning:
+    """A client that fine-tunes on one batch again and again, and how many tokens of it have been through.
+
+    Tokens are counted by the requests for single layers that the executor has answered, so a step that is under way
+    counts for as much as is done of it.
+    """
+
+    def __init__(self, executor: Executor, client: Client, batch: dict[str, torch.Tensor]) -> None:
+        self._executor = executor
+        self._client = client
+        self._batch = batch
+        self._optimizer = adamw(client.model)
+        self._rows_a_token = 0.0
+
+    async def warm_up(self) -> None:
+        """Two steps: in the first the client finds out about siblings, the second tells how many requests a step makes.
+        Resets the executor's statistics."""
+        await self._client.train_step(self._batch, self._optimizer)
+        self._executor.reset_statistics()
+        await self._client.train_step(self._batch, self._optimizer)
+        self._rows_a_token = self._rows() / self._batch["input_ids"].numel()
+        self._executor.reset_statistics()
+
+    async def run(self) -> None:
+        """Step after step, until cancelled."""
+        while True:
+            await self._client.train_step(self._batch, self._optimizer)
+
+    def tokens(self) -> float:
+        """Since the executor's statistics were last reset."""
+        return self._rows() / self._rows_a_token
+
+    def _rows(self) -> int:
+        seen = self._executor.statistics().clients.get(self._client.name)
+        return seen.rows if seen else 0

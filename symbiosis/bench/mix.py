@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from statistics import median
 
 import torch
 
-import symbiosis
-from symbiosis.bench.jobs import Decoding, random_batch
-from symbiosis.bench.models import Preset, build, lora
+from symbiosis.bench.jobs import Decoding, Tuning, random_batch
+from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.settings import Settings
 from symbiosis.core.client import Client
 
 __all__ = ["mix"]
@@ -28,29 +27,22 @@ CLIENTS, TUNING = 8, 2
 """All, and how many of them fine-tune in the second half."""
 
 
-async def mix(
-    preset: Preset,
-    *,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    progress: Callable[[str], None],
-) -> Report:
+async def mix(settings: Settings) -> Report:
     """A prompt of one token beside one of 512 (Symbiosis, preprint, table 4); then 8 decoding clients against 6 that
     decode while 2 fine-tune. Co-serving is told as its SLO what is measured first: 1.4 times the small request's time
     alone, and the 8 clients' time for a token."""
+    preset = settings.preset
     report = Report("mix", preset.name, GOALS)
-    base = build(preset, device)
-    progress("the small request alone")
-    alone, beside, large = await _small(base, preset, device, policy, base_layers, rounds, progress)
+    base = settings.base()
+    settings.progress("the small request alone")
+    alone, beside, large = await _small(settings, base)
     report.rows += [
         {"what": "small request alone", "ms": 1e3 * median(alone), "tokens/s": ""},
         {"what": f"small request beside one of {LARGE} tokens", "ms": 1e3 * median(beside), "tokens/s": ""},
         {"what": f"that of {LARGE} tokens", "ms": 1e3 * median(large), "tokens/s": ""},
     ]
     report.headline["small_request_slowdown"] = ratio(beside, alone)
-    eight, six = await _tuning(base, preset, device, policy, base_layers, rounds, progress)
+    eight, six = await _tuning(settings, base)
     for what, found in ((f"{CLIENTS} decode", eight), (f"{CLIENTS - TUNING} decode, {TUNING} fine-tune", six)):
         report.rows.append(
             {
@@ -62,37 +54,29 @@ async def mix(
     report.headline["latency_with_finetuning"] = ratio([ms for ms, _ in six], [ms for ms, _ in eight])
     report.headline["throughput_with_finetuning"] = ratio([rate for _, rate in six], [rate for _, rate in eight])
     report.notes.append(
-        f"ms: of the small request, its answer; of decoding clients, a token. Medians of {rounds} rounds, turn about; "
-        f"base layers {base_layers!r}; policy {policy or 'co-serving'}. Fine-tuning: batches of {preset.batch} x "
-        f"{preset.sequence} tokens."
+        f"ms: of the small request, its answer; of decoding clients, a token. Medians of {settings.rounds} rounds, "
+        f"turn about; base layers {settings.base_layers!r}; policy {settings.policy or 'co-serving'}. Fine-tuning: "
+        f"batches of {preset.batch} x {preset.sequence} tokens."
     )
     return report
 
 
-async def _small(
-    base: torch.nn.Module,
-    preset: Preset,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    progress: Callable[[str], None],
-) -> tuple[list[float], list[float], list[float]]:
+async def _small(settings: Settings, base: torch.nn.Module) -> tuple[list[float], list[float], list[float]]:
     """Seconds of the small request alone and beside the large one, and of the large one."""
-    slo_ms = 0.0
-    if not policy:
-        async with symbiosis.Executor(base, base_layers=base_layers) as executor, executor.client(lora()) as client:
+    preset, device = settings.preset, settings.device
+    spec = settings.policy
+    if not spec:
+        async with settings.executor(base) as executor, executor.client(lora()) as client:
             times = [await _timed(client, Decoding(client.model, preset, device, length=1)) for _ in range(5)]
-            slo_ms = 1.4e3 * median(times)
+        spec = f"co-serving:slo_ms={1.4e3 * median(times):.3f}"
     alone, beside, large = [], [], []
-    spec = policy or f"co-serving:slo_ms={slo_ms:.3f}"
     async with (
-        symbiosis.Executor(base, policy=spec, base_layers=base_layers) as executor,
+        settings.executor(base, spec) as executor,
         executor.client(lora(), name="small") as small,
         executor.client(lora(), name="large") as big,
     ):
-        for turn in range(-1, rounds):
-            progress(f"small and large: round {turn + 1} of {rounds}" if turn >= 0 else "small and large: warm-up")
+        for turn in range(-1, settings.rounds):
+            settings.says(turn, "small and large")
             await _timed(small, Decoding(small.model, preset, device, length=1))
             first = await _timed(small, Decoding(small.model, preset, device, length=1))
             running = asyncio.create_task(_timed(big, Decoding(big.model, preset, device, length=LARGE)))
@@ -113,48 +97,35 @@ async def _timed(client: Client, job: Decoding) -> float:
 
 
 async def _tuning(
-    base: torch.nn.Module,
-    preset: Preset,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    progress: Callable[[str], None],
+    settings: Settings, base: torch.nn.Module
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Of each round, seconds a token and all clients' tokens a second: 8 decoding; 6 decoding and 2 fine-tuning."""
+    preset, device = settings.preset, settings.device
     steps = preset.decode_steps
-    spec = policy
-    if not policy:
-        async with symbiosis.Executor(base, base_layers=base_layers) as executor:
+    spec = settings.policy
+    if not spec:
+        async with settings.executor(base) as executor:
             clients = [await executor.client(lora()).open() for _ in range(CLIENTS)]
-            found = [await _decode(clients, preset, device, steps) for _ in range(2)]
+            found = [await _decode(clients, settings) for _ in range(2)]
             for client in clients:
                 await client.close()
         spec = f"co-serving:slo_ms={1.1e3 * found[-1] / steps:.3f}"
     results: tuple[list[tuple[float, float]], list[tuple[float, float]]] = [], []
-    async with symbiosis.Executor(base, policy=spec, base_layers=base_layers) as executor:
+    async with settings.executor(base, spec) as executor:
         clients = [await executor.client(lora(), name=f"client-{number}").open() for number in range(CLIENTS)]
         batch = random_batch(preset, device)
-        tuning = [(client, torch.optim.AdamW(client.model.parameters(), lr=1e-4)) for client in clients[:TUNING]]
-
-        def rows() -> int:
-            """Of fine-tuning, through single layers, so far."""
-            seen = executor.statistics().clients
-            return sum(seen[client.name].rows for client, _ in tuning if client.name in seen)
-
-        progress("with fine-tuning: warm-up")
-        await tuning[0][0].train_step(batch, tuning[0][1])  # finds out about siblings
-        executor.reset_statistics()
-        await tuning[0][0].train_step(batch, tuning[0][1])
-        rows_a_token = rows() / batch["input_ids"].numel()
-        for turn in range(-1, rounds):
-            progress(f"with fine-tuning: round {turn + 1} of {rounds}" if turn >= 0 else "with fine-tuning: warm-up")
-            seconds = await _decode(clients, preset, device, steps)
-            tasks = [asyncio.create_task(_tune(client, optimizer, batch)) for client, optimizer in tuning]
-            jobs = await _prompted(clients[TUNING:], preset, device)
+        tuning = [Tuning(executor, client, batch) for client in clients[:TUNING]]
+        settings.says(-1, "with fine-tuning")
+        for job in tuning:
+            await job.warm_up()
+        for turn in range(-1, settings.rounds):
+            settings.says(turn, "with fine-tuning")
+            seconds = await _decode(clients, settings)
+            tasks = [asyncio.create_task(job.run()) for job in tuning]
+            jobs = await _prompted(clients[TUNING:], settings)
             executor.reset_statistics()
             mixed = await _steps(clients[TUNING:], jobs, steps)
-            tuned = rows() / rows_a_token
+            tuned = sum(job.tokens() for job in tuning)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -166,14 +137,9 @@ async def _tuning(
     return results
 
 
-async def _tune(client: Client, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
-    while True:
-        await client.train_step(batch, optimizer)
-
-
-async def _prompted(clients: list[Client], preset: Preset, device: torch.device) -> list[Decoding]:
+async def _prompted(clients: list[Client], settings: Settings) -> list[Decoding]:
     """A text of each client, with its prompt read."""
-    jobs = [Decoding(client.model, preset, device, seed) for seed, client in enumerate(clients)]
+    jobs = [Decoding(client.model, settings.preset, settings.device, seed) for seed, client in enumerate(clients)]
     await asyncio.gather(*(client.run(job.prefill) for client, job in zip(clients, jobs, strict=True)))
     return jobs
 
@@ -185,5 +151,5 @@ async def _steps(clients: list[Client], jobs: list[Decoding], steps: int) -> flo
     return time.perf_counter() - began
 
 
-async def _decode(clients: list[Client], preset: Preset, device: torch.device, steps: int) -> float:
-    return await _steps(clients, await _prompted(clients, preset, device), steps)
+async def _decode(clients: list[Client], settings: Settings) -> float:
+    return await _steps(clients, await _prompted(clients, settings), settings.preset.decode_steps)

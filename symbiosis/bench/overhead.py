@@ -10,10 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import symbiosis
-from symbiosis.bench.jobs import Decoding, now, random_batch
-from symbiosis.bench.models import PAPER_LORA, Preset, build, lora, plain_peft
+from symbiosis.bench.jobs import Decoding, adamw, now, random_batch
+from symbiosis.bench.models import PAPER_LORA, Preset, lora, plain_peft
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import served
+from symbiosis.bench.settings import Settings
 from symbiosis.core.client import Client
 
 __all__ = ["overhead"]
@@ -26,33 +27,23 @@ GOALS = {
 }
 
 
-async def overhead(
-    preset: Preset,
-    *,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    transport: str,
-    progress: Callable[[str], None],
-) -> Report:
+async def overhead(settings: Settings, *, transport: str) -> Report:
     """One client alone on its executor beside the same job as plain PEFT, turn about, for each LoRA of Table 2.
 
     Over another ``transport`` than ``inproc`` the executor is a process of its own, and the client synchronous code.
     """
-    progress("building models")
-    base = build(preset, device)
+    preset, device, rounds = settings.preset, settings.device, settings.rounds
+    settings.progress("building models")
+    base = settings.base()
     report = Report("overhead", preset.name, GOALS[transport], transport="" if transport == "inproc" else transport)
     all_ratios: dict[str, list[float]] = {"decode": [], "train": []}
-    async with _tenants(preset, base, transport, policy, base_layers) as tenant:
+    async with _tenants(settings, base, transport) as tenant:
         for name, (rank, modules) in PAPER_LORA.items():
-            progress(f"{name}: warm-up")
             plain = _Plain(plain_peft(base, lora(rank, modules)), preset, device)
             times: dict[str, tuple[list[float], list[float]]] = {"decode": ([], []), "train": ([], [])}
             async with tenant(lora(rank, modules), preset, device) as ours:
                 for turn in range(-1, rounds):
-                    if turn >= 0:
-                        progress(f"{name}: round {turn + 1} of {rounds}")
+                    settings.says(turn, name)
                     for job in times:
                         pair = await _in_turn(turn, getattr(plain, job), getattr(ours, job))
                         if turn >= 0:  # the first turn warms up
@@ -74,7 +65,8 @@ async def overhead(
         f"Ratios are medians over {rounds} rounds of pairs measured next to each other, each first in "
         f"every other round; headlines are over all "
         f"adapters. Decode: 1 sequence, {preset.prompt}-token prompt; training: batch {preset.batch} × "
-        f"{preset.sequence} tokens, AdamW; policy {policy}, base layers {base_layers!r}, {transport}://."
+        f"{preset.sequence} tokens, AdamW; policy {settings.policy}, base layers "
+        f"{settings.base_layers!r}, {transport}://."
     )
     return report
 
@@ -87,7 +79,7 @@ class _Plain:
         self._device = device
         self._steps = preset.decode_steps
         self._decoding = Decoding(model, preset, device)
-        self._optimizer = _optimizer(model)
+        self._optimizer = adamw(model)
         self._batch = random_batch(preset, device)
 
     async def decode(self) -> float:
@@ -116,7 +108,7 @@ class _Coroutine:
         self._device = device
         self._steps = preset.decode_steps
         self._decoding = Decoding(client.model, preset, device)
-        self._optimizer = _optimizer(client.model)
+        self._optimizer = adamw(client.model)
         self._batch = random_batch(preset, device)
 
     async def decode(self) -> float:
@@ -136,12 +128,10 @@ Tenant = Callable[[LoraConfig, Preset, torch.device], AbstractAsyncContextManage
 
 
 @asynccontextmanager
-async def _tenants(
-    preset: Preset, base: torch.nn.Module, transport: str, policy: str, base_layers: str
-) -> AsyncIterator[Tenant]:
+async def _tenants(settings: Settings, base: torch.nn.Module, transport: str) -> AsyncIterator[Tenant]:
     """How to open a tenant of an executor, here or in a process of its own."""
     if transport == "inproc":
-        async with symbiosis.Executor(base, policy=policy, base_layers=base_layers) as executor:
+        async with settings.executor(base) as executor:
 
             @asynccontextmanager
             async def here(
@@ -152,7 +142,7 @@ async def _tenants(
 
             yield here
     else:
-        with served(preset.name, transport, policy, base_layers) as address:
+        with served(settings.preset.name, transport, settings.policy, settings.base_layers) as address:
 
             @asynccontextmanager
             async def there(
@@ -172,7 +162,3 @@ async def _in_turn(
         mine = await ours()
         return await plain(), mine
     return await plain(), await ours()
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from statistics import median
 
-import torch
-
-import symbiosis
-from symbiosis.bench.models import Preset, build
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.settings import Settings
 from symbiosis.simulation.outcome import SLO, Outcome
 from symbiosis.simulation.replay import Load
 from symbiosis.simulation.trace import Arrival, scaled, synthetic
@@ -30,22 +27,13 @@ REQUESTS_EACH = 3
 NO_SLO = SLO(1e9, 1e9)
 
 
-async def policies(
-    preset: Preset,
-    *,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    counts: tuple[int, ...],
-    trace: list[Arrival] | None,
-    progress: Callable[[str], None],
-) -> Report:
-    """Clients with mixed adapters ask for mixed lengths, one request after another. ``policy`` takes opportunistic
-    batching's place, to try others."""
+async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[Arrival] | None) -> Report:
+    """Clients with mixed adapters ask for mixed lengths, one request after another. The settings' policy takes
+    opportunistic batching's place, to try others."""
+    preset, rounds = settings.preset, settings.rounds
     report = Report("policies", preset.name, GOALS)
-    names = {**NAMES, "opportunistic": policy}
-    base = build(preset, device)
+    names = {**NAMES, "opportunistic": settings.policy}
+    base = settings.base()
     for count in counts:
         found = trace[: REQUESTS_EACH * count] if trace else synthetic(REQUESTS_EACH * count)
         load = Load(scaled(found, lengths=LENGTHS[preset.name]), clients=count, paced=False)
@@ -53,16 +41,12 @@ async def policies(
         async with AsyncExitStack() as stack:
             crowds = {}
             for name, spec in names.items():
-                executor = await stack.enter_async_context(
-                    symbiosis.Executor(base, policy=spec, base_layers=base_layers)
-                )
+                executor = await stack.enter_async_context(settings.executor(base, spec))
                 crowds[name] = await stack.enter_async_context(Crowd(executor, preset, load))
             for turn in range(-1, rounds):
                 for name, crowd in crowds.items():
-                    text = f"{count} clients, {names[name]}: " + (
-                        f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up"
-                    )
-                    played = await crowd.play(NO_SLO, lambda part, text=text: progress(f"{text}, {part:.0%}"))  # type: ignore[misc]
+                    text = settings.says(turn, f"{count} clients, {names[name]}")
+                    played = await crowd.play(NO_SLO, partial(settings.says_part, text))
                     if turn >= 0:
                         outcomes[name].append(played)
         for name, all_ in outcomes.items():
@@ -91,8 +75,8 @@ async def policies(
     report.notes.append(
         f"{REQUESTS_EACH} texts for each client; whichever is done takes the next. Lengths of "
         f"{'the trace' if trace else 'a made up trace'} times {LENGTHS[preset.name]}; the paper's four LoRAs in turn; "
-        f"medians of {rounds} rounds; base layers {base_layers!r}. prefill_vs_none is a ratio of speeds: of times to "
-        "the first token, upside down."
+        f"medians of {rounds} rounds; base layers {settings.base_layers!r}. prefill_vs_none is a ratio of speeds: "
+        "of times to the first token, upside down."
     )
     return report
 

@@ -9,7 +9,7 @@ from itertools import cycle
 
 import torch
 
-from symbiosis.bench.jobs import Decoding
+from symbiosis.bench.jobs import Decoding, Tuning
 from symbiosis.bench.models import PAPER_LORA, Preset, lora
 from symbiosis.core.client import Client
 from symbiosis.core.executor import Executor
@@ -30,7 +30,7 @@ class Crowd:
         self._device = executor.device
         self._load = load
         self._texts: list[Client] = []
-        self._jobs: list[tuple[Client, torch.optim.Optimizer]] = []
+        self._jobs: list[tuple[Client, Tuning]] = []
 
     async def __aenter__(self) -> Crowd:
         adapters = cycle(PAPER_LORA.values())
@@ -39,7 +39,11 @@ class Crowd:
             self._texts.append(await client.open())
         for number in range(self._load.tuning):
             client = await self._executor.client(lora(), name=f"job-{number}").open()
-            self._jobs.append((client, torch.optim.AdamW(client.model.parameters(), lr=1e-4)))
+            generator = torch.Generator().manual_seed(number)
+            ids = torch.randint(1, self._preset.vocabulary, (1, self._load.rows), generator=generator).to(self._device)
+            job = Tuning(self._executor, client, {"input_ids": ids, "labels": ids})
+            await job.warm_up()
+            self._jobs.append((client, job))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -49,7 +53,6 @@ class Crowd:
     async def play(self, slo: SLO, progress: Callable[[float], None] = lambda part: None) -> Outcome:
         """Play the load once."""
         texts: list[tuple[Done, int]] = []
-        jobs = [Done(rows=self._load.rows) for _ in self._jobs]
         self._executor.reset_statistics()
         began = time.perf_counter()
 
@@ -68,18 +71,7 @@ class Crowd:
                 await client.run(_text, job, arrival.tokens, done, now)
                 progress(sum(len(done.tokens) >= wanted for done, wanted in texts) / len(self._load.trace))
 
-        async def tunes(client: Client, optimizer: torch.optim.Optimizer, done: Done, seed: int) -> None:
-            generator = torch.Generator().manual_seed(seed)
-            shape = 1, self._load.rows
-            ids = torch.randint(1, self._preset.vocabulary, shape, generator=generator).to(self._device)
-            while True:
-                await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
-                done.steps.append(now())
-
-        tuning = [
-            asyncio.create_task(tunes(client, optimizer, done, seed))
-            for seed, ((client, optimizer), done) in enumerate(zip(self._jobs, jobs, strict=True))
-        ]
+        tuning = [asyncio.create_task(job.run()) for _, job in self._jobs]
         try:
             await asyncio.gather(
                 *(
@@ -88,6 +80,7 @@ class Crowd:
                 )
             )
             seconds = now()
+            jobs = [Done(tuned=job.tokens()) for _, job in self._jobs]
         finally:
             for task in tuning:
                 task.cancel()

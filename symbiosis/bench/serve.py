@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 
-import symbiosis
 from symbiosis.bench.jobs import Decoding, now
-from symbiosis.bench.models import Preset, build, lora, plain_peft
+from symbiosis.bench.models import lora, plain_peft
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import decoding_processes, served
+from symbiosis.bench.settings import Settings
 from symbiosis.core.registry import make_transport
 
 __all__ = ["serve"]
@@ -21,31 +20,22 @@ __all__ = ["serve"]
 GOALS = {"speedup_8": "≥ 5 on 1b, then towards 7", "mean_batch_8": "8"}
 
 
-async def serve(
-    preset: Preset,
-    *,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    counts: tuple[int, ...],
-    transport: str,
-    progress: Callable[[str], None],
-) -> Report:
+async def serve(settings: Settings, *, counts: tuple[int, ...], transport: str) -> Report:
     """Clients with different adapters decode at once, against the same jobs as plain PEFT one after another.
 
     Also against PEFT's own mixed-adapter batch (``adapter_names``), which has all adapters in one model, in lockstep.
     """
     if transport != "inproc":
-        return await _serve_processes(preset, device, policy, base_layers, rounds, counts, transport, progress)
-    base = build(preset, device)
+        return await _serve_processes(settings, counts, transport)
+    preset, device, rounds = settings.preset, settings.device, settings.rounds
+    base = settings.base()
     report = Report("serve", preset.name, GOALS)
     steps = preset.decode_steps
     most = max(counts)
-    progress("building models")
+    settings.progress("building models")
     plain = [Decoding(plain_peft(base, lora()), preset, device, seed) for seed in range(most)]
     mixed_model = _mixed(base, most)
-    async with symbiosis.Executor(base, policy=policy, base_layers=base_layers) as executor:
+    async with settings.executor(base) as executor:
         clients = [await executor.client(lora()).open() for _ in range(most)]
         ours = [Decoding(client.model, preset, device, seed) for seed, client in enumerate(clients)]
         for count in counts:
@@ -54,13 +44,8 @@ async def serve(
             times: dict[str, list[float]] = {"plain": [], "mixed": [], "ours": []}
             mean_batch: list[float] = []
             for turn in range(-1, rounds):
-                progress(f"{count} clients: " + (f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up"))
-                for job in plain[:count]:
-                    job.prefill()
-                start = now(device)
-                for job in plain[:count]:
-                    job.steps(steps)
-                plain_time = now(device) - start
+                settings.says(turn, f"{count} clients")
+                plain_time = _in_turn(plain[:count], steps, device)
                 mixed.prefill()
                 start = now(device)
                 mixed.steps(steps)
@@ -97,41 +82,29 @@ async def serve(
             await client.close()
     report.notes.append(
         f"Every client has its own LoRA (r8, qkvo) and decodes {steps} tokens after a {preset.prompt}-token prompt "
-        f"(prefill not timed); medians of {rounds} rounds; policy {policy}, base layers {base_layers!r}."
+        f"(prefill not timed); medians of {rounds} rounds; policy {settings.policy}, base layers "
+        f"{settings.base_layers!r}."
     )
     return report
 
 
-async def _serve_processes(
-    preset: Preset,
-    device: torch.device,
-    policy: str,
-    base_layers: str,
-    rounds: int,
-    counts: tuple[int, ...],
-    transport: str,
-    progress: Callable[[str], None],
-) -> Report:
+async def _serve_processes(settings: Settings, counts: tuple[int, ...], transport: str) -> Report:
     """The same with every client, and the executor, in a process of its own; plain jobs take turns in this one."""
-    base = build(preset, device)
+    preset, device, rounds = settings.preset, settings.device, settings.rounds
+    base = settings.base()
     report = Report("serve", preset.name, {}, transport=transport)
     steps = preset.decode_steps
     plain = [Decoding(plain_peft(base, lora()), preset, device, seed) for seed in range(max(counts))]
-    with served(preset.name, transport, policy, base_layers) as address:
+    with served(preset.name, transport, settings.policy, settings.base_layers) as address:
         look = make_transport(address).look
         for count in counts:
-            progress(f"{count} clients: starting their processes")
+            settings.progress(f"{count} clients: starting their processes")
             times: dict[str, list[float]] = {"plain": [], "ours": []}
             mean_batch: list[float] = []
             async with decoding_processes(preset.name, address, count) as tenants:
                 for turn in range(-1, rounds):
-                    progress(f"{count} clients: " + (f"round {turn + 1} of {rounds}" if turn >= 0 else "warm-up"))
-                    for job in plain[:count]:
-                        job.prefill()
-                    start = now(device)
-                    for job in plain[:count]:
-                        job.steps(steps)
-                    plain_time = now(device) - start
+                    settings.says(turn, f"{count} clients")
+                    plain_time = _in_turn(plain[:count], steps, device)
                     await asyncio.gather(*(tenant.do("prefill") for tenant in tenants))
                     before = look(address).status
                     start = now(device)
@@ -160,10 +133,20 @@ async def _serve_processes(
             report.headline[f"{transport}_mean_batch_{count}"] = median(mean_batch)
     report.notes.append(
         f"Every client is a process with its own LoRA (r8, qkvo) that decodes {steps} tokens after a "
-        f"{preset.prompt}-token prompt (prefill not timed); medians of {rounds} rounds; policy {policy}, base layers "
-        f"{base_layers!r}, {transport}://."
+        f"{preset.prompt}-token prompt (prefill not timed); medians of {rounds} rounds; policy {settings.policy}, "
+        f"base layers {settings.base_layers!r}, {transport}://."
     )
     return report
+
+
+def _in_turn(jobs: list[Decoding], steps: int, device: torch.device) -> float:
+    """Seconds in which plain jobs decode one after another, their prompts not counted."""
+    for job in jobs:
+        job.prefill()
+    start = now(device)
+    for job in jobs:
+        job.steps(steps)
+    return now(device) - start
 
 
 def _mixed(base: torch.nn.Module, count: int) -> Any:

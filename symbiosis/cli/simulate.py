@@ -96,7 +96,7 @@ def simulate(
     """
     from symbiosis.core.registry import make_policy
     from symbiosis.errors import UsageError
-    from symbiosis.simulation.costs import measure, roofline
+    from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.outcome import SLO
     from symbiosis.simulation.replay import Load
     from symbiosis.simulation.trace import read_trace, scaled, synthetic
@@ -113,21 +113,7 @@ def simulate(
     found = read_trace(trace, requests) if trace else synthetic(requests, rate, seed)
     load = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
-    out = console()
-    if machine is Machine.HERE:
-        from symbiosis.bench.models import PRESETS
-        from symbiosis.cli.loop import run
-
-        with out.status("measuring") as status:
-            costs = run(
-                measure(
-                    PRESETS[preset.value],
-                    base_layers=base_layers,
-                    progress=lambda text: status.update(f"measuring: {text}"),
-                )
-            )
-    else:
-        costs = roofline(machine.value, model)
+    costs = _calibrate(preset.value, base_layers) if machine is Machine.HERE else roofline(machine.value, model)
     results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
     real: dict[str, Outcome] = {}
     if check:
@@ -138,6 +124,19 @@ def simulate(
         json.write_text(json_.dumps(_as_data(costs, load, results, real), indent=2) + "\n")
     if plot is not None:
         _plot(plot, results, slo)
+
+
+def _calibrate(preset: str, base_layers: str) -> Costs:
+    import torch
+
+    from symbiosis.bench.calibrate import calibrate
+    from symbiosis.bench.models import PRESETS
+    from symbiosis.bench.settings import Settings
+    from symbiosis.cli.loop import run
+
+    with console().status("measuring") as status:
+        progress = lambda text: status.update(f"measuring: {text}")  # noqa: E731
+        return run(calibrate(Settings(PRESETS[preset], torch.device("cpu"), "", base_layers, 1, progress)))
 
 
 def _predict(spec: str, costs: Costs, load: Load, slo: SLO, executors: int) -> Outcome:

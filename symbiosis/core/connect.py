@@ -10,7 +10,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 from symbiosis.core.client import Client
 from symbiosis.core.protocols import Channel, Look, Privacy
 from symbiosis.core.registry import make_privacy, make_transport
+from symbiosis.core.requests import Kind, Terms
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ExecutorClosedError, UsageError
 
@@ -84,22 +84,37 @@ class Base:
         name: str | None = None,
         seed: int | None = None,
         device: str | torch.device | None = None,
+        priority: int = 0,
+        slo_ms: float | None = None,
+        ttft_ms: float | None = None,
+        kind: Kind | None = None,
         privacy: str | Privacy | None = None,
     ) -> Client:
-        """A client of this model; the arguments are those of :meth:`symbiosis.Executor.client`.
+        """A client of this model, to be opened with ``async with``.
 
-        Without ``privacy``, rows are masked as :func:`connect` was told; ``"none"`` sends them as they are.
+        Args:
+            peft_config, name, seed: as of :meth:`symbiosis.Executor.client`.
+            device: where the client's share of the model runs; by default where the transport brings its tensors.
+            priority, slo_ms, ttft_ms, kind: what the client asks for, as of :meth:`symbiosis.Executor.client`. From
+                another process it can make itself less urgent than others, and not more: that is for those to give who
+                provide the executor.
+            privacy: how its rows are masked; by default as :func:`connect` was told. ``"none"`` sends them as they are.
+
+        Raises:
+            UsageError: terms that mean nothing, or a scheme that does not.
         """
+        terms = Terms(priority, slo_ms, ttft_ms, kind).check()
         scheme = self._privacy if privacy is None else make_privacy(privacy)
-        client = Client(partial(self._connect, scheme), peft_config, name=name or _name(), seed=seed, device=device)
+
+        async def connect(name: str) -> Channel:
+            if self._look is None:
+                raise self._not_open()
+            channel = await self._transport.connect(self.address, name, terms)
+            return channel if scheme is None else await scheme.wrap(channel, self.address, terms, self._options)
+
+        client = Client(connect, peft_config, name=name or _name(), seed=seed, device=device)
         self._clients.append(client)
         return client
-
-    async def _connect(self, scheme: Privacy | None, client: str) -> Channel:
-        if self._look is None:
-            raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
-        channel = await self._transport.connect(self.address, client)
-        return channel if scheme is None else await scheme.wrap(channel, self.address, self._options)
 
     async def status(self) -> dict[str, Any]:
         """What the executor is and does."""
@@ -120,8 +135,11 @@ class Base:
 
     def _shown(self) -> Look:
         if self._look is None:
-            raise ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
+            raise self._not_open()
         return self._look
+
+    def _not_open(self) -> ExecutorClosedError:
+        return ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
 
 
 def tokenizer_of(files: dict[str, bytes], address: str) -> Any:
@@ -142,6 +160,10 @@ def open_model(
     *,
     name: str | None = None,
     device: str | torch.device | None = None,
+    priority: int = 0,
+    slo_ms: float | None = None,
+    ttft_ms: float | None = None,
+    kind: Kind | None = None,
     privacy: str | Privacy | None = None,
     **options: Any,
 ) -> Iterator[Any]:
@@ -155,14 +177,16 @@ def open_model(
         address: where, such as ``shm:///run/symbiosis.sock``.
         name: of this client, shown in the executor's statistics and events.
         device: of the client-side tensors; the executor's kind by default.
+        priority, slo_ms, ttft_ms, kind: what this client asks for; see :meth:`Base.client`.
         privacy: how the rows that leave this process are masked; see :meth:`symbiosis.Executor.client`.
         **options: of the transport: ``retry``, how many seconds to wait for an executor that was lost (60 by default).
     """
     transport = make_transport(address, **options)
     scheme = make_privacy(privacy)
-    channel = transport.connect_blocking(address, name or _name())
+    terms = Terms(priority, slo_ms, ttft_ms, kind).check()
+    channel = transport.connect_blocking(address, name or _name(), terms)
     if scheme is not None:
-        channel = scheme.wrap_blocking(channel, address, options)
+        channel = scheme.wrap_blocking(channel, address, terms, options)
     link = Link()
     link.channel = channel
     try:

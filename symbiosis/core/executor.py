@@ -26,7 +26,7 @@ from torch import nn
 from symbiosis.core.client import Client
 from symbiosis.core.fibers import current_fiber, in_modes
 from symbiosis.core.loading import load_model
-from symbiosis.core.protocols import Identity, Listener, Policy, Privacy
+from symbiosis.core.protocols import Channel, Identity, Listener, Policy, Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, LayerSpec, Request, Terms
 from symbiosis.core.runner import Runner
@@ -108,8 +108,6 @@ class Executor:
         self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         self._listeners: list[Listener] = []
         self._sessions: dict[str, ExecutorSession] = {}
-        self._terms: dict[str, Terms] = {}
-        """Of clients that are about to join, by name."""
         self._calls: dict[int, Call] = {}
         self._ids = itertools.count()
         self._client_numbers = itertools.count(1)
@@ -256,20 +254,13 @@ class Executor:
         terms = Terms(priority, slo_ms, ttft_ms, kind).check()
         scheme = make_privacy(privacy)
 
-        async def connect(name: str) -> Any:
-            self._terms[name] = terms
-            try:
-                channel = await self._connect(name)
-            finally:
-                self._terms.pop(name, None)
-            return channel if scheme is None else await scheme.wrap(channel, self._address, {})
+        async def connect(name: str) -> Channel:
+            if self._loop is None:
+                raise ExecutorClosedError(f"the executor at {self._address} is not open; use `async with executor:`")
+            channel = await make_transport(self._address).connect(self._address, name, terms)
+            return channel if scheme is None else await scheme.wrap(channel, self._address, terms, {})
 
         return Client(connect, peft_config, name=name, seed=seed, device=device)
-
-    async def _connect(self, client: str) -> Any:
-        if self._loop is None:
-            raise ExecutorClosedError(f"the executor at {self._address} is not open; use `async with executor:`")
-        return await make_transport(self._address).connect(self._address, client)
 
     def statistics(self) -> Statistics:
         """Requests, batches, rows and waits so far, per layer and per client."""
@@ -343,12 +334,11 @@ class Executor:
             **{name: getattr(statistics, name) for name in ("requests", "batches", "rows", "mean_batch", "run_s")},
         }
 
-    def join(self, client: str) -> ExecutorSession:
+    def join(self, client: str, terms: Terms = NO_TERMS) -> ExecutorSession:
         """Admit a client; see :class:`~symbiosis.core.protocols.Service`."""
         if self._loop is None:
             raise ExecutorClosedError(f"the executor at {self._address} is not open")
         self._scheduler.client_joined(client)
-        terms = self._terms.get(client, NO_TERMS)
         session = self._sessions[client] = ExecutorSession(self, client, self._split.specs, terms)
         return session
 

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Request
+from symbiosis.core.requests import NO_TERMS, Call, Expected, Key, LayerSpec, Request, Terms
 
 if TYPE_CHECKING:
     import torch
@@ -202,7 +202,7 @@ class Service(Protocol):
     @property
     def device(self) -> torch.device: ...
     def identity(self) -> Identity: ...
-    def join(self, client: str) -> Session:
+    def join(self, client: str, terms: Terms = NO_TERMS) -> Session:
         """Admit a client under a name that no other has.
 
         Raises:
@@ -293,15 +293,15 @@ class Transport(Protocol):
     """One address scheme. Options of a transport are arguments of its constructor."""
 
     async def listen(self, address: str, service: Service) -> Listener: ...
-    async def connect(self, address: str, client: str) -> Channel:
-        """Join an executor, for coroutines.
+    async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
+        """Join an executor, for coroutines. ``terms`` are what the client asks for.
 
         Raises:
             ConnectionLostError: nobody answers there.
             RefusedError: the executor does not let this client in.
         """
 
-    def connect_blocking(self, address: str, client: str) -> Channel:
+    def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         """Join an executor, for synchronous code: the channel has :meth:`Channel.call`, not :meth:`Channel.send`."""
 
     def look(self, address: str) -> Look:
@@ -326,13 +326,13 @@ class Privacy(Protocol):
 
     name: str
 
-    async def wrap(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
-        """Mask what goes over a channel to ``address``; on its event loop. ``options`` are those of its transport, for
-        channels to executors elsewhere. If it fails, the channel is closed.
+    async def wrap(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
+        """Mask what goes over a channel to ``address``; on its event loop. ``terms`` are the client's, and ``options``
+        those of its transport, for channels to executors elsewhere. If it fails, the channel is closed.
 
         Raises:
             PrivacyError: these executors will not do.
         """
 
-    def wrap_blocking(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
+    def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         """The same for synchronous code."""

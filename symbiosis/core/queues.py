@@ -62,7 +62,7 @@ class Queue:
             self._by_client[request.client] = [request]
         else:
             mine.append(request)
-        self.rows += request.remaining
+        self.rows += request.rows - request.taken
 
     def remove(self, request: Request) -> None:
         """Take a request out; its rows are counted elsewhere."""
@@ -115,7 +115,7 @@ class Queues:
         if queue is None:
             queue = self._queues[request.key] = Queue(request.key)
         queue.add(request)
-        self.rows += request.remaining
+        self.rows += request.rows - request.taken
 
     def take(self, request: Request, rows: int, last: bool) -> None:
         """``rows`` of a request are queued no more; ``last``: nor is the request."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from symbiosis.core.requests import NO_TERMS, Call, Expected, Key, LayerSpec, Terms, expected
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Terms, expected
 from symbiosis.errors import ClientClosedError, RequestError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Results = tuple[torch.Tensor, ...]
 class ExecutorSession:
     """One admitted client. Checks every call against the layer table before anything is queued."""
 
-    def __init__(self, executor: Executor, client: str, specs: Sequence[LayerSpec], terms: Terms = NO_TERMS) -> None:
+    def __init__(self, executor: Executor, client: str, specs: Sequence[LayerSpec], terms: Terms) -> None:
         self.client = client
         self.terms = terms
         self._executor = executor

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from symbiosis.core.protocols import Decision, Policy, QueueView, View, Wait
@@ -21,6 +22,7 @@ from symbiosis.policies.opportunistic import Opportunistic
 __all__ = ["Admission", "number", "tenant_of", "tokens"]
 
 
+@lru_cache(1 << 14)
 def tenant_of(client: str) -> str:
     """``alice`` of ``alice/notebook``; a name without a slash is a tenant of its own."""
     return client.partition("/")[0]
@@ -110,7 +112,7 @@ class Admission(ABC):
             last = not request.remaining
             if request in self._view.admitted:
                 self._view.admitted.take(request, stop - start, last)
-            else:  # the scheduler has served it in place of a decision that it refused
+            elif last:  # the scheduler has served it in place of a decision that it refused
                 self.drop(request)
             if last:
                 self.gone(request)

@@ -79,7 +79,8 @@ class CoServing:
         wait_ms: how long inference rows wait for others that think, so that they share a batch.
         max_wait_ms: the longest that a request is passed over, SLO or not; then it goes in the order of arrival.
         clients: (slo_ms, ttft_ms) of single clients, by name, where they are promised something else. What a client in
-            this process was promised as it was made (``executor.client(slo_ms=…)``) counts more.
+            this process was promised as it was made (``executor.client(slo_ms=…)``) counts more. One in another
+            process can ask for more time, not for less.
     """
 
     name = "co-serving"
@@ -141,8 +142,11 @@ class CoServing:
     def _begin(self, request: Request) -> _Token:
         client, now = request.client, request.arrived
         slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
-        slo_ms = request.terms.slo_ms or slo_ms
-        ttft_ms = request.terms.ttft_ms or ttft_ms
+        terms = request.terms
+        if terms.asked:  # from elsewhere: a tighter SLO than others' would be at the expense of their fine-tuning
+            slo_ms, ttft_ms = max(terms.slo_ms or 0, slo_ms), max(terms.ttft_ms or 0, ttft_ms)
+        else:
+            slo_ms, ttft_ms = terms.slo_ms or slo_ms, terms.ttft_ms or ttft_ms
         prefill = request.kind is Kind.PREFILL
         slo = (ttft_ms if prefill else slo_ms) / 1e3
         token = _Token(now, slo, prefill, self._tuned, -1, request)

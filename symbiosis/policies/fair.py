@@ -87,6 +87,8 @@ class Fair(Admission):
         self._numbers = itertools.count()
         self._queued: list[tuple[float, int, _Tenant]] = []
         """Tenants with something queued, by counter."""
+        self._floor = 0.0
+        """The least counter of the tenants with something queued is no less."""
         self._held: list[tuple[float, int, _Tenant]] = []
         """Tenants with something held, by counter."""
 
@@ -106,6 +108,7 @@ class Fair(Admission):
         tenant = self._tenant(request)
         if not tenant.queued:
             tenant.counter = max(tenant.counter, self._highest - self.bound)
+            self._floor = min(self._floor, tenant.counter)
         if not tenant.in_queued:
             heapq.heappush(self._queued, (tenant.counter, tenant.number, tenant))
             tenant.in_queued = True
@@ -116,14 +119,20 @@ class Fair(Admission):
         tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        while self.admitted_rows < view.max_rows and (first := self._first()) is not None:
-            if first.counter > self._least() + self.quantum:
-                break
+        layers, room = view.layers, view.max_rows - self.admitted_rows
+        while room > 0 and (first := self._first()) is not None:
+            if first.counter > self._floor + self.quantum:
+                self._floor = self._least()
+                if first.counter > self._floor + self.quantum:
+                    break
             _, request = first.held.popitem(last=False)
-            charge = self._kinds[request.kind] * tokens(request, view.layers) / first.weight
+            charge = self._kinds[request.kind] * tokens(request, layers) / first.weight
             first.counter += charge
-            self._largest = max(self._largest, charge)
-            self._highest = max(self._highest, first.counter)
+            if charge > self._largest:
+                self._largest = charge
+            if first.counter > self._highest:
+                self._highest = first.counter
+            room -= request.rows
             self.admit(request)
         return math.inf
 

@@ -29,6 +29,7 @@ _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
 WAIT_MS = MappingProxyType({"decode": 2.0, "prefill": 0.2, "finetune": 0.2})
+"""Milliseconds a row. Prompts and training batches have rows enough to be worth a batch; a token alone is not."""
 
 
 class Opportunistic:
@@ -50,7 +51,7 @@ class Opportunistic:
 
     Args:
         wait_ms: wait per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
-            finetune), 0 for those that are left out.
+            finetune), those of :data:`WAIT_MS` for those that are left out.
         max_wait_ms: the longest wait of any request, in milliseconds.
         adaptive: whether waits that are not expected to pay are left out.
     """
@@ -68,7 +69,8 @@ class Opportunistic:
             unknown = set(wait_ms) - set(_KINDS)
             if unknown:
                 raise UsageError(f"opportunistic: wait_ms has {min(unknown)!r}; kinds are {', '.join(_KINDS)}")
-            waits = {kind: _milliseconds(f"wait_ms of {name}", wait_ms.get(name, 0)) for name, kind in _KINDS.items()}
+            wait_ms = {**WAIT_MS, **wait_ms}
+            waits = {kind: _milliseconds(f"wait_ms of {name}", wait_ms[name]) for name, kind in _KINDS.items()}
         else:
             waits = dict.fromkeys(Kind, _milliseconds("wait_ms", wait_ms))
         if not isinstance(adaptive, bool):
@@ -101,7 +103,7 @@ class Opportunistic:
             self._learn(request.key, request.arrived)
 
     def _learn(self, key: Key, now: float) -> None:
-        if len(self._arrivals) >= _MAX_KEYS:
+        if key not in self._arrivals and len(self._arrivals) >= _MAX_KEYS:
             self._arrivals.clear()
         last, usual = self._arrivals.get(key, (-math.inf, 0.0))
         gap = min(now - last, self.max_wait_ms / 1e3)
@@ -157,7 +159,7 @@ class Opportunistic:
         start = self.latency[queue.key].start
         if start is None:
             return math.inf
-        last, usual = self._arrivals[queue.key]
+        last, usual = self._arrivals.get(queue.key, (-math.inf, math.inf))  # forgotten, where there were too many keys
         worth = start * min(1 / max(1 - self._together, 1e-9), _LONGEST)
         return last + worth if usual < worth else -math.inf
 

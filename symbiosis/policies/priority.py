@@ -26,7 +26,7 @@ class Priority(Admission):
     """While a client of higher priority has something queued, those of lower priority wait.
 
     Who provides the executor says who is urgent: ``executor.client(priority=…)`` for a client in its process, and
-    ``tenants`` for those who come from elsewhere.
+    ``tenants`` for those who come from elsewhere, who can only ask for less than nothing (a negative priority).
 
     Args:
         policy: who decides about those that are let in; opportunistic batching if None.
@@ -78,7 +78,8 @@ class Priority(Admission):
             del self._levels[self._priority(request)]
 
     def _priority(self, request: Request) -> int:
-        return request.terms.priority + self.tenants.get(tenant_of(request.client), 0)
+        own = min(request.terms.priority, 0) if request.terms.asked else request.terms.priority
+        return own + self.tenants.get(tenant_of(request.client), 0)
 
     def _level(self, request: Request) -> _Level:
         return self._levels.setdefault(self._priority(request), _Level())

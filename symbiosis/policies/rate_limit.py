@@ -28,6 +28,8 @@ class _Bucket:
     filled: float
     """When ``level`` was right, in seconds."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    due: bool = False
+    """Whether it is in the heap."""
 
 
 class RateLimit(Admission):
@@ -60,24 +62,26 @@ class RateLimit(Admission):
         }
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._due: list[tuple[float, int, _Bucket]] = []
-        """When what they hold may go on, of those that hold something."""
+        """When what they hold may go on, of those that hold something, or did."""
 
     def hold(self, request: Request) -> None:
         name = tenant_of(request.client)
         bucket = self._buckets.get(name)
         if bucket is None:
+            if len(self._buckets) >= _MAX_TENANTS:
+                self._forget(request.arrived)
             rate = self.tenants.get(name, self.tokens_per_s)
             size = rate * self.burst_s
             bucket = self._buckets[name] = _Bucket(rate, size, size, request.arrived)
-            if len(self._buckets) > _MAX_TENANTS:
-                self._forget(request.arrived)
-        if not bucket.held:
+        if not bucket.due:
+            bucket.due = True
             heapq.heappush(self._due, (request.arrived, request.id, bucket))
         bucket.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         while self._due and self._due[0][0] <= now:
             _, number_, bucket = heapq.heappop(self._due)
+            bucket.due = False
             bucket.level = min(bucket.size, bucket.level + bucket.rate * max(now - bucket.filled, 0.0))
             bucket.filled = now
             while bucket.held and bucket.level > 0:
@@ -85,6 +89,7 @@ class RateLimit(Admission):
                 bucket.level -= tokens(request, view.layers)
                 self.admit(request)
             if bucket.held:
+                bucket.due = True
                 heapq.heappush(self._due, (now + max(-bucket.level / bucket.rate, 0.0) + _SOON_S, number_, bucket))
         return self._due[0][0] if self._due else math.inf
 
@@ -94,7 +99,7 @@ class RateLimit(Admission):
     def _forget(self, now: float) -> None:
         """Whose bucket is full again anyway."""
         for name, bucket in list(self._buckets.items()):
-            if not bucket.held and bucket.level + bucket.rate * (now - bucket.filled) >= bucket.size:
+            if not bucket.held and not bucket.due and bucket.level + bucket.rate * (now - bucket.filled) >= bucket.size:
                 del self._buckets[name]
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from symbiosis.core.protocols import Channel, Transport
 from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Terms
 from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Ask, Mask
 
@@ -35,21 +36,23 @@ class Scheme(ABC):
             PrivacyError: these executors will not do.
         """
 
-    async def wrap(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
+    async def wrap(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
         try:
             for other in self.elsewhere(address):
-                channels.append(await _transport(other, options).connect(other, channel.client))  # noqa: PERF401
+                transport = _transport(other, options)
+                channels.append(await transport.connect(other, channel.client, terms))
             return MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
         except BaseException:
             _close(channels)
             raise
 
-    def wrap_blocking(self, channel: Channel, address: str, options: Mapping[str, Any]) -> Channel:
+    def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
         try:
             for other in self.elsewhere(address):
-                channels.append(_transport(other, options).connect_blocking(other, channel.client))  # noqa: PERF401
+                transport = _transport(other, options)
+                channels.append(transport.connect_blocking(other, channel.client, terms))
             return MaskedChannel(channels, self.scale, self.begin)
         except BaseException:
             _close(channels)

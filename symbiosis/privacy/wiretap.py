@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from symbiosis.core.executor import Executor
-from symbiosis.core.requests import Call, Key, Kind
+from symbiosis.core.requests import NO_TERMS, Call, Key, Kind, Terms
 from symbiosis.core.session import ExecutorSession
 
 __all__ = ["Seen", "Wiretap"]
@@ -55,8 +55,8 @@ class Wiretap:
         self._open = True
         join = self._executor.join
 
-        def joined(client: str) -> ExecutorSession:
-            session = join(client)
+        def joined(client: str, terms: Terms = NO_TERMS) -> ExecutorSession:
+            session = join(client, terms)
             self._tap(session)
             return session
 

@@ -23,8 +23,8 @@ class Done:
     """Of a generating client: when each token was there."""
     steps: list[float] = field(default_factory=list)
     """Of a fine-tuning client: when each step was over."""
-    rows: int = 0
-    """Of a fine-tuning client: tokens of a step."""
+    tuned: float = 0.0
+    """Of a fine-tuning client: tokens that have been through; of a step that is under way, as much as is done of it."""
 
     @property
     def per_token(self) -> list[float]:
@@ -98,11 +98,12 @@ def finetune(
     keys = forward(layers) if isinstance(layers, int) else layers
     walk = [*keys, *(backward(keys) if back is None else back)]
     thinking = _spread(think, walk)
-    done.rows = rows
     while steps is None or len(done.steps) < steps:
         now = 0.0
         yield Walk(True)
         for action in _walk(walk, rows, Kind.FINETUNE, thinking):
             now = yield action
+            if isinstance(action, Ask):
+                done.tuned += rows / len(walk)
         yield Walk(False)
         done.steps.append(now)

@@ -1,24 +1,18 @@
-"""How long things take: on a GPU that is described, or here, measured on a real executor."""
+"""How long things take: what a simulation has to know, and a GPU that is described.
+
+What it takes here is measured by :mod:`symbiosis.bench.calibrate`.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any
 
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.errors import UsageError
-from symbiosis.policies.lockstep import Lockstep
 from symbiosis.simulation.clients import Thinking, backward
 
-if TYPE_CHECKING:
-    from symbiosis.bench.models import Preset
-
-__all__ = ["GPUS", "MODELS", "Costs", "Gpu", "Shape", "measure", "roofline"]
+__all__ = ["GPUS", "MODELS", "Costs", "Gpu", "Shape", "roofline"]
 
 
 @dataclass(frozen=True)
@@ -31,17 +25,14 @@ class Costs:
     """What fine-tuning asks for on its walk back."""
     layers: int
     """Size of the layer table."""
-    batch: Callable[[Batch], float]
-    """Seconds a batch takes."""
+    batch: Callable[[Batch, bool], float]
+    """Seconds a batch takes; whether the one before it had the same key is told as well."""
     think: Thinking
     overhead_s: float
     local: bool
     """See :class:`~symbiosis.simulation.Simulation`."""
     text: str
     """Where these figures come from, in a few words."""
-
-
-# -------------------------------------------------------------------------------------------------------- as described
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
             walk.append(Key(tuple(range(len(sizes), len(sizes) + len(group))), Pass.FORWARD))
             sizes += [before * after for before, after in group]
 
-    def batch(batch: Batch) -> float:
+    def batch(batch: Batch, again: bool = False) -> float:
         weights = sum(sizes[layer] for layer in batch.key.layers)
         reading = 2 * weights / (card.efficiency * card.bytes_per_s)
         computing = 2 * weights * batch.rows / (card.efficiency * card.flops)
@@ -114,135 +105,3 @@ def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
 
     text = f"{model} on {gpu} by its roofline"
     return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: think_s, 20e-6, False, text)
-
-
-# -------------------------------------------------------------------------------------------------------- as measured
-
-
-class _Recorder(Lockstep):
-    """Lockstep, which makes batches as large as there are clients, and takes notes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[Key, list[tuple[int, float]]] = {}
-        """Rows and seconds of each batch."""
-        self.walk: list[Key] = []
-        """The last whole one. Clients find out about siblings in their first; a prefill asks for its last token alone
-        at the last layer."""
-        self.back: list[Key] = []
-        """The last walk back."""
-        self._walks: dict[str, list[Key]] = {}
-
-    def submitted(self, request: Request) -> None:
-        super().submitted(request)
-        if request.kind is Kind.DECODE:
-            walk = self._walks.setdefault(request.client, [])
-            if walk and request.key.layers[0] <= walk[-1].layers[0]:
-                if sum(len(key.layers) for key in walk) >= sum(len(key.layers) for key in self.walk):
-                    self.walk = walk
-                self._walks[request.client] = [request.key]
-            else:
-                walk.append(request.key)
-        elif request.kind is Kind.FINETUNE:
-            walk = self._walks.setdefault(f"{request.client} back", [])
-            if request.key.pass_.is_backward:
-                walk.append(request.key)
-            elif walk:
-                self.back = list(walk)
-                walk.clear()
-
-    def ran(self, batch: Batch, seconds: float) -> None:
-        self.seen.setdefault(batch.key, []).append((batch.rows, seconds))
-
-
-async def measure(
-    preset: Preset, *, base_layers: str = "linear", device: str = "cpu", progress: Callable[[str], None]
-) -> Costs:
-    """Run clients on a real executor in this process and fit what is seen: a line of latency against rows for each
-    layer and pass, and one of a client's own work against the rows of a request, for each kind. Takes a minute on the
-    smallest preset.
-    """
-    import torch
-
-    import symbiosis
-    from symbiosis.bench.jobs import Decoding
-    from symbiosis.bench.models import build, lora
-
-    where = torch.device(device)
-    recorder = _Recorder()
-    own: dict[Kind, list[tuple[int, float]]] = {kind: [] for kind in Kind}
-    async with symbiosis.Executor(build(preset, where), policy=recorder, base_layers=base_layers) as executor:
-        clients = [await executor.client(lora()).open() for _ in range(8)]
-
-        async def timed(kind: Kind, rows: int, *work: Coroutine[Any, Any, Any]) -> None:
-            """Note the time outside the executor, for each request."""
-            executor.reset_statistics()
-            began = time.perf_counter()
-            await asyncio.gather(*work)
-            seconds = time.perf_counter() - began
-            done = executor.statistics()
-            own[kind].append((rows, max(seconds - done.run_s, 0.0) / done.requests))
-
-        for count in (8, 4, 2, 1):
-            progress(f"{count} clients decode")
-            jobs = [
-                (client, Decoding(client.model, preset, where, seed)) for seed, client in enumerate(clients[:count])
-            ]
-            await asyncio.gather(*(client.run(job.prefill) for client, job in jobs))
-            for _ in range(2):
-                await timed(Kind.DECODE, 1, *(client.run(job.steps, 8) for client, job in jobs))
-        for length in (8, 32, 128, 512):
-            progress(f"prompts of {length} tokens")
-            for _ in range(3):
-                prompts = [Decoding(client.model, preset, where, length=length) for client in clients[:2]]
-                work = [client.run(job.prefill) for client, job in zip(clients, prompts, strict=False)]
-                await timed(Kind.PREFILL, length, *work)
-        optimizers = [torch.optim.AdamW(client.model.parameters(), lr=1e-4) for client in clients[:2]]
-        for length in (32, 128, 512):
-            progress(f"fine-tuning on {length} tokens")
-            ids = torch.randint(1, preset.vocabulary, (1, length), device=where)
-            batch = {"input_ids": ids, "labels": ids}
-            for _ in range(3):
-                steps = [client.train_step(batch, opt) for client, opt in zip(clients, optimizers, strict=False)]
-                await timed(Kind.FINETUNE, length, *steps)
-        for client in clients:
-            await client.close()
-        layers = len(executor.layers)
-    thinking = {kind: _fit(points) for kind, points in own.items()}
-    running = {key: _fit(points) for key, points in recorder.seen.items()}
-
-    def think(kind: Kind, rows: int) -> float:
-        start, slope = thinking[kind]
-        return start + slope * rows
-
-    def run(batch: Batch) -> float:
-        start, slope = running[batch.key]
-        return start + slope * batch.rows
-
-    return Costs(
-        recorder.walk,
-        recorder.back,
-        layers,
-        run,
-        think,
-        0.0,  # in a client's own work already: it was measured from outside
-        True,
-        f"{preset.name}, measured here",
-    )
-
-
-def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """A line through the medians, least squares of relative errors: (start, slope) in seconds and seconds a row,
-    neither negative."""
-    by_rows: dict[int, list[float]] = {}
-    for rows, seconds in points:
-        by_rows.setdefault(rows, []).append(seconds)
-    points = [(rows, median(seconds)) for rows, seconds in by_rows.items()]
-    weights = [1 / max(y, 1e-9) ** 2 for _, y in points]
-    total = sum(weights)
-    x = sum(w * a for w, (a, _) in zip(weights, points, strict=True)) / total
-    y = sum(w * b for w, (_, b) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (a - x) ** 2 for w, (a, _) in zip(weights, points, strict=True))
-    slope = sum(w * (a - x) * (b - y) for w, (a, b) in zip(weights, points, strict=True)) / spread if spread else 0.0
-    slope = max(slope, 0.0) if math.isfinite(slope) else 0.0
-    return max(y - slope * x, 0.0), slope

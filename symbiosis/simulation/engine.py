@@ -59,7 +59,7 @@ class Cost(NamedTuple):
     start: float
     row: float
 
-    def of(self, batch: Batch) -> float:
+    def of(self, batch: Batch, again: bool = False) -> float:
         return self.start + self.row * batch.rows
 
 
@@ -80,7 +80,8 @@ class Simulation:
         policy: fresh, as for a new executor.
         layers: size of the layer table.
         max_rows: most rows in a batch.
-        cost: what a batch takes, in seconds; a :class:`Cost`'s ``of``, or anything else.
+        cost: what a batch takes, in seconds; a :class:`Cost`'s ``of``, or anything else that takes the batch, and
+            whether the one before it had the same key.
         overhead_s: that the executor needs beside each batch.
         local: whether clients compute in the executor's process, where one thing happens at a time: whoever has
             something to compute, in the order in which they were answered, and a batch when none of them has.
@@ -95,7 +96,7 @@ class Simulation:
         *,
         layers: int,
         max_rows: int = 8192,
-        cost: Callable[[Batch], float],
+        cost: Callable[[Batch, bool], float],
         overhead_s: float = 0.0,
         local: bool = False,
     ) -> None:
@@ -112,6 +113,7 @@ class Simulation:
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._busy = False
+        self._last_key: Key | None = None
         self._wake = math.inf
         """When the scheduler wants to be asked again."""
 
@@ -179,7 +181,8 @@ class Simulation:
             raise PolicyError(str(self._scheduler.policy_errors[0])) from self._scheduler.policy_errors[0]
         if isinstance(action, Batch):
             self._busy = True
-            seconds = self._cost(action)
+            seconds = self._cost(action, action.key == self._last_key)
+            self._last_key = action.key
             if self._local:
                 self._free = self.now + seconds + self._overhead_s
             self._at(self.now + seconds + self._overhead_s, lambda: self._ran(action, seconds))

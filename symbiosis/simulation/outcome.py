@@ -34,7 +34,7 @@ class Outcome:
     tokens_per_s: float
     """Generated."""
     finetune_per_s: float
-    """Tokens of fine-tuning steps that were finished."""
+    """Of fine-tuning; a step that is under way in the end counts for as much as is done of it."""
     token_mean: float
     token_p50: float
     token_p99: float
@@ -81,7 +81,7 @@ def outcome(
     return Outcome(
         seconds=seconds,
         tokens_per_s=sum(len(done.tokens) for done, _ in texts) / seconds if seconds else 0.0,
-        finetune_per_s=sum(len(job.steps) * job.rows for job in jobs) / seconds if seconds else 0.0,
+        finetune_per_s=sum(job.tuned for job in jobs) / seconds if seconds else 0.0,
         token_mean=_mean(gaps),
         token_p50=percentile(gaps, 0.5),
         token_p99=percentile(gaps, 0.99),

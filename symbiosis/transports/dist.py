@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from symbiosis.core.protocols import Channel, Service, Session
+from symbiosis.core.requests import NO_TERMS, Terms
 from symbiosis.errors import (
     BrokenError,
     BusyError,
@@ -44,7 +45,7 @@ from symbiosis.transports.tcp_connection import Connection, Message
 from symbiosis.transports.tcp_peer import Link, TcpPeer
 from symbiosis.transports.threads import LoopThread, ThreadedChannel
 from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import CallMessage, Limits, Type
+from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
 __all__ = ["DistChannel", "DistPeer", "DistTransport"]
 
@@ -316,13 +317,14 @@ class DistTransport(TcpTransport):
             )
         return await super().listen(address, service)
 
-    def connect_blocking(self, address: str, client: str) -> Channel:
+    def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         # Lanes live on an event loop; so does this client's end of them, in a thread of its own.
         options = self._options()
         thread = LoopThread()
         try:
             with bar_unless(options.progress, address) as progress:
-                channel = thread.run(DistChannel.open(address, client, options._replace(progress=progress)))
+                hello = Hello(client, terms)
+                channel = thread.run(DistChannel.open(address, hello, options._replace(progress=progress)))
             return ThreadedChannel(thread, channel)
         except BaseException:
             thread.close()

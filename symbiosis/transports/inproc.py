@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from symbiosis.core.protocols import Identity, Service, Session
-from symbiosis.core.requests import Call, LayerSpec
+from symbiosis.core.requests import NO_TERMS, Call, LayerSpec, Terms
 from symbiosis.errors import ExecutorClosedError, UsageError
 from symbiosis.transports.threads import ThreadCalls
 
@@ -28,16 +28,16 @@ class InProcTransport:
         listener = _listeners[address] = InProcListener(address, service)
         return listener
 
-    async def connect(self, address: str, client: str) -> InProcChannel:
+    async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> InProcChannel:
         listener = _listeners.get(address)
         if listener is None:
             known = ", ".join(_listeners) or "none is"
             raise ExecutorClosedError(f"no executor listens on {address} in this process (open: {known})")
         if listener.loop is not asyncio.get_running_loop():
             raise UsageError(f"{address} belongs to an executor on another event loop; use its client there")
-        return listener.accept(client)
+        return listener.accept(client, terms)
 
-    def connect_blocking(self, address: str, client: str) -> NoReturn:
+    def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> NoReturn:
         raise UsageError(f"{address} is in this process: its clients are coroutines; use `executor.client()`")
 
     def look(self, address: str) -> NoReturn:
@@ -53,8 +53,9 @@ class InProcListener:
         self._service = service
         self._channels: set[InProcChannel] = set()
 
-    def accept(self, client: str) -> InProcChannel:
-        channel = InProcChannel(self._service, self._service.join(client), self.loop, self._channels.discard)
+    def accept(self, client: str, terms: Terms) -> InProcChannel:
+        session = self._service.join(client, terms)
+        channel = InProcChannel(self._service, session, self.loop, self._channels.discard)
         self._channels.add(channel)
         return channel
 

@@ -115,7 +115,7 @@ class Peer(ABC):
         self._greeted = True
         if hello.name is not None:
             try:
-                self.session = self._service.join(self.qualified(hello.name))
+                self.session = self._service.join(self.qualified(hello.name), hello.terms._replace(asked=True))
             except UsageError as error:  # the name is in use
                 self.refuse(BusyError(str(error)))
                 return

@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 
 from symbiosis.core.protocols import Channel, Expected, Look, Service
+from symbiosis.core.requests import NO_TERMS, Terms
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import device, shm_client, wire
@@ -30,7 +31,7 @@ from symbiosis.transports.arena import Arena, sealed_copy
 from symbiosis.transports.device import DeviceArena
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.shm_connection import look, socket_path
-from symbiosis.transports.wire import CallMessage, Frames, Limits, Type, frame
+from symbiosis.transports.wire import CallMessage, Frames, Hello, Limits, Type, frame
 
 __all__ = ["ShmListener", "ShmTransport"]
 
@@ -62,11 +63,11 @@ class ShmTransport:
         await listener.open()
         return listener
 
-    async def connect(self, address: str, client: str) -> Channel:
-        return await shm_client.ShmChannel.open(address, client, self._retry_s)
+    async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
+        return await shm_client.ShmChannel.open(address, Hello(client, terms), self._retry_s)
 
-    def connect_blocking(self, address: str, client: str) -> Channel:
-        return shm_client.ShmBlockingChannel.open(address, client, self._retry_s)
+    def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
+        return shm_client.ShmBlockingChannel.open(address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
         return look(address)

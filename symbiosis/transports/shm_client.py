@@ -36,7 +36,7 @@ from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.device import DeviceArena, Handles
 from symbiosis.transports.shm_connection import Connection, connect, connect_soon
 from symbiosis.transports.threads import ThreadCalls
-from symbiosis.transports.wire import CallMessage, Frames, Type, frame
+from symbiosis.transports.wire import CallMessage, Frames, Hello, Type, frame
 
 __all__ = ["ShmBlockingChannel", "ShmChannel"]
 
@@ -83,8 +83,9 @@ def _open_segment(gpu: DeviceArena, content: Sequence[Any], address: str) -> int
 class _ShmChannel:
     """What both channels have in common: the share, the layer table, what a call looks like in the arena."""
 
-    def __init__(self, address: str, connection: Connection, client: str, retry_s: float) -> None:
-        self.client = client
+    def __init__(self, address: str, connection: Connection, hello: Hello, retry_s: float) -> None:
+        self.client = str(hello.name)
+        self._hello = hello
         self.welcome = connection.welcome
         self._gpu_here = device.find(connection.welcome.content.get("gpu"))
         """The executor's GPU, if this process has it too."""
@@ -126,9 +127,9 @@ class _ShmChannel:
 class ShmBlockingChannel(_ShmChannel, BlockingChannel):
     """For synchronous code: the thread that calls writes to the socket and waits for the answer itself."""
 
-    def __init__(self, address: str, connection: Connection, client: str, retry_s: float) -> None:
-        _ShmChannel.__init__(self, address, connection, client, retry_s)
-        BlockingChannel.__init__(self, address, client, retry_s)
+    def __init__(self, address: str, connection: Connection, hello: Hello, retry_s: float) -> None:
+        _ShmChannel.__init__(self, address, connection, hello, retry_s)
+        BlockingChannel.__init__(self, address, self.client, retry_s)
         self._quick = False
         """Whether the last answer came soon."""
         self._arena: Arena | None = None
@@ -136,9 +137,9 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         self._use(connection)
 
     @classmethod
-    def open(cls, address: str, client: str, retry_s: float) -> ShmBlockingChannel:
+    def open(cls, address: str, hello: Hello, retry_s: float) -> ShmBlockingChannel:
         """Join the executor at ``address``."""
-        return cls(address, connect(address, client), client, retry_s)
+        return cls(address, connect(address, hello), hello, retry_s)
 
     def _use(self, connection: Connection) -> None:
         self.welcome = connection.welcome
@@ -233,7 +234,7 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
         self._socket.sendall(_BEGIN if in_pass else _END)
 
     def _join_again(self) -> None:
-        connection = connect(self._address, self.client, self.welcome.fingerprint)
+        connection = connect(self._address, self._hello, self.welcome.fingerprint)
         os.close(connection.share)
         self._use(connection)
 
@@ -265,8 +266,8 @@ class _Pending:
 class ShmChannel(_ShmChannel, asyncio.Protocol):
     """For coroutines: answers arrive on the event loop."""
 
-    def __init__(self, address: str, connection: Connection, client: str, retry_s: float) -> None:
-        super().__init__(address, connection, client, retry_s)
+    def __init__(self, address: str, connection: Connection, hello: Hello, retry_s: float) -> None:
+        super().__init__(address, connection, hello, retry_s)
         self._loop = asyncio.get_running_loop()
         self._pending: dict[int, _Pending] = {}
         self._arena: Arena | None = None
@@ -283,11 +284,11 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         self.interrupt = self._threads.interrupt
 
     @classmethod
-    async def open(cls, address: str, client: str, retry_s: float) -> ShmChannel:
+    async def open(cls, address: str, hello: Hello, retry_s: float) -> ShmChannel:
         """Join the executor at ``address``."""
-        connection = await connect_soon(address, client)
+        connection = await connect_soon(address, hello)
         try:
-            channel = cls(address, connection, client, retry_s)
+            channel = cls(address, connection, hello, retry_s)
         except BaseException:
             connection.close()
             raise
@@ -462,7 +463,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
         for delay in backoff(self._retry_s):
             await asyncio.sleep(delay)
             try:
-                connection = await connect_soon(self._address, self.client, self.welcome.fingerprint)
+                connection = await connect_soon(self._address, self._hello, self.welcome.fingerprint)
                 os.close(connection.share)
                 try:
                     await self._use(connection)

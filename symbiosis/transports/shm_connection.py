@@ -14,7 +14,7 @@ from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, Wire
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena
 from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import Frames, Type, frame
+from symbiosis.transports.wire import Frames, Hello, Type, frame
 
 __all__ = ["Connection", "connect", "connect_soon", "look", "socket_path"]
 
@@ -56,7 +56,7 @@ def socket_path(address: str) -> Path:
     return Path(path)
 
 
-def _say_hello(address: str, name: str | None) -> tuple[socket.socket, Welcome, list[int]]:
+def _say_hello(address: str, hello: Hello) -> tuple[socket.socket, Welcome, list[int]]:
     """Connect and say HELLO; the socket, the welcome and the descriptors that came. Blocks.
 
     Raises:
@@ -69,7 +69,7 @@ def _say_hello(address: str, name: str | None) -> tuple[socket.socket, Welcome, 
         connected.settimeout(ANSWER_WITHIN_S)
         connected.connect(str(socket_path(address)))
         with contextlib.suppress(BrokenPipeError):  # refused before it heard us; it has said why
-            connected.sendall(frame(wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)))
+            connected.sendall(frame(wire.pack_hello(hello)))
         frames = Frames(wire.MAX_TO_CLIENT)
         first, descriptors, _, _ = socket.recv_fds(connected, 1, 2)
         if not descriptors:
@@ -98,7 +98,7 @@ def _say_hello(address: str, name: str | None) -> tuple[socket.socket, Welcome, 
 
 def look(address: str) -> Look:
     """What there is to see without joining. Blocks."""
-    connected, welcome, _ = _say_hello(address, None)
+    connected, welcome, _ = _say_hello(address, Hello(None))
     with connected:
         connected.sendall(frame(wire.pack(Type.STATUS)))
         frames = Frames(wire.MAX_TO_CLIENT)
@@ -113,9 +113,9 @@ def look(address: str) -> Look:
     return Look(content[0], welcome.share, welcome.tokenizer)
 
 
-def connect(address: str, name: str, fingerprint: str | None = None) -> Connection:
+def connect(address: str, hello: Hello, fingerprint: str | None = None) -> Connection:
     """Join an executor; ``fingerprint`` of the model that it must have."""
-    connected, welcome, descriptors = _say_hello(address, name)
+    connected, welcome, descriptors = _say_hello(address, hello)
     try:
         if len(descriptors) != 2:
             raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
@@ -134,9 +134,9 @@ def connect(address: str, name: str, fingerprint: str | None = None) -> Connecti
         raise
 
 
-async def connect_soon(address: str, name: str, fingerprint: str | None = None) -> Connection:
+async def connect_soon(address: str, hello: Hello, fingerprint: str | None = None) -> Connection:
     """:func:`connect`, in a thread. Where nobody waits for it any more, it hangs up again."""
-    connecting = asyncio.get_running_loop().run_in_executor(None, connect, address, name, fingerprint)
+    connecting = asyncio.get_running_loop().run_in_executor(None, connect, address, hello, fingerprint)
     try:
         return await asyncio.shield(connecting)
     except asyncio.CancelledError:

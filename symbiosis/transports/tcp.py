@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 from symbiosis.core.protocols import Channel, Look, Service
+from symbiosis.core.requests import NO_TERMS, Terms
 from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.log import get_logger
 from symbiosis.transports import tcp_client, wire
@@ -28,7 +29,7 @@ from symbiosis.transports.chunks import Chunks, Progress
 from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Frames, Reader, configure, monitor, peer_of, resolve
 from symbiosis.transports.tcp_peer import Link, TcpPeer
-from symbiosis.transports.wire import Limits, Type
+from symbiosis.transports.wire import Hello, Limits, Type
 from symbiosis.transports.zap import Doorkeeper
 
 __all__ = ["TcpListener", "TcpTransport"]
@@ -103,11 +104,11 @@ class TcpTransport:
     def _options(self) -> tcp_client.Options:
         return tcp_client.Options(self._key, self._insecure, self._retry_s, self._progress)
 
-    async def connect(self, address: str, client: str) -> Channel:
-        return await self._channel.open(address, client, self._options())
+    async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
+        return await self._channel.open(address, Hello(client, terms), self._options())
 
-    def connect_blocking(self, address: str, client: str) -> Channel:
-        return tcp_client.TcpBlockingChannel.open(address, client, self._options())
+    def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
+        return tcp_client.TcpBlockingChannel.open(address, Hello(client, terms), self._options())
 
     def look(self, address: str) -> Look:
         return tcp_client.look(address, self._options())

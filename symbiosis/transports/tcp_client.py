@@ -35,7 +35,7 @@ from symbiosis.transports.sockets import Frames, matrices, payload
 from symbiosis.transports.tcp_connection import MAX_FRAME_BYTES, Connection, Line, Message, Options
 from symbiosis.transports.threads import LoopThread, ThreadCalls
 from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import CallMessage, Limits, Type
+from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
 __all__ = ["Options", "Pending", "TcpBlockingChannel", "TcpChannel", "look"]
 
@@ -55,7 +55,7 @@ def look(address: str, options: Options) -> Look:
 
     async def see() -> Look:
         connection = Connection(address, options)
-        welcome = await connection.open(None)
+        welcome = await connection.open(Hello(None))
         try:
             status = await connection.ask(Type.STATUS)
         finally:
@@ -129,8 +129,11 @@ class TcpChannel:
     connection is lost, it reconnects and sends again what was outstanding; calls made meanwhile wait.
     """
 
-    def __init__(self, connection: Connection, welcome: Welcome, hollow: Hollow, client: str, options: Options) -> None:
-        self.client = client
+    def __init__(
+        self, connection: Connection, welcome: Welcome, hollow: Hollow, hello: Hello, options: Options
+    ) -> None:
+        self.client = str(hello.name)
+        self._hello = hello
         self.device = self.device_for(welcome)
         self.welcome = welcome
         self.layers: Sequence[LayerSpec] = hollow.layers
@@ -157,13 +160,13 @@ class TcpChannel:
         self._watch()
 
     @classmethod
-    async def open(cls, address: str, client: str, options: Options) -> TcpChannel:
+    async def open(cls, address: str, hello: Hello, options: Options) -> TcpChannel:
         """Join the executor at ``address``."""
         connection = Connection(address, options)
-        welcome = await connection.open(client)
+        welcome = await connection.open(hello)
         try:
             hollow = await share_of(connection, welcome, options.progress, cls.device_for(welcome))
-            return cls(connection, welcome, hollow, client, options)
+            return cls(connection, welcome, hollow, hello, options)
         except BaseException:
             connection.close()
             raise
@@ -333,7 +336,7 @@ class TcpChannel:
             await asyncio.sleep(delay)
             connection = Connection(self._address, self._options)
             try:
-                welcome = await connection.open(self.client)
+                welcome = await connection.open(self._hello)
             except MAY_RETURN as error:
                 why = error
                 continue
@@ -391,9 +394,10 @@ class TcpBlockingChannel(BlockingChannel):
     """
 
     def __init__(
-        self, address: str, line: Line, welcome: Welcome, hollow: Hollow, client: str, options: Options
+        self, address: str, line: Line, welcome: Welcome, hollow: Hollow, hello: Hello, options: Options
     ) -> None:
-        super().__init__(address, client, options.retry_s)
+        super().__init__(address, str(hello.name), options.retry_s)
+        self._hello = hello
         self.device = _CPU
         self.welcome = welcome
         self.layers: Sequence[LayerSpec] = hollow.layers
@@ -404,12 +408,12 @@ class TcpBlockingChannel(BlockingChannel):
         self._expected: dict[Key, Expected] = {}
 
     @classmethod
-    def open(cls, address: str, client: str, options: Options) -> TcpBlockingChannel:
+    def open(cls, address: str, hello: Hello, options: Options) -> TcpBlockingChannel:
         """Join the executor at ``address``."""
 
         async def join(progress: Progress | None) -> tuple[Line, Welcome, Hollow]:
             connection = Connection(address, options)
-            welcome = await connection.open(client)
+            welcome = await connection.open(hello)
             try:
                 hollow = await share_of(connection, welcome, progress, _CPU)
             except BaseException:
@@ -418,7 +422,7 @@ class TcpBlockingChannel(BlockingChannel):
             return connection.detach(), welcome, hollow
 
         with LoopThread() as thread, bar_unless(options.progress, address) as progress:
-            return cls(address, *thread.run(join(progress)), client, options)
+            return cls(address, *thread.run(join(progress)), hello, options)
 
     def identity(self) -> Identity:
         return self.welcome.identity
@@ -463,7 +467,7 @@ class TcpBlockingChannel(BlockingChannel):
     def _join_again(self) -> None:
         async def join() -> tuple[Line, Welcome]:
             connection = Connection(self._address, self._options)
-            welcome = await connection.open(self.client)
+            welcome = await connection.open(self._hello)
             return connection.detach(), welcome
 
         with LoopThread() as thread:

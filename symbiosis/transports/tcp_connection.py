@@ -27,7 +27,7 @@ from symbiosis.transports.sockets import (
     resolve,
 )
 from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import Type
+from symbiosis.transports.wire import Hello, Type
 
 __all__ = ["MAX_FRAME_BYTES", "Connection", "Line", "Message", "Options"]
 
@@ -77,7 +77,7 @@ class Connection:
 
     # ------------------------------------------------------------------------------------------------------ handshake
 
-    async def open(self, name: str | None) -> Welcome:
+    async def open(self, hello: Hello) -> Welcome:
         """Connect and say HELLO.
 
         Raises:
@@ -87,7 +87,7 @@ class Connection:
         """
         try:
             await self._connect()
-            self.send([wire.pack(Type.HELLO, wire.MAGIC, wire.VERSION, name)])
+            self.send([wire.pack_hello(hello)])
             message = await self.next()
             if message.type is not Type.WELCOME:
                 raise WireError(f"the executor at {self.address} answered HELLO with {message.type.name}")

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 import msgpack
 
 from symbiosis import errors
-from symbiosis.core.requests import Key, Kind, Pass
-from symbiosis.errors import BrokenError, SymbiosisError, WireError
+from symbiosis.core.requests import NO_TERMS, Key, Kind, Pass, Terms
+from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 
 __all__ = [
     "ALIGN",
@@ -36,6 +36,7 @@ __all__ = [
     "pack",
     "pack_call",
     "pack_error",
+    "pack_hello",
     "pack_result",
     "read_call",
     "read_hello",
@@ -110,9 +111,11 @@ class Limits:
 
 
 class Hello(NamedTuple):
-    """Who knocks. Without a name it only wants to look: the executor's state, no session."""
+    """Who knocks, and what it asks to be served like. Without a name it only wants to look: the executor's state, no
+    session."""
 
     name: str | None
+    terms: Terms = NO_TERMS
 
 
 class CallMessage(NamedTuple):
@@ -141,6 +144,12 @@ _TYPES = {int(type_): type_ for type_ in Type}
 def pack(type_: Type, *content: Any) -> bytes:
     """A message."""
     return cast(bytes, msgpack.packb((int(type_), *content)))
+
+
+def pack_hello(hello: Hello) -> bytes:
+    """HELLO. Of the terms, those that are given."""
+    terms = {name: value for name in _ASKED if (value := getattr(hello.terms, name)) != getattr(NO_TERMS, name)}
+    return pack(Type.HELLO, MAGIC, VERSION, hello.name, terms)
 
 
 def pack_call(call: CallMessage) -> bytes:
@@ -194,17 +203,29 @@ def _unpack(data: bytes | memoryview, max_bytes: int, *, use_list: bool) -> tupl
 
 
 def read_hello(content: Sequence[Any]) -> Hello:
-    """Check a HELLO: [magic, version, name]."""
-    if len(content) != 3 or content[0] != MAGIC:
+    """Check a HELLO: [magic, version, name, terms]."""
+    if len(content) < 2 or content[0] != MAGIC:
         raise WireError("the first message is not this protocol's HELLO")
-    if content[1] != VERSION:
+    if content[1] != VERSION or len(content) != 4:
         raise WireError(
             f"wire format {content[1]!r}; this executor speaks {VERSION}: install the same symbiosis on both sides"
         )
     name = content[2]
     if name is not None and not (isinstance(name, str) and 0 < len(name) <= MAX_NAME and name.isprintable()):
         raise WireError(f"a client's name must be 1 to {MAX_NAME} printable characters")
-    return Hello(name)
+    return Hello(name, _terms(content[3]))
+
+
+def _terms(value: Any) -> Terms:
+    if not isinstance(value, dict) or not value.keys() <= set(_ASKED):
+        raise WireError(f"terms are a map of {', '.join(_ASKED)}")
+    kind = value.get("kind")
+    if kind is not None and (type(kind) is not int or kind not in _KINDS):
+        raise WireError(f"kind {kind!r} is unknown"[:300])
+    try:
+        return Terms(**{**value, "kind": None if kind is None else _KINDS[kind]}).check()
+    except UsageError as error:
+        raise WireError(str(error)[:300]) from None
 
 
 def read_call(content: Sequence[Any]) -> CallMessage:
@@ -231,6 +252,7 @@ def read_call(content: Sequence[Any]) -> CallMessage:
 
 _PASSES = {int(pass_): pass_ for pass_ in Pass}
 _KINDS = {int(kind): kind for kind in Kind}
+_ASKED = Terms._fields[:4]
 
 
 def read_id(content: Sequence[Any]) -> int:
