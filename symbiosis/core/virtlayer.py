@@ -32,7 +32,7 @@ from symbiosis.core.parameters import SharedParameter, fetch_of, placeholder, sh
 from symbiosis.core.placeholders import Product, introduce
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
-from symbiosis.errors import CannotWaitError, ClientClosedError, RequestError
+from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError, PrivacyError, RequestError
 
 __all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "keys_of", "virtualize"]
 
@@ -506,6 +506,19 @@ class VirtModule(VirtLayer):
         ]
         self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
 
+    def _check_is_here(self) -> None:
+        if any(parameter.is_meta for parameter in self.parameters()):
+            name = self.spec.name
+            if self._link.private:
+                raise PrivacyError(
+                    f"{name} is served whole and is not linear, so its rows cannot be masked, and the linear layers inside "
+                    "are not served; nothing was sent. Ask for an executor with base_layers='linear' or 'mlp'"
+                )
+            raise PlaceholderError(
+                f"{name} was changed here, and can no longer be served whole; the linear layers inside are not served. "
+                "Ask for an executor with base_layers='linear' or 'mlp'"
+            )
+
     def _is_untouched(self) -> bool:
         for parent, name, child in self._inside:
             if parent._modules.get(name) is not child:
@@ -518,6 +531,7 @@ class VirtModule(VirtLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._link.private or args or kwargs or not self._is_untouched():
+            self._check_is_here()
             return cast(torch.Tensor, super().forward(x, *args, **kwargs))
         return self._call(x)
 

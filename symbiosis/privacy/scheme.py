@@ -41,7 +41,7 @@ class Scheme(ABC):
         try:
             for other in self.elsewhere(address):
                 transport = _transport(other, options)
-                channels.append(await transport.connect(other, channel.client, terms))
+                channels.append(await transport.connect(other, _name(channel), terms))
             return MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
         except BaseException:
             _close(channels)
@@ -52,7 +52,7 @@ class Scheme(ABC):
         try:
             for other in self.elsewhere(address):
                 transport = _transport(other, options)
-                channels.append(transport.connect_blocking(other, channel.client, terms))
+                channels.append(transport.connect_blocking(other, _name(channel), terms))
             return MaskedChannel(channels, self.scale, self.begin)
         except BaseException:
             _close(channels)
@@ -63,6 +63,11 @@ def _transport(address: str, options: Mapping[str, Any]) -> Transport:
     """For an executor elsewhere: with those of the options that its transport has."""
     known = inspect.signature(type(make_transport(address))).parameters
     return make_transport(address, **{name: value for name, value in options.items() if name in known})
+
+
+def _name(channel: Channel) -> str:
+    """Of a client elsewhere. Another one, so that the same executor is found out, and not called busy."""
+    return f"{channel.client[:100]}-elsewhere"
 
 
 def _close(channels: Sequence[Channel]) -> None:

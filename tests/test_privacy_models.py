@@ -1,0 +1,364 @@
+"""Masked clients against plain transformers + PEFT, and what their executors see of them.
+
+Tolerances are relative to the largest element of each tensor. They follow from the scale of the noise: a product in
+fp32 is off by 1.5e-6 · scale at most (tests/test_privacy.py), a model by a few of those. Noise comes from fixed keys
+here, so that each run is like the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.requests import Key, Pass
+from symbiosis.errors import PrivacyError
+from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap, keystream, local_pads
+from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
+from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora
+
+SCHEMES = ("noise-pool", "mixed-noise", "local-pads", "secret-shares")
+ALL = pytest.mark.parametrize("name", SCHEMES)
+EFFECTS = {"noise-pool": 5, "mixed-noise": 12}
+"""How many vectors the executor is asked for the effects of."""
+SCALE = 16.0
+LOGITS, GRADIENTS, TRAINED = 1e-4, 2e-4, 2e-2
+"""At this scale. AdamW divides by a gradient's own size, so small elements of what is trained differ more."""
+JOB = Job()
+
+
+@pytest.fixture(autouse=True)
+def fixed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(5)
+    for module in (keystream, local_pads):
+        monkeypatch.setattr(module, "os", _Fixed(generator))
+
+
+class _Fixed:
+    """``os``, but for its randomness."""
+
+    def __init__(self, generator: random.Random) -> None:
+        self.urandom = generator.randbytes
+
+    def __getattr__(self, name: str) -> Any:
+        import os
+
+        return getattr(os, name)
+
+
+def scheme(name: str, model: Any, scale: float = SCALE, **options: Any) -> Any:
+    """For a client of ``inproc://one``; the other executor is ``inproc://two``."""
+    if name == "noise-pool":
+        return NoisePool(**{"size": EFFECTS[name], "refresh": 40, "scale": scale, **options})
+    if name == "mixed-noise":
+        return MixedNoise(**{"rank": EFFECTS[name], "scale": scale, **options})
+    if name == "local-pads":
+        return LocalPads(model, **{"rows": 8, "scale": scale, **options})
+    return SecretShares(["inproc://one", "inproc://two"], scale=scale, **options)
+
+
+@contextlib.asynccontextmanager
+async def executors(model: Any, name: str = "secret-shares", **options: Any) -> AsyncIterator[list[symbiosis.Executor]]:
+    """One, or two for shares."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(symbiosis.Executor(copy.deepcopy(model), name=number, **options))
+            for number in ("one", "two")[: 1 + (name == "secret-shares")]
+        ]
+
+
+def assert_agrees(outcome: Outcome, expected: Outcome, factor: float = 1.0) -> None:
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.worst("logits") <= LOGITS * factor, comparison
+    assert comparison.worst("greedy") == 0, comparison
+    assert comparison.worst("sampled") == 0, comparison
+    assert comparison.worst("gradient") <= GRADIENTS * factor, comparison
+    assert comparison.worst("losses") <= GRADIENTS * factor, comparison
+    assert comparison.worst("adapter") <= TRAINED, comparison
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("architecture", "method"), [("llama", "lora"), ("llama", "ia3"), ("llama", "prefix"), ("gpt2", "lora")]
+)
+async def test_generation_and_training(architecture: str, method: str, name: str) -> None:
+    """Logits, generated tokens, gradients, twenty steps and the adapter, of models with and without biases."""
+    model = tiny_model(architecture)
+    config = METHODS[method](architecture)
+    expected = run_job_plain(model, config, JOB)
+    async with executors(model, name) as (one, *_):
+        async with one.client(copy.deepcopy(config), seed=0, privacy=scheme(name, model)) as client:
+            assert_agrees(await run_job(client, JOB), expected)
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+async def test_narrow_models(dtype: torch.dtype, name: str) -> None:
+    """Masked in fp32, so nearer to what exact products would give than the model's own type is, whatever the scale."""
+    model = tiny_model("llama", dtype=dtype)
+    exact = run_job_plain(tiny_model("llama", dtype=dtype).float(), None, Job(steps=0, new_tokens=0))
+    plain = run_job_plain(model, None, Job(steps=0, new_tokens=0))
+    async with executors(model, name) as (one, *_), one.client(privacy=scheme(name, model, 256.0)) as client:
+        masked = await run_job(client, Job(steps=0, new_tokens=0))
+    assert masked.logits is not None
+    assert masked.logits.dtype is dtype
+    assert Comparison.of(masked, exact).worst() <= 1.2 * Comparison.of(plain, exact).worst()
+
+
+@ALL
+async def test_training_in_bf16(name: str) -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    expected = run_job_plain(model, lora(), Job(new_tokens=0))
+    async with executors(model, name) as (one, *_), one.client(lora(), seed=0, privacy=scheme(name, model)) as client:
+        outcome = await run_job(client, Job(new_tokens=0))
+    comparison = Comparison.of(outcome, expected)
+    assert comparison.worst("losses") <= 2.0**-8, comparison
+
+
+@ALL
+async def test_mlps_served_whole_run_on_the_client(name: str) -> None:
+    """Their linear layers are asked for; the module, which is not linear, never is."""
+    model = tiny_model("llama")
+    expected = run_job_plain(model, lora(target_modules=["q_proj"]), JOB)
+    async with executors(model, name, base_layers="mlp") as (one, *others):
+        with contextlib.ExitStack() as stack:
+            taps = [stack.enter_context(Wiretap(executor)) for executor in (one, *others)]
+            config = lora(target_modules=["q_proj"])
+            async with one.client(config, seed=0, privacy=scheme(name, model)) as client:
+                assert_agrees(await run_job(client, JOB), expected)
+        for tap in taps:
+            assert all(one.layers[layer].linear for seen in tap.seen for layer in seen.key.layers)
+
+
+async def test_what_is_not_linear_and_cannot_run_here_is_refused(base: Any) -> None:
+    """A tenant of another process, who has not the weights inside of an MLP that is served whole and nothing else."""
+    async with symbiosis.Executor(base, base_layers=["*.mlp", "*_proj"]) as executor:
+        listener = await executor.listen("tcp://127.0.0.1:0")
+        async with symbiosis.connect(listener.address, privacy="noise-pool") as remote, remote.client() as client:
+            await client.forward(input_ids=IDS)  # its linear layers are served
+    async with symbiosis.Executor(base, base_layers=["*.mlp"]) as executor:
+        listener = await executor.listen("tcp://127.0.0.1:0")
+        with Wiretap(executor) as tap:
+            async with symbiosis.connect(listener.address, privacy="noise-pool") as remote, remote.client() as client:
+                with pytest.raises(PrivacyError, match="mlp"):
+                    await client.forward(input_ids=IDS)
+        assert not tap.seen
+
+
+async def test_biases_that_the_tenant_trains() -> None:
+    """Such layers are asked for without their bias, which is another key with noise of its own."""
+    model = tiny_model("gpt2")
+    config = lora("gpt2", bias="all")
+    expected = run_job_plain(model, config, JOB)
+    for name in SCHEMES:
+        async with executors(model, name) as (one, *_):
+            async with one.client(copy.deepcopy(config), seed=0, privacy=scheme(name, model)) as client:
+                assert_agrees(await run_job(client, JOB), expected)
+
+
+@ALL
+async def test_among_others_and_under_other_policies(name: str) -> None:
+    model = tiny_model("llama")
+    expected = run_job_plain(model, lora(), JOB)
+    others = [(lora(), "train"), (None, "generate")]
+    for policy in ("opportunistic", "lockstep", "fair+co-serving:slo_ms=20"):
+        async with executors(model, name, policy=policy) as (one, *_), crowd(one, others):
+
+            async def tenant(one: symbiosis.Executor = one) -> Outcome:
+                async with one.client(lora(), seed=0, privacy=scheme(name, model)) as client:
+                    return await run_job(client, JOB)
+
+            for outcome in await asyncio.gather(tenant(), tenant()):
+                assert_agrees(outcome, expected, 2.0)
+
+
+@ALL
+async def test_windows_and_checkpoints(name: str) -> None:
+    model = tiny_model("llama")
+    async with executors(model, name) as (one, *_):
+        losses = []
+        for privacy in (None, scheme(name, model)):
+            async with one.client(lora(lora_dropout=0.0), seed=0, privacy=privacy) as client:
+                optimizer = adamw(client.model)
+                mine = [await client.train_step(BATCH, optimizer, window=4)]
+                client.model.gradient_checkpointing_enable()
+                mine.append(await client.train_step(BATCH, optimizer))
+                losses.append(mine)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------- the wiretap
+
+
+def of_rows(seen: list[Seen], name: str) -> list[Seen]:
+    """Without those for effects of noise alone. LoRA needs no pass without a bias; no backward pass has as few rows."""
+    if name not in EFFECTS:
+        return seen
+    return [
+        one
+        for one in seen
+        if one.key.pass_ is not Pass.FORWARD_WITHOUT_BIAS
+        and (one.key.pass_ is not Pass.BACKWARD or one.tensors[0].shape[0] != EFFECTS[name])
+    ]
+
+
+@ALL
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+async def test_nothing_unmasked_arrives(architecture: str, name: str) -> None:
+    """A whole fine-tuning and generation run: every row that came to a door, against all true rows of its layers.
+
+    A masked row is never near a true one; and it goes along with its own no more than noise of this size lets it, which
+    the mean over thousands of rows would show.
+    """
+    model = tiny_model(architecture)
+    scale = 256.0
+    async with executors(model, name) as (one, *others):
+        with contextlib.ExitStack() as stack:
+            tap, *more = [stack.enter_context(Wiretap(executor)) for executor in (one, *others)]
+            async with one.client(lora(architecture), name="bare", seed=0) as client:
+                await run_job(client, JOB)
+            async with one.client(
+                lora(architecture), name="masked", seed=0, privacy=scheme(name, model, scale)
+            ) as client:
+                await run_job(client, JOB)
+    true, doors = tap.of("bare"), [tap.of("masked"), *(other.seen for other in more)]
+    rows: dict[Key, list[torch.Tensor]] = {}
+    for seen in true:
+        rows.setdefault(seen.key, []).append(seen.tensors[0])
+    by_width: dict[int, torch.Tensor] = {}
+    for width in {matrix.shape[1] for matrices in rows.values() for matrix in matrices}:
+        by_width[width] = torch.cat([m for matrices in rows.values() for m in matrices if m.shape[1] == width])
+    for door in doors:
+        for seen in door:
+            (sent,) = seen.tensors
+            assert sent.norm(dim=1).min() > 0
+            assert (torch.cdist(sent, by_width[sent.shape[1]]).amin(dim=1) / sent.norm(dim=1)).min() > 0.5
+        alike = []
+        for seen, own in zip(of_rows(door, name), true, strict=True):
+            assert seen.key.layers == own.key.layers
+            alike.append(torch.nn.functional.cosine_similarity(seen.tensors[0], own.tensors[0]))
+        cosines = torch.cat(alike)
+        cosines = cosines[cosines.isfinite()]
+        assert len(cosines) > 3000
+        # On average x goes along with x + n as |x| / |n| at most; the rest is chance, for rows of 32 numbers or more.
+        bound = 3**0.5 / scale + 6 / (32 * len(cosines)) ** 0.5
+        assert cosines.mean().abs() < (bound if name != "noise-pool" else 0.1)  # a pool has few vectors, used often
+
+
+async def test_the_wiretap_sees_what_a_client_sends(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        async with executor.client(name="before") as before:
+            with Wiretap(executor) as tap:
+                async with executor.client(name="here") as client:
+                    await client.forward(input_ids=IDS)
+                await before.forward(input_ids=IDS)
+            count = len(tap.seen)
+            async with executor.client(name="after") as client:
+                await client.forward(input_ids=IDS)
+    assert count == len(tap.seen) == len(tap.of("here")) > 10
+    assert [seen.number for seen in tap.seen] == list(range(count))
+    with torch.no_grad():
+        embedded = base.model.layers[0].input_layernorm(base.model.embed_tokens(IDS)).reshape(-1, 32)
+        first = tap.seen[0]
+        assert torch.equal(first.tensors[0], embedded)
+        assert first.results is not None
+        assert torch.equal(first.results[0], base.model.layers[0].self_attn.q_proj(embedded))
+    assert all(seen.results is not None for seen in tap.seen)
+
+
+# -------------------------------------------------------------------------------------------------------- ahead of time
+
+
+async def test_precomputed_pools_ask_for_no_more_effects(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        with Wiretap(executor) as tap:
+            async with executor.client(lora(), privacy=NoisePool(size=8)) as client:
+                await client.precompute()
+                before = len([seen for seen in tap.seen if seen.key.pass_ is Pass.FORWARD_WITHOUT_BIAS])
+                backward = {seen.key for seen in tap.seen if seen.key.pass_ is Pass.BACKWARD}
+                assert len(backward) == len(executor.layers)
+                await client.train_step(BATCH, adamw(client.model))
+                await client.generate(input_ids=IDS, max_new_tokens=3)
+            after = len([seen for seen in tap.seen if seen.key.pass_ is Pass.FORWARD_WITHOUT_BIAS])
+            assert before == after > 0
+            noise = [seen for seen in tap.seen if seen.key.pass_ is Pass.BACKWARD and seen.tensors[0].shape[0] == 8]
+            assert len(noise) == len(executor.layers)
+        async with executor.client(lora()) as client:
+            await client.precompute()  # nothing to do
+
+
+async def test_precomputed_pads_are_ready(base: Any) -> None:
+    pads = LocalPads(base, rows=20, when_out="error")
+    async with symbiosis.Executor(base) as executor:
+        async with executor.client(lora(), privacy=LocalPads(base, rows=20, when_out="error")) as client:
+            with pytest.raises(PrivacyError, match="nothing was sent"):
+                await client.forward(input_ids=IDS)
+        async with executor.client(lora(), privacy=LocalPads(base, rows=20)) as client:
+            await client.precompute()
+            ready = client._channel.mask.ready()  # type: ignore[union-attr]
+            assert sum(count == 20 for count in ready.values()) > len(executor.layers)
+    assert pads.when_out == "error"
+
+
+# ------------------------------------------------------------------------------------------------------- interruptions
+
+
+@ALL
+async def test_a_masked_client_goes_on_after_a_cancelled_operation(name: str) -> None:
+    model = tiny_model("llama")
+    job = Job(steps=0, new_tokens=0)
+    expected = run_job_plain(model, None, job)
+    async with executors(model, name) as (one, *_), one.client(privacy=scheme(name, model)) as client:
+        for delay in (0.0, 0.001, 0.005):
+            task = asyncio.create_task(client.generate(input_ids=IDS, max_new_tokens=40, min_new_tokens=40))
+            await asyncio.sleep(delay)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        task = asyncio.create_task(client.train_step(BATCH, torch.optim.SGD(client.model.parameters(), lr=0.0)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert Comparison.of(await run_job(client, job), expected).worst() <= LOGITS
+        assert client._channel._sent == {}  # type: ignore[union-attr]
+
+
+@ALL
+async def test_an_executor_that_ends_ends_masked_clients_too(name: str) -> None:
+    model = tiny_model("llama")
+    async with executors(model, name) as (one, *_):
+        client = await one.client(privacy=scheme(name, model)).open()
+        task = asyncio.create_task(client.generate(input_ids=IDS, max_new_tokens=50, min_new_tokens=50))
+        await asyncio.sleep(0.01)
+        await one.close()
+        with pytest.raises(symbiosis.errors.PeerError):
+            await asyncio.wait_for(task, 20)
+        await client.close()
+
+
+async def test_a_client_that_cannot_be_masked_does_not_join(base: Any) -> None:
+    async with symbiosis.Executor(base, name="one") as executor:
+        for wrong, why in (
+            (SecretShares(["inproc://one", "inproc://nowhere"]), "nowhere"),
+            (SecretShares(["inproc://two", "inproc://three"]), "none of"),
+            (LocalPads(tiny_model(seed=1)), "other weights"),
+        ):
+            with pytest.raises(symbiosis.errors.SymbiosisError, match=why):
+                await executor.client(privacy=wrong).open()
+        assert executor.status()["clients"] == []
+        async with symbiosis.Executor(tiny_model(seed=1), name="two"):
+            with pytest.raises(PrivacyError, match="different base models"):
+                await executor.client(privacy=SecretShares(["inproc://one", "inproc://two"])).open()
+        listener = await executor.listen("tcp://127.0.0.1:0")
+        shares = SecretShares(["inproc://one", listener.address])  # two addresses of one executor
+        with pytest.raises(PrivacyError, match="lead to the same executor"):
+            await executor.client(privacy=shares).open()
+        assert executor.status()["clients"] == []
