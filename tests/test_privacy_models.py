@@ -22,7 +22,7 @@ from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap, keystream, local_pads
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
-from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora
+from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora, until
 
 SCHEMES = ("noise-pool", "mixed-noise", "local-pads", "secret-shares")
 ALL = pytest.mark.parametrize("name", SCHEMES)
@@ -361,4 +361,4 @@ async def test_a_client_that_cannot_be_masked_does_not_join(base: Any) -> None:
         shares = SecretShares(["inproc://one", listener.address])  # two addresses of one executor
         with pytest.raises(PrivacyError, match="lead to the same executor"):
             await executor.client(privacy=shares).open()
-        assert executor.status()["clients"] == []
+        await until(lambda: executor.status()["clients"] == [])

@@ -489,6 +489,10 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
         return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
 
 
+def _is_missing(parameter: nn.Parameter | None) -> bool:
+    return isinstance(parameter, SharedParameter) and parameter.is_placeholder
+
+
 class VirtModule(VirtLayer):
     """Stands for a module that is served whole, an MLP say, as long as the tenant has changed nothing inside it.
 
@@ -506,18 +510,15 @@ class VirtModule(VirtLayer):
         ]
         self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
 
-    def _check_is_here(self) -> None:
-        if any(parameter.is_meta for parameter in self.parameters()):
-            name = self.spec.name
-            if self._link.private:
-                raise PrivacyError(
-                    f"{name} is served whole and is not linear, so its rows cannot be masked, and the linear layers inside "
-                    "are not served; nothing was sent. Ask for an executor with base_layers='linear' or 'mlp'"
+    def _check_can_run_here(self) -> None:
+        """Weights inside are the executor's, unless their layers are served for themselves, too."""
+        for module in self.modules():
+            if not isinstance(module, VirtLayer) and any(map(_is_missing, module._parameters.values())):
+                why = "is not linear, so its rows cannot be masked" if self._link.private else "was changed here"
+                raise (PrivacyError if self._link.private else PlaceholderError)(
+                    f"{self.spec.name} is served whole and {why}, and the linear layers inside are not served; nothing "
+                    "was sent. Ask for an executor with base_layers='linear' or 'mlp'"
                 )
-            raise PlaceholderError(
-                f"{name} was changed here, and can no longer be served whole; the linear layers inside are not served. "
-                "Ask for an executor with base_layers='linear' or 'mlp'"
-            )
 
     def _is_untouched(self) -> bool:
         for parent, name, child in self._inside:
@@ -531,7 +532,7 @@ class VirtModule(VirtLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._link.private or args or kwargs or not self._is_untouched():
-            self._check_is_here()
+            self._check_can_run_here()
             return cast(torch.Tensor, super().forward(x, *args, **kwargs))
         return self._call(x)
 
