@@ -1,0 +1,302 @@
+"""Masked clients of executors elsewhere: every transport, synchronous code, executors that die, the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.requests import Pass
+from symbiosis.errors import PrivacyError
+from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap
+from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
+from tests.helpers import IDS, in_thread, lora, restart, until
+from tests.service import Service, free_port, save_model
+
+SCHEMES = ("noise-pool", "mixed-noise", "local-pads", "secret-shares")
+ALL = pytest.mark.parametrize("name", SCHEMES)
+SCALE = 16.0
+JOB = Job(new_tokens=0, steps=8)
+WITHIN = 1e-3
+"""Relative; noise differs from run to run here, and the adapter after some steps of AdamW more than that."""
+
+
+def scheme(name: str, model: Any, other: str = "", **options: Any) -> Any:
+    makers: dict[str, Callable[..., Any]] = {
+        "noise-pool": lambda **options: NoisePool(size=5, refresh=40, **options),
+        "mixed-noise": lambda **options: MixedNoise(rank=12, **options),
+        "local-pads": lambda **options: LocalPads(model, rows=8, **options),
+        "secret-shares": lambda **options: SecretShares(with_=other, **options),
+    }
+    return makers[name](scale=SCALE, **options)
+
+
+def assert_near(comparison: Comparison) -> None:
+    assert comparison.worst("logits") <= WITHIN, comparison
+    assert comparison.worst("gradient") <= WITHIN, comparison
+    assert comparison.worst("losses") <= WITHIN, comparison
+
+
+def address_of(transport: str, folder: Path) -> str:
+    return f"shm://{folder}/socket" if transport == "shm" else f"{transport}://127.0.0.1:{free_port()}"
+
+
+def insecure(transport: str) -> dict[str, Any]:
+    return {"insecure": True} if transport == "dist" else {}
+
+
+@ALL
+@pytest.mark.parametrize("transport", ["shm", "tcp", "dist"])
+async def test_every_transport(transport: str, name: str, tmp_path: Path) -> None:
+    """With coroutines and with synchronous code."""
+    base = tiny_model("gpt2")
+    expected = run_job_plain(base, lora("gpt2"), JOB)
+    addresses = []
+    async with contextlib.AsyncExitStack() as stack:
+        for number in ("one", "two")[: 1 + (name == "secret-shares")]:
+            executor = await stack.enter_async_context(symbiosis.Executor(copy.deepcopy(base)))
+            folder = tmp_path / number
+            folder.mkdir()
+            address = address_of(transport, folder)
+            await executor.listen(address, **insecure(transport))
+            addresses.append(address)
+        options = {"privacy": scheme(name, base, addresses[-1]), **insecure(transport)}
+        async with symbiosis.connect(addresses[0], **options) as remote:
+            async with remote.client(lora("gpt2"), seed=0) as client:
+                assert_near(Comparison.of(await run_job(client, JOB), expected))
+
+        def tenant() -> Any:
+            with symbiosis.open_model(addresses[0], **options) as model:
+                return run_job_plain(model, lora("gpt2"), JOB)
+
+        if transport != "dist" or name == "noise-pool":
+            assert_near(Comparison.of(await in_thread(tenant), expected))
+
+
+# -------------------------------------------------------------------------------------------------- restarts and deaths
+
+
+def once(seen: list[Seen]) -> list[Seen]:
+    """Without what is the very same as something before, to the last bit: requests that were sent again."""
+    kept: list[Seen] = []
+    found: set[tuple[Any, bytes]] = set()
+    for one in seen:
+        content = one.key, one.tensors[0].numpy().tobytes()
+        if content not in found:
+            found.add(content)
+            kept.append(one)
+    return kept
+
+
+def without_effects(seen: list[Seen], name: str) -> list[Seen]:
+    if name not in ("noise-pool", "mixed-noise"):
+        return seen
+    size = {"noise-pool": 5, "mixed-noise": 12}[name]
+    return [
+        one
+        for one in seen
+        if one.key.pass_ is not Pass.FORWARD_WITHOUT_BIAS
+        and (one.key.pass_ is not Pass.BACKWARD or one.tensors[0].shape[0] != size)
+    ]
+
+
+@ALL
+@pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
+async def test_what_is_sent_again_is_the_very_same(name: str, synchronous: bool, base: Any) -> None:
+    """Executors are restarted in the middle of requests. Without repetitions to the last bit, the doors saw exactly the
+    requests of an undisturbed run: nothing was masked anew. And no noise was used for two different rows."""
+    expected = run_job_plain(base, lora(), JOB)
+    async with symbiosis.Executor(copy.deepcopy(base)) as quiet:
+        with Wiretap(quiet) as undisturbed:
+            async with quiet.client(lora(), seed=0) as client:
+                await run_job(client, JOB)
+    address, other = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
+    options: dict[str, Any] = {"privacy": scheme(name, base, other), "retry": 30.0}
+
+    def synchronous_tenant() -> Any:
+        with symbiosis.open_model(address, **options) as model:
+            return run_job_plain(model, lora(), JOB)
+
+    async def tenant() -> Any:
+        async with symbiosis.connect(address, **options) as remote, remote.client(lora(), seed=0) as client:
+            return await run_job(client, JOB)
+
+    async with symbiosis.Executor(copy.deepcopy(base)) as second:
+        await second.listen(other)
+        with contextlib.ExitStack() as stack:
+            taps = [stack.enter_context(Wiretap(executor)) for executor in executors]
+            beside = stack.enter_context(Wiretap(second))
+            await executors[0].start()
+            await executors[0].listen(address)
+            job = asyncio.create_task(in_thread(synchronous_tenant) if synchronous else tenant())
+            await restart(address, executors, job)
+            outcome = await asyncio.wait_for(job, 60)
+            await executors[-1].close()
+    assert_near(Comparison.of(outcome, expected))
+    assert sum(bool(tap.seen) for tap in taps) >= 3
+    true = undisturbed.seen
+    doors = [[seen for tap in taps for seen in tap.seen], *([beside.seen] if name == "secret-shares" else [])]
+    noise: list[torch.Tensor] = []
+    for door in doors:
+        rows = without_effects(once(door), name)
+        assert [seen.key.layers for seen in rows] == [seen.key.layers for seen in true]
+        if name == "local-pads" or (name == "secret-shares" and door is doors[0]):
+            noise += [seen.tensors[0] for seen in rows]
+    distinct = {row.numpy().tobytes() for matrix in noise for row in matrix}
+    assert len(distinct) == sum(matrix.shape[0] for matrix in noise)
+    if name == "noise-pool":
+        count_uses(once(doors[0]), true)
+
+
+def count_uses(seen: list[Seen], true: list[Seen]) -> None:
+    """Each vector of a pool masks 40 rows at most, over all executors."""
+    vectors: dict[Any, list[torch.Tensor]] = {}
+    for one in seen:
+        if without_effects([one], "noise-pool") == []:
+            pass_ = Pass.BACKWARD if one.key.pass_ is Pass.BACKWARD else Pass.FORWARD
+            vectors.setdefault((one.key.layers, pass_), []).append(one.tensors[0])
+    uses: dict[Any, list[int]] = {}
+    for one, bare in zip(without_effects(seen, "noise-pool"), true, strict=True):
+        known = torch.cat(vectors[one.key.layers, one.key.pass_])
+        noise = one.tensors[0] - bare.tensors[0]
+        unit = noise / noise.abs().amax(dim=1, keepdim=True)
+        alike = (unit @ known.t()) / unit.norm(dim=1, keepdim=True) / known.norm(dim=1)
+        best, which = alike.max(dim=1)
+        assert best.min() > 0.95
+        counts = uses.setdefault((one.key.layers, one.key.pass_), [0] * len(known))
+        for index in which.tolist():
+            counts[index] += 1
+    assert max(max(counts) for counts in uses.values()) <= 40
+
+
+async def test_shares_survive_either_executor(base: Any) -> None:
+    expected = run_job_plain(base, lora(), JOB)
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    both = [[symbiosis.Executor(copy.deepcopy(base)) for _ in range(3)] for _ in addresses]
+    for address, (first, *_) in zip(addresses, both, strict=True):
+        await first.start()
+        await first.listen(address)
+    async with symbiosis.connect(addresses[0], retry=30.0, privacy=SecretShares(addresses, scale=SCALE)) as remote:
+        async with remote.client(lora(), seed=0) as client:
+            job = asyncio.create_task(run_job(client, JOB))
+            await asyncio.gather(*(restart(a, executors, job) for a, executors in zip(addresses, both, strict=True)))
+            outcome = await asyncio.wait_for(job, 60)
+    for executors in both:
+        await executors[-1].close()
+    assert_near(Comparison.of(outcome, expected))
+
+
+async def test_shares_notice_that_they_have_come_together(base: Any) -> None:
+    """The one executor goes, and what comes in its place is the other."""
+    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+    async with symbiosis.Executor(copy.deepcopy(base)) as one, symbiosis.Executor(copy.deepcopy(base)) as two:
+        await one.listen(addresses[0])
+        await two.listen(addresses[1])
+        async with symbiosis.connect(addresses[0], retry=30.0, privacy=SecretShares(addresses)) as remote:
+            async with remote.client() as client:
+                await client.forward(input_ids=IDS)
+                await two.close()
+                await one.listen(addresses[1])
+                await until(lambda: len(one.status()["clients"]) == 2)
+                with pytest.raises(PrivacyError, match="lead to the same executor"):
+                    await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["local-pads", "secret-shares"])
+def test_executors_killed(name: str, tmp_path: Path) -> None:
+    """kill -9 in the middle of training, of each executor in turn."""
+    checkpoint = save_model(tmp_path / "model")
+    base = tiny_model("llama")
+    expected = run_job_plain(base, lora(), JOB)
+    services = [
+        Service(checkpoint, f"tcp://127.0.0.1:{free_port()}", log=tmp_path / f"{n}.log")
+        for n in range(1 + (name == "secret-shares"))
+    ]
+    with contextlib.ExitStack() as stack:
+        for service in services:
+            stack.enter_context(service)
+        privacy = scheme(name, checkpoint, services[-1].address)
+        with symbiosis.open_model(services[0].address, retry=60.0, privacy=privacy) as model:
+            steps = 0
+
+            def kill(*_: Any) -> None:
+                nonlocal steps
+                steps += 1
+                if steps in (3, 6):
+                    service = services[steps // 6 % len(services)]
+                    service.kill()
+                    service.start()
+
+            model.register_forward_hook(kill)
+            outcome = run_job_plain(model, lora(), JOB)
+        assert steps > 8
+    assert_near(Comparison.of(outcome, expected))
+
+
+async def test_pads_in_a_folder_over_clients_and_executors(base: Any, tmp_path: Path) -> None:
+    """One client after another with the same folder: no row that was sent ever comes again."""
+    sent = []
+    for _ in range(3):
+        async with symbiosis.Executor(copy.deepcopy(base)) as executor:
+            pads = LocalPads(base, rows=8, folder=tmp_path / "pads")
+            with Wiretap(executor) as tap:
+                async with executor.client(privacy=pads) as client:
+                    await client.forward(input_ids=IDS)
+                    with pytest.raises(PrivacyError, match="in use by another client"):
+                        await executor.client(privacy=pads).open()
+            sent += [row.numpy().tobytes() for seen in tap.seen for row in seen.tensors[0]]
+    assert len(set(sent)) == len(sent) > 300
+
+
+# ------------------------------------------------------------------------------------------------------ the command line
+
+
+def run(*command: str, within_s: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "symbiosis.cli.main", *command],
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_commands(tmp_path: Path) -> None:
+    checkpoint = save_model(tmp_path / "model")
+    data = tmp_path / "data.txt"
+    data.write_text("the cat sat on the mat and the dog ran on the log " * 20)
+    prompt = ("generate", "--prompt", "the cat sat", "--max-new-tokens", "4")
+    with Service(checkpoint, f"tcp://127.0.0.1:{free_port()}", log=tmp_path / "one.log") as one:
+        with Service(checkpoint, f"tcp://127.0.0.1:{free_port()}", log=tmp_path / "two.log") as two:
+            bare = run(prompt[0], one.address, *prompt[1:])
+            assert bare.returncode == 0, bare.stderr
+            for privacy in (f"local-pads:model={checkpoint}", f"secret-shares:with={two.address},scale=16"):
+                masked = run(prompt[0], one.address, *prompt[1:], "--privacy", privacy)
+                assert masked.returncode == 0, masked.stderr
+                assert masked.stdout == bare.stdout
+            tuned = run(
+                *("finetune", one.address, "--data", str(data), "--output", str(tmp_path / "adapter")),
+                *("--steps", "3", "--sequence", "16", "--privacy", "noise-pool:size=8"),
+            )
+            assert tuned.returncode == 0, tuned.stderr
+            assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+            for wrong, why in (
+                ("one-time-pad", "known are noise-pool"),
+                (f"secret-shares:with={one.address}", "own address"),
+            ):
+                refused = run(prompt[0], one.address, *prompt[1:], "--privacy", wrong)
+                assert refused.returncode != 0
+                assert why in " ".join(refused.stderr.split()), refused.stderr
+                assert "Traceback" not in refused.stderr
