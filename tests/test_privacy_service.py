@@ -259,7 +259,7 @@ async def test_pads_in_a_folder_over_clients_and_executors(base: Any, tmp_path: 
     assert len(set(sent)) == len(sent) > 300
 
 
-# ------------------------------------------------------------------------------------------------------ the command line
+# ----------------------------------------------------------------------------------------------------- the command line
 
 
 def run(*command: str, within_s: float = 100) -> subprocess.CompletedProcess[str]:
