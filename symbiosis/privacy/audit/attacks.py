@@ -31,9 +31,7 @@ Rows = Callable[[Place, Stream], torch.Tensor]
 
 def unmask(evidence: Evidence, rows: Rows) -> Estimates:
     """The estimate of all rows of all streams by ``rows(place, stream)``."""
-    return {
-        place: Estimate(rows(place, stream), torch.arange(len(stream.rows))) for place, stream in evidence.items()
-    }
+    return {place: Estimate(rows(place, stream), torch.arange(len(stream.rows))) for place, stream in evidence.items()}
 
 
 def bare(evidence: Evidence, public: Public) -> Estimates:
@@ -91,7 +89,8 @@ def difference(evidence: Evidence, public: Public) -> Estimates | None:
         means = torch.cat([public.prior(place).mean.expand(len(evidence[place].rows), -1) for place in places])
         found = _less_the_mean_of_its_like(rows, means)
         any_alike |= found is not None
-        parts = (rows if found is None else found).split([len(evidence[place].rows) for place in places])
+        counts = [len(evidence[place].rows) for place in places]
+        parts = torch.split(rows if found is None else found, counts)
         for place, part in zip(places, parts, strict=True):
             estimates[place] = Estimate(part, torch.arange(len(part)))
     return {place: estimates[place] for place in evidence} if any_alike else None
@@ -103,7 +102,7 @@ ALIKE = 0.9
 
 def _less_the_mean_of_its_like(rows: torch.Tensor, means: torch.Tensor) -> torch.Tensor | None:
     unit = torch.nn.functional.normalize(rows)
-    lonely = torch.cat([((part @ unit.T).abs() >= ALIKE).sum(1) <= 1 for part in unit.split(1024)])
+    lonely = torch.cat([_nearest(unit, start) < ALIKE for start in range(0, len(unit), 1024)])
     rows = rows.double()
     leaders: list[torch.Tensor] = []
     group = torch.full((len(rows),), -1)
@@ -127,6 +126,14 @@ def _less_the_mean_of_its_like(rows: torch.Tensor, means: torch.Tensor) -> torch
     return torch.where(lonely[:, None] | (count[group] < 2), rows, rows - amplitude * masks[group]).float()
 
 
+def _nearest(unit: torch.Tensor, start: int) -> torch.Tensor:
+    """The greatest cosine, of either sign, of each of 1024 rows with another row."""
+    cosines = (unit[start : start + 1024] @ unit.T).abs_()
+    own = torch.arange(len(cosines))
+    cosines[own, start + own] = 0.0
+    return cosines.amax(1)
+
+
 def complement(rows: torch.Tensor, directions: torch.Tensor, prior: Prior) -> torch.Tensor:
     """[n, w]: the most likely rows, by the prior, of those that differ from ``rows`` by the span of ``directions``.
 
@@ -141,16 +148,16 @@ def complement(rows: torch.Tensor, directions: torch.Tensor, prior: Prior) -> to
     covariance = prior.covariance.double()
     inside = free.T @ covariance @ free
     inside += 1e-6 * inside.trace() / len(inside) * torch.eye(len(inside), dtype=torch.float64)
-    return (prior.mean + seen @ torch.linalg.solve(inside, free.T @ covariance)).float()
+    guessed: torch.Tensor = prior.mean + seen @ torch.linalg.solve(inside, free.T @ covariance)
+    return guessed.float()
 
 
 def projection(evidence: Evidence, public: Public) -> Estimates | None:
-    """Project on the complement of the span of the noise that was sent, and guess the rest from it. None without any."""
+    """Project on the complement of the span of the noise that was sent, and guess the rest from it. None without
+    any."""
     if not any(len(stream.noise) for stream in evidence.values()):
         return None
-    return unmask(
-        evidence, lambda place, stream: complement(stream.rows, stream.noise.double(), public.prior(place))
-    )
+    return unmask(evidence, lambda place, stream: complement(stream.rows, stream.noise.double(), public.prior(place)))
 
 
 def principal(evidence: Evidence, public: Public) -> Estimates:

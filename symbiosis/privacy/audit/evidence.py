@@ -56,8 +56,8 @@ class Estimate(NamedTuple):
 
     rows: torch.Tensor
     """[k, w]."""
-    index: torch.Tensor
-    """[k]: which rows of the stream."""
+    which: torch.Tensor
+    """[k]: their numbers in the stream."""
 
 
 Estimates = Mapping[Place, Estimate]
@@ -102,5 +102,3 @@ def random_traffic(evidence: Evidence, generator: torch.Generator, vectors: int 
         place: Stream(noise(*stream.rows.shape).mul_(256.0), stream.request, noise(vectors, stream.rows.shape[1]))
         for place, stream in evidence.items()
     }
-
-

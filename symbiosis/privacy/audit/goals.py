@@ -115,8 +115,10 @@ def linking(estimates: Estimates, truth: Truth, public: Public, stage: int, prom
             features.setdefault(number, []).append(rows[walk == number][: min(counts)].flatten())
     if not features:
         return Score(float("nan"), float("nan"))
-    return link({number: torch.cat([F.normalize(part, dim=0) for part in parts]) for number, parts in features.items()},
-                prompts_)
+    return link(
+        {number: torch.cat([F.normalize(part, dim=0) for part in parts]) for number, parts in features.items()},
+        prompts_,
+    )
 
 
 def link(features: Mapping[int, torch.Tensor], prompts_: Mapping[int, int]) -> Score:
@@ -144,7 +146,7 @@ def prompts(scores: torch.Tensor) -> Score:
 # ------------------------------------------------------------------------------------------------------------- adapter
 
 
-def adapter(estimates: Estimates, truth: Truth, public: Public, stages: tuple[int, ...], rank_: int) -> Score:
+def adapter(estimates: Estimates, truth: Truth, public: Public, stage: int, rank_: int) -> Score:
     """ΔW of each ``up_proj``: h = silu(gate·x) ⊙ (W + ΔW)·x comes to the next layer, and all but ΔW is known."""
     found, true = [], []
     for layer, delta in truth.adapter.items():
@@ -153,8 +155,8 @@ def adapter(estimates: Estimates, truth: Truth, public: Public, stages: tuple[in
         xs, hs = first_place(truth, public, "", layer), first_place(truth, public, "", down)
         if xs not in estimates or hs not in estimates:
             return Score(float("nan"), float("nan"))
-        x = _of(estimates[xs], truth, xs, stages)
-        h = _of(estimates[hs], truth, hs, stages)
+        x = _of(estimates[xs], truth, xs, stage)
+        h = _of(estimates[hs], truth, hs, stage)
         found.append(solve_adapter(x, h, public.weight(gate), public.weight(layer), rank_).flatten())
         true.append(delta.double().flatten())
     a, b = torch.cat(found), torch.cat(true)
@@ -162,14 +164,11 @@ def adapter(estimates: Estimates, truth: Truth, public: Public, stages: tuple[in
     return Score(cosine, cosine**2 if cosine > 0 else 0.0, ((a - b).norm() / b.norm()).item())
 
 
-def _of(estimate: Estimate, truth: Truth, place: Place, stages: tuple[int, ...]) -> torch.Tensor:
-    stage = truth.stage[place][estimate.index]
-    return estimate.rows[torch.isin(stage, torch.tensor(stages))].double()
+def _of(estimate: Estimate, truth: Truth, place: Place, stage: int) -> torch.Tensor:
+    return estimate.rows[truth.stage[place][estimate.which] == stage].double()
 
 
-def solve_adapter(
-    x: torch.Tensor, h: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rank_: int
-) -> torch.Tensor:
+def solve_adapter(x: torch.Tensor, h: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rank_: int) -> torch.Tensor:
     """ΔW [o, i] of rank r from x [n, i] and h [n, o].
 
     For each output feature o, least squares of h_o − s_o·(w_o·x) = s_o·(δ_o·x) with s = silu(gate·x): h/s is never
@@ -185,7 +184,8 @@ def solve_adapter(
     normal += ridge[:, None, None] * torch.eye(x.shape[1], dtype=x.dtype)
     delta = torch.linalg.solve(normal, right[:, :, None])[:, :, 0] * (size > 0)[:, None]
     left_vectors, values, right_vectors = torch.linalg.svd(delta, full_matrices=False)
-    return (left_vectors[:, :rank_] * values[:rank_]) @ right_vectors[:rank_]
+    found: torch.Tensor = (left_vectors[:, :rank_] * values[:rank_]) @ right_vectors[:rank_]
+    return found
 
 
 def _normal(weights: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ def _distances(rows: torch.Tensor, candidates: torch.Tensor, stream: Stream) -> 
     variance = float(stream.rows.square().mean())
     gaussian = (0.5 * candidates.square().sum(1) - rows @ candidates.T) / variance
     bound = _bound(stream)
-    outside = torch.cat([((part[:, None] - candidates).abs() > bound).sum(2) for part in rows.split(_AT_ONCE)])
+    outside = torch.cat([((part[:, None] - candidates).abs() > bound).sum(2) for part in torch.split(rows, _AT_ONCE)])
     return gaussian, outside.float()
 
 
@@ -60,7 +60,12 @@ def guess_tokens(evidence: Evidence, truth: Truth, public: Public) -> tuple[Scor
 
 
 def guess_prompts(
-    evidence: Evidence, truth: Truth, public: Public, stage: int, walks: Mapping[int, int], texts: torch.Tensor,
+    evidence: Evidence,
+    truth: Truth,
+    public: Public,
+    stage: int,
+    walks: Mapping[int, int],
+    texts: torch.Tensor,
     decoys: torch.Tensor,
 ) -> tuple[Score, Score]:
     """Which of some guessed prompts it was: the base model reads each, and its rows are compared with those that came.
@@ -74,7 +79,7 @@ def guess_prompts(
     likely = torch.zeros(len(walks), 1 + len(decoys))
     outside = torch.zeros(len(walks), 1 + len(decoys))
     for place, stream in evidence.items():
-        if place.backward or len(place.layers) == 1 and len(stream.rows) == len(truth.rows[place]) == length:
+        if place.backward:
             continue
         expected = guessed[place.layers[0]].view(len(texts) + len(decoys), length, -1)
         here = truth.stage[place] == stage
@@ -122,7 +127,7 @@ def amplitudes(evidence: Evidence, truth: Truth, stage: int, walks: Mapping[int,
         count = torch.bincount(stream.request, minlength=requests)
         size = torch.bincount(stream.request, weights=size.double(), minlength=requests) / count
         for walk in walks:
-            mine = stream.request[here & (truth.walk[place] == walk)].unique()
+            mine = torch.unique(stream.request[here & (truth.walk[place] == walk)])
             features[walk].append(0.5 * size[mine].clamp_min(1e-30).log2())
     return link({walk: torch.cat(parts) for walk, parts in features.items()}, walks)
 
@@ -130,7 +135,7 @@ def amplitudes(evidence: Evidence, truth: Truth, stage: int, walks: Mapping[int,
 # ------------------------------------------------------------------------------------------------------------- adapter
 
 
-def moments(evidence: Evidence, truth: Truth, public: Public, stages: tuple[int, ...], rank_: int) -> Score:
+def moments(evidence: Evidence, truth: Truth, public: Public, stage: int, rank_: int) -> Score:
     """ΔW from mean products of rows, in which independent masks cancel.
 
     E[h_o·x] = E[s_o·x·xᵀ]·(w_o + δ_o), with the mean on the right from the public model on the provider's own text.
@@ -138,8 +143,8 @@ def moments(evidence: Evidence, truth: Truth, public: Public, stages: tuple[int,
     found, true = [], []
     for layer, delta in truth.adapter.items():
         down, gate = _beside(public, layer, "down_proj"), _beside(public, layer, "gate_proj")
-        x = _stage_rows(evidence, truth, first_place(truth, public, "", layer), stages)
-        h = _stage_rows(evidence, truth, first_place(truth, public, "", down), stages)
+        x = _stage_rows(evidence, truth, first_place(truth, public, "", layer), stage)
+        h = _stage_rows(evidence, truth, first_place(truth, public, "", down), stage)
         own = public.inputs[layer].double()
         s = F.silu(own @ public.weight(gate).double().T)
         normal = torch.stack([(own * s[:, o, None]).T @ own for o in range(s.shape[1])]) / len(own)
@@ -177,7 +182,7 @@ def known_text(
         x = inputs[layer].double()
         s = F.silu(x @ public.weight(_beside(public, layer, "gate_proj")).double().T)
         down = first_place(truth, public, "", _beside(public, layer, "down_proj"))
-        h = _stage_rows(evidence, truth, down, (stage,))
+        h = _stage_rows(evidence, truth, down, stage)
         if h.shape[0] != x.shape[0]:
             return Score(float("nan"), float("nan"))
         w = public.weight(layer).double()
@@ -228,13 +233,14 @@ def _beside(public: Public, layer: int, name: str) -> int:
     return public.layer(public.layers[layer].name.replace("up_proj", name))
 
 
-def _stage_rows(evidence: Evidence, truth: Truth, place: Place, stages: tuple[int, ...]) -> torch.Tensor:
-    return evidence[place].rows[torch.isin(truth.stage[place], torch.tensor(stages))].double()
+def _stage_rows(evidence: Evidence, truth: Truth, place: Place, stage: int) -> torch.Tensor:
+    return evidence[place].rows[truth.stage[place] == stage].double()
 
 
 def _of_rank(matrix: torch.Tensor, rank_: int) -> torch.Tensor:
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    return (left[:, :rank_] * values[:rank_]) @ right[:rank_]
+    found: torch.Tensor = (left[:, :rank_] * values[:rank_]) @ right[:rank_]
+    return found
 
 
 def _adapter_score(found: torch.Tensor, true: torch.Tensor) -> Score:

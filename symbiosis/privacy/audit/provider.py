@@ -74,7 +74,6 @@ class Provider:
                 found[name] = self._all(estimate)
         best = estimates["projection"] or estimates["as is"]
         assert best is not None
-        stages = (int(Stage.GENERATE), int(Stage.REPEAT))
         rank = self.plan.rank
         walks = self.played.prompts
         generating = int(Stage.GENERATE)
@@ -93,7 +92,7 @@ class Provider:
         )
         for name, token, prompt in zip(("guess, Gaussian", "guess, bounds"), by_token, by_prompt, strict=True):
             found[name] = {"tokens": token, "prompts": prompt}
-        found["moments"] = {"adapter": guesses.moments(evidence, truth, self.public, stages, rank)}
+        found["moments"] = {"adapter": guesses.moments(evidence, truth, self.public, generating, rank)}
         found["sizes"] = {"links": guesses.amplitudes(evidence, truth, generating, walks)}
         return {
             name: {goal: score for goal, score in scores.items() if not math.isnan(score.cosine)}
@@ -102,9 +101,8 @@ class Provider:
 
     def _all(self, estimates: Estimates) -> dict[str, Score]:
         truth, public = self.played.truth, self.public
-        stages = (int(Stage.GENERATE), int(Stage.REPEAT))
         return {
-            "adapter": adapter(estimates, truth, public, stages, self.plan.rank),
+            "adapter": adapter(estimates, truth, public, Stage.GENERATE, self.plan.rank),
             "activations": activations(estimates, truth, backward=False),
             "tokens": tokens(estimates, truth, public),
             "links": linking(estimates, truth, public, Stage.GENERATE, self.played.prompts),

@@ -15,7 +15,7 @@ __all__ = ["Prior", "Public"]
 
 
 class Prior(NamedTuple):
-    """Mean [w] and covariance [w, w] of the rows at a place, as the public model has them on the provider's own text."""
+    """Mean [w] and covariance [w, w] of the rows at a place, as the public model has them on its owner's own text."""
 
     mean: torch.Tensor
     covariance: torch.Tensor

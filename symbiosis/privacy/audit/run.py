@@ -158,7 +158,13 @@ def _noise_rows(privacy: Privacy | None) -> set[int]:
 
 
 async def _audit(
-    schemes: Sequence[_Scheme], plan: Plan, base: Any, one: Executor, two: Executor, baselines: int, rounds: int,
+    schemes: Sequence[_Scheme],
+    plan: Plan,
+    base: Any,
+    one: Executor,
+    two: Executor,
+    baselines: int,
+    rounds: int,
     progress: Progress,
 ) -> Audit:
     layers = list(one.layers)
@@ -183,8 +189,13 @@ async def _audit(
         whose = [""] if len(taps) == 1 else [f"executor {number + 1}" for number in range(len(taps))]
         for who, evidence in zip(whose, evidences, strict=True):
             progress(f"{scheme.name}: attacks {who}")
-            views.append((View(scheme.name, who, provider.attack(evidence), {}, provider.by_repeats(evidence)),
-                          provider, evidence))
+            views.append(
+                (
+                    View(scheme.name, who, provider.attack(evidence), {}, provider.by_repeats(evidence)),
+                    provider,
+                    evidence,
+                )
+            )
         if len(taps) > 1:
             progress(f"{scheme.name}: attacks of executors that collude")
             evidence = together(evidences)
@@ -200,9 +211,7 @@ async def _audit(
         cost.traffic /= bare_bytes
     count = sum(len(scores) for view, *_ in views for scores in view.scores.values())
     share = FALSE_FINDS / count
-    found = {
-        attack: {goal: Limit(scores, share) for goal, scores in goals.items()} for attack, goals in limits.items()
-    }
+    found = {attack: {goal: Limit(scores, share) for goal, scores in goals.items()} for attack, goals in limits.items()}
     for view, *_ in views:
         for attack, scores in view.scores.items():
             # What no random traffic has, such as rows that are alike, is compared with rows taken as they are.

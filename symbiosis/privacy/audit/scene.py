@@ -151,7 +151,7 @@ async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Played:
     model = client.model
     give_adapter(model, plan)
     recorder = Recorder(client._link_channel())
-    client._link.channel = recorder  # type: ignore[assignment]
+    client._link.channel = recorder
     read: list[torch.Tensor] = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda module, arguments: read.append(arguments[0].flatten().clone())
