@@ -61,7 +61,7 @@ def markdown(audit: Audit) -> str:
     lines += [
         "",
         f"Cosine, and in brackets what was recovered, by the attack that got the most; {NOTHING}: no attack got more "
-        f"than from random traffic. Costs are beside bare rows, in one process on a model of width {audit.plan.hidden}, "
+        f"than from random traffic. Costs are beside bare rows, in one process, model of width {audit.plan.hidden}, "
         "where masking weighs most; errors are relative to the largest logit, or gradient of the adapter.",
     ]
     for goal, what in GOALS.items():

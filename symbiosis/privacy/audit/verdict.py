@@ -29,20 +29,29 @@ class Limit:
     def __init__(self, scores: Sequence[Score], share: float) -> None:
         if len(scores) < 2:
             raise ValueError("what is random cannot be told from fewer than two scores")
-        values = [score.cosine for score in scores]
-        self.mean = sum(values) / len(values)
-        deviation = math.sqrt(sum((value - self.mean) ** 2 for value in values) / (len(values) - 1))
-        self.cosine = self.mean + _t(len(values) - 1, share / 2) * deviation * math.sqrt(1 + 1 / len(values))
-        """One more score of random traffic is above this with a probability of ``share`` / 2 (Student's t)."""
+        self._share = share / 2
+        self.cosine = self._below([score.cosine for score in scores])
+        """One more score of random traffic is above this with a probability of ``share`` / 2."""
+        self._recovered = self._below([score.recovered for score in scores])
         self._hits = sum(round(score.recovered * score.choices) for score in scores)
         self._choices = sum(score.choices for score in scores)
-        self._share = share / 2
+
+    def _below(self, values: Sequence[float]) -> float:
+        """By Student's t, for one value more of a normal distribution of which only these are known."""
+        count = len(values)
+        mean = sum(values) / count
+        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+        return mean + _t(count - 1, self._share) * deviation * math.sqrt(1 + 1 / count)
 
     def exceeded_by(self, score: Score) -> bool:
-        """Whether the attack found something: by its cosine, or by how often it chose rightly."""
+        """Whether the attack found something: by its cosine, or by how often it chose rightly.
+
+        Few right choices are not normally distributed, and choices of one lot may hang together; so they must be too
+        many both as single events and as the sum of a lot.
+        """
         if score.cosine > self.cosine:
             return True
-        if not score.choices:
+        if not score.choices or score.recovered <= self._recovered:
             return False
         return _tail(round(score.recovered * score.choices), score.choices, self._hits, self._choices) < self._share
 
