@@ -29,7 +29,7 @@ from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass, expected
 from symbiosis.core.share import weights_fingerprint
 from symbiosis.errors import ExecutorClosedError, PrivacyError, UnknownNameError, UsageError
 from symbiosis.privacy import LocalPads, MaskedChannel, MixedNoise, NoisePool, SecretShares
-from symbiosis.privacy.amplitude import ERROR_PER_SCALE, size_of
+from symbiosis.privacy.amplitude import ERROR_PER_SCALE, Levels, size_of
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.pad_folder import Counter as PadCounter
 from symbiosis.privacy.pad_folder import PadFolder
@@ -352,17 +352,57 @@ def test_pads_leave_nothing_of_the_rows() -> None:
 
 
 def test_shares_add_up_to_the_row_and_show_nothing_of_its_last_bits() -> None:
+    """Gaussian ones, each half a row with noise, of which the last bits are noise."""
     model = Layers(64, 8)
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(1))
     with Masking(SecretShares(["a", "b"]), model) as masking:
         masking.ask((1,), Pass.FORWARD, x)
         (first,), (second,) = masking.masked(0), masking.masked(1)
-    step = size_of(x, 256).amplitude * 2.0**-23
+    amplitude = size_of(x, 256).amplitude
+    step = amplitude * 2.0**-21
     assert torch.equal(first + second, (x / step).round() * step)  # exactly
     for share in (first, second):
-        assert torch.equal((share / step).double(), (share / step).double().round())
-    counts = torch.histc(second, 32)
-    assert ((counts - counts.mean()).square() / counts.mean()).sum() < 31 + 5 * math.sqrt(62)
+        units = (share / step).double()
+        assert torch.equal(units, units.round())
+        low = torch.bincount((units.long() & 15).flatten(), minlength=16).double()
+        assert ((low - low.mean()).square() / low.mean()).sum() < 15 + 5 * math.sqrt(30)
+        unit = (share - x / 2).double() / amplitude * math.sqrt(3)
+        assert abs(unit.mean()) < 5 / math.sqrt(3200)
+        assert abs(unit.square().mean() - 1) < 5 * math.sqrt(2 / 3200)
+        assert abs(unit.pow(4).mean() - 3) < 5 * math.sqrt(96 / 3200)  # uniform: 1.8
+
+
+def test_shares_of_who_has_the_weights_leave_nothing_of_the_rows() -> None:
+    """Each is uniform on its grid, and results are right, although many numbers are wrapped."""
+    model = Layers(64, 8)
+    edge = torch.ones(400, 64) * 0.999
+    with Masking(SecretShares(["a", "b"], model=model, scale=1), model) as masking:
+        (y,) = masking.ask((1,), Pass.FORWARD, edge)
+        assert_accurate(y, masking.channels[0].table[1], Pass.FORWARD, edge, 1)
+        (first,), (second,) = masking.masked(0), masking.masked(1)
+    amplitude = size_of(edge, 1).amplitude
+    total = (first.double() + second.double() - edge.double()) / (2 * amplitude)
+    assert (total - total.round()).abs().max() < 1e-6
+    assert 0.4 < (total.round() != 0).double().mean() < 0.6
+    for share in (first, second):
+        units = share.double() / amplitude * 2**23
+        assert torch.equal(units, units.round())
+        assert units.abs().max() <= 2**23
+        counts = torch.histc(units, 64, -(2**23), 2**23)
+        chi = ((counts - counts.mean()).square() / counts.mean()).sum()
+        assert abs(chi - 63) < 5 * math.sqrt(2 * 63)
+
+
+def test_amplitudes_stay_while_they_will_do() -> None:
+    """They would tell which requests are for the same text. Each kind of work has its own."""
+    levels = Levels(256)
+    key = Key((1,), Pass.FORWARD)
+    assert levels.at(key, Kind.DECODE, 0.0) == 256
+    assert [levels.at(key, Kind.DECODE, float(a)) for a in (64, 32, 16, 64, 4, 0, 128, 64, 4)] == [64] * 6 + [
+        128
+    ] * 2 + [4]
+    assert levels.at(key, Kind.PREFILL, 4096.0) == 4096
+    assert levels.at(key, Kind.DECODE, 8.0) == 8
 
 
 def test_mixed_noise_leaves_the_rest_bare_and_says_so() -> None:
