@@ -139,7 +139,7 @@ class Shares:
         most = 2.0 ** (BITS[dtype] - 1)  # 6.9 σ, once in 10¹¹ numbers; with x/2 the sum is exact up to twice that
         noise = self._stream.normal(x.shape[0], x.shape[1]).mul_(amplitude / (math.sqrt(3) * step))
         noise = noise.round_().clamp_(-most, most).to(x.device)
-        total = x.double().mul_(1 / step).round_()
+        total = x.double().mul(1 / step).round_()
         first = total.mul(0.5).floor_().add_(noise)
         second = total.sub_(first)
         return first.mul_(step).to(dtype), second.mul_(step).to(dtype)

@@ -91,6 +91,7 @@ def text(plan: Plan, sequences: int, generator: torch.Generator) -> torch.Tensor
 
 
 def lora(plan: Plan) -> LoraConfig:
+    """The adapter that the audit looks for: on every up_proj."""
     return LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=["up_proj"])
 
 
