@@ -6,7 +6,6 @@ Legend: n rows; w columns.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -36,8 +35,7 @@ class Request(Protocol):
     def tensors(self) -> tuple[torch.Tensor, ...]: ...
 
 
-@dataclass
-class Stream:
+class Stream(NamedTuple):
     """All rows that came to one place, in the order in which they came."""
 
     rows: torch.Tensor

@@ -29,6 +29,7 @@ ATTACKS = {
     "difference": "rows under one mask are found by their likeness; each less the mean of its like",
     "projection": "what is outside the span of the noise that was sent; the rest guessed from it",
     "principal": "what is outside the directions in which the traffic is largest; the rest guessed from it",
+    "filter": "the best linear guess by the second moments of the traffic and of the base model's rows",
     "known text": "tokens first; then the base model gives the first block's rows, these its ΔW, and so on",
     "averaging": "the mean over all requests for one prompt",
     "mid-range": "the middle between the extremes of all requests for one prompt",
@@ -68,6 +69,7 @@ class Provider:
             "difference": attacks.difference(evidence, self.public),
             "projection": attacks.projection(evidence, self.public),
             "principal": attacks.principal(evidence, self.public),
+            "filter": attacks.filtered(evidence, self.public),
         }
         for name, estimate in estimates.items():
             if estimate is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ from symbiosis.core.client import Client
 from symbiosis.core.executor import Executor
 from symbiosis.core.protocols import Privacy
 from symbiosis.core.registry import make_privacy
-from symbiosis.privacy.audit.evidence import Evidence, collect, random_traffic
+from symbiosis.privacy.audit.evidence import collect, random_traffic
 from symbiosis.privacy.audit.provider import Provider, Scores, together
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.scene import Plan, Played, build, give_adapter, lora, play, text
@@ -25,8 +26,16 @@ from symbiosis.privacy.wiretap import Seen, Wiretap
 
 __all__ = ["SCHEMES", "Audit", "Costs", "View", "audit"]
 
-SCHEMES = ("none", "noise-pool", "mixed-noise", "local-pads", "secret-shares")
-"""What is audited by default."""
+SCHEMES = (
+    "none",
+    "noise-pool",
+    "mixed-noise",
+    "mixed-noise:rank=1024",
+    "local-pads",
+    "secret-shares",
+    "secret-shares:model=base",
+)
+"""What is audited by default. ``base`` is the audit's own model."""
 
 Progress = Callable[[str], None]
 
@@ -106,8 +115,8 @@ async def audit(
     """Play the provider against a tenant under each scheme.
 
     Args:
-        schemes: names with options, as for ``privacy=``, or objects. ``local-pads`` gets the audit's model and
-            ``secret-shares`` a second executor of it, unless they say otherwise.
+        schemes: names with options, as for ``privacy=``, or objects. ``local-pads`` gets the audit's model, as does
+            whoever says ``model=base``, and ``secret-shares`` a second executor of it, unless they say otherwise.
         plan: how large the scene is.
         baselines: lots of random traffic that attacks are compared with.
         rounds: of timing; 0 measures no times (they are NaN).
@@ -122,7 +131,8 @@ async def audit(
         _save(base, folder)
         other = f"audit-{os.urandom(4).hex()}"
         async with Executor(base) as one, Executor(build(plan), name=other) as two:
-            chosen = [_scheme(scheme, folder, f"inproc://{other}") for scheme in schemes]
+            widths = {width for spec in one.layers for width in (spec.in_features, spec.out_features)}
+            chosen = [_scheme(scheme, folder, f"inproc://{other}", widths) for scheme in schemes]
             return await _audit(chosen, plan, base, one, two, baselines, rounds, progress)
 
 
@@ -139,22 +149,23 @@ def _save(model: Any, folder: str) -> None:
             logging.enable_progress_bar()
 
 
-def _scheme(scheme: str | Privacy, folder: str, other: str) -> _Scheme:
+def _scheme(scheme: str | Privacy, folder: str, other: str, widths: set[int]) -> _Scheme:
     if not isinstance(scheme, str):
-        return _Scheme(scheme.name, scheme, _noise_rows(scheme))
+        return _Scheme(scheme.name, scheme, _noise_rows(scheme, widths))
     name, _, options = scheme.partition(":")
     if name == "local-pads" and "model=" not in options:
-        options = ",".join(filter(None, [options, f"model={folder}"]))
+        options = ",".join(filter(None, [options, "model=base"]))
+    options = re.sub(r"\bmodel=base(?=,|$)", lambda _: f"model={folder}", options)
     if name == "secret-shares" and "with=" not in options:
         options = ",".join(filter(None, [options, f"with={other}"]))
     privacy = make_privacy(f"{name}:{options}" if options else name)
-    return _Scheme(scheme, privacy, _noise_rows(privacy))
+    return _Scheme(scheme, privacy, _noise_rows(privacy, widths))
 
 
-def _noise_rows(privacy: Privacy | None) -> set[int]:
+def _noise_rows(privacy: Privacy | None, widths: set[int]) -> set[int]:
     """How many noise vectors a scheme sends at once: the provider is not told, but sees it."""
     sizes = (getattr(privacy, option, None) for option in ("size", "rank"))
-    return {size for size in sizes if isinstance(size, int)}
+    return {min(size, width) for size in sizes if isinstance(size, int) for width in widths}
 
 
 async def _audit(
@@ -169,7 +180,7 @@ async def _audit(
 ) -> Audit:
     layers = list(one.layers)
     public = Public(base, layers, text(plan, 256, torch.Generator().manual_seed(plan.seed + 4)))
-    views: list[tuple[View, Provider, Evidence]] = []
+    views: list[View] = []
     costs: dict[str, Costs] = {}
     bare_bytes = 0
     limits: dict[str, dict[str, list[Any]]] = {}
@@ -189,18 +200,13 @@ async def _audit(
         whose = [""] if len(taps) == 1 else [f"executor {number + 1}" for number in range(len(taps))]
         for who, evidence in zip(whose, evidences, strict=True):
             progress(f"{scheme.name}: attacks {who}")
-            views.append(
-                (
-                    View(scheme.name, who, provider.attack(evidence), {}, provider.by_repeats(evidence)),
-                    provider,
-                    evidence,
-                )
-            )
+            # A share of several is centered on its part of the row.
+            whole = {place: stream._replace(rows=len(taps) * stream.rows) for place, stream in evidence.items()}
+            scores, by_repeats = provider.attack(whole), provider.by_repeats(whole)
+            views.append(View(scheme.name, who, scores, {}, by_repeats))
         if len(taps) > 1:
             progress(f"{scheme.name}: attacks of executors that collude")
-            evidence = together(evidences)
-            view = View(scheme.name, "both together", provider.attack(evidence), {}, {}, control=True)
-            views.append((view, provider, evidence))
+            views.append(View(scheme.name, "both together", provider.attack(together(evidences)), {}, {}, control=True))
         progress(f"{scheme.name}: costs")
         moved = sum(_bytes(tap) for tap in taps)
         if scheme.privacy is None:
@@ -209,17 +215,17 @@ async def _audit(
     bare_bytes = bare_bytes or await _bare_bytes(plan, one, two)
     for cost in costs.values():
         cost.traffic /= bare_bytes
-    count = sum(len(scores) for view, *_ in views for scores in view.scores.values())
+    count = sum(len(scores) for view in views for scores in view.scores.values())
     share = FALSE_FINDS / count
     found = {attack: {goal: Limit(scores, share) for goal, scores in goals.items()} for attack, goals in limits.items()}
-    for view, *_ in views:
+    for view in views:
         for attack, scores in view.scores.items():
             # What no random traffic has, such as rows that are alike, is compared with rows taken as they are.
             at = found.get(attack, found["as is"])
             view.found[attack] = {goal for goal, score in scores.items() if at[goal].exceeded_by(score)}
     return Audit(
         plan,
-        [view for view, *_ in views],
+        views,
         costs,
         {attack: {goal: limit.cosine for goal, limit in goals.items()} for attack, goals in found.items()},
         share,
