@@ -8,6 +8,7 @@ import typer
 
 from symbiosis._version import __version__
 from symbiosis.bench.commands import app as bench
+from symbiosis.cli.audit import audit
 from symbiosis.cli.console import CommandGroup
 from symbiosis.cli.demo.command import demo
 from symbiosis.cli.keys import app as keys
@@ -31,6 +32,7 @@ app.command()(generate)
 app.command()(status)
 app.command()(policies)
 app.command()(simulate)
+app.command()(audit)
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 

@@ -2,6 +2,9 @@
 
 Masked rows are x + n with noise of half-width A = scale · rms(x), rounded up to a power of two. The result of x + n
 carries an error of A's size in the last bit, so a larger scale hides more and costs accuracy.
+
+A is seen. If it followed every call, the amplitudes over the layers of a model would tell which requests are for the
+same text, so it stays where it is while it will do.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from symbiosis.core.requests import Key, Kind
 from symbiosis.errors import PrivacyError
 
-__all__ = ["DEFAULT_SCALE", "Size", "scale_for", "size_of", "whole"]
+__all__ = ["DEFAULT_SCALE", "SPAN", "Levels", "Size", "scale_for", "size_of", "whole"]
 
 DEFAULT_SCALE = 256.0
 ERROR_PER_SCALE = 1.5e-6
@@ -28,6 +32,29 @@ class Size(NamedTuple):
     amplitude: float
     """A power of two; 0 if all rows are zero."""
     finite: bool
+
+
+SPAN = 16.0
+"""An amplitude stays while it is enough, and at most so many times as large as it would have to be. That is what it may
+cost in accuracy, at the worst."""
+
+
+class Levels:
+    """The amplitudes of one client: for each key, and each kind of work (prompts have first tokens, which some models
+    make hundreds of times as large as others; decoding has not)."""
+
+    def __init__(self, scale: float) -> None:
+        self._first = 2.0 ** math.ceil(math.log2(scale))
+        self._levels: dict[tuple[Key, Kind], float] = {}
+
+    def at(self, key: Key, kind: Kind, amplitude: float) -> float:
+        """What to take for rows that need ``amplitude``, a power of two, or 0 for rows that are all zero."""
+        level = self._levels.get((key, kind))
+        if not amplitude:
+            return level or self._first
+        if level is None or not level / SPAN <= amplitude <= level:
+            level = self._levels[key, kind] = amplitude
+        return level
 
 
 def size_of(x: torch.Tensor, scale: float) -> Size:

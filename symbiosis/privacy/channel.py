@@ -27,7 +27,7 @@ from symbiosis.core.protocols import Channel, Identity, Reply
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ClientClosedError, PrivacyError
-from symbiosis.privacy.amplitude import size_of
+from symbiosis.privacy.amplitude import Levels, size_of
 from symbiosis.privacy.masks import Ask, Asked, Mask, Masked
 
 __all__ = ["MaskedChannel"]
@@ -69,8 +69,7 @@ class MaskedChannel:
         self._scale = scale
         self._asked: dict[Key, tuple[Asked, torch.dtype]] = {}
         """How keys are asked with masked rows, and the dtype that the client wants back."""
-        self._amplitudes: dict[Key, float] = {}
-        """The last of each key, for rows that are all zero."""
+        self._levels = Levels(scale)
         self._sent: dict[Call, tuple[Call, ...]] = {}
         self._helpers: ThreadPoolExecutor | None = None
         """Threads that wait for synchronous channels besides the one that calls."""
@@ -133,10 +132,7 @@ class MaskedChannel:
             lost = ~(size_of_each(x) < _TOO_LARGE)
             x = x.masked_fill(lost[:, None], 0.0)
             amplitude, _ = size_of(x, self._scale)
-        if amplitude:
-            self._amplitudes[call.key] = amplitude
-        else:
-            amplitude = self._amplitudes.get(call.key) or 2.0 ** math.ceil(math.log2(self._scale))
+        amplitude = self._levels.at(call.key, call.kind, amplitude)
         masked = self.mask.mask(asked, x, amplitude, call.kind)
         return masked, _Finish(masked.unmask, dtype if dtype is not asked.dtype else None, lost)
 

@@ -65,6 +65,13 @@ class Keystream:
             drawn, self._ahead[dtype] = ahead[:count], ahead[count:]
         return drawn.view(rows, width)
 
+    def normal(self, rows: int, width: int) -> torch.Tensor:
+        """[rows, width] of standard normal numbers, in fp64."""
+        data = self.raw(rows * width * 8)
+        uniform = integers_of(data, torch.float64).to(torch.float64).add_(0.5).mul_(2.0**-53).add_(0.5)
+        normal: torch.Tensor = torch.special.ndtri(uniform.clamp_max_(1 - 2.0**-53))
+        return normal.view(rows, width)
+
 
 def blocks(width: int, dtype: torch.dtype) -> int:
     """Blocks of the cipher that a row of :meth:`Keystream.integers` takes."""

@@ -13,7 +13,6 @@ next one is all there is to remember.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import threading
 from collections import deque
@@ -35,6 +34,7 @@ from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.pad_folder import Counter, Effects, PadFolder
 from symbiosis.privacy.scheme import Scheme
+from symbiosis.privacy.wrapped import Turns, unwrap, wrap
 
 __all__ = ["LocalPads"]
 
@@ -43,8 +43,6 @@ Results = tuple[torch.Tensor, ...]
 _AT_A_TIME = 32
 """Pads whose effects are computed in one go: enough to read the weights for, few enough to give way soon."""
 _NICENESS = 10
-_CHUNK = 64
-"""Rows whose wrapped numbers are made up for at a time: of more, nearly every column of the weight has some."""
 
 
 class LocalPads(Scheme):
@@ -87,7 +85,7 @@ class LocalPads(Scheme):
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Pads:
         (channel,) = channels
         weights = channel.identity().weights
-        own = OwnWeights(self.model, channel.layers, weights)
+        own = OwnWeights(self.model, channel.layers, weights, self.name)
         folder = None if self.folder is None else PadFolder(self.folder, weights)
         return Pads(own, folder, self.rows, self.when_out == "error", self.scale)
 
@@ -163,18 +161,9 @@ class Pads:
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
         rows = x.shape[0]
         noise, effects = self._draw(asked, rows)
-        bits = BITS[asked.dtype]
-        step = amplitude * 2.0 ** (1 - bits)
-        wide = torch.int64 if math.sqrt(asked.width) > 32 * self._scale else noise.dtype
-        total = x.to("cpu").mul(1 / step).round_().to(wide).add_(noise)
-        spare = wide.itemsize * 8 - bits
-        wrapped = total.bitwise_left_shift(spare).bitwise_right_shift_(spare)
-        turns = total.sub_(wrapped)
-        sent = wrapped.to(asked.dtype).mul_(step).to(x.device)
-        found = turns.nonzero()
-        values = turns[found[:, 0], found[:, 1]].to(asked.dtype).mul_(step) if found.shape[0] else None
+        sent, turns = wrap(asked, x, noise, amplitude, self._scale)
         waits = () if effects.done() else (effects,)
-        unmask = partial(self._unmask, asked, effects, amplitude, found, values)
+        unmask = partial(self._unmask, asked, effects, amplitude, turns)
         return Masked((Call(asked.key, kind, (sent,)),), waits, unmask)
 
     def _unmask(
@@ -182,8 +171,7 @@ class Pads:
         asked: Asked,
         effects: Future[Results],
         amplitude: float,
-        found: torch.Tensor,
-        values: torch.Tensor | None,
+        turns: Turns | None,
         answers: Sequence[Results],
     ) -> Results:
         (results,) = answers
@@ -193,24 +181,9 @@ class Pads:
                 for result, effect in zip(results, effects.result(), strict=True)
             ]
         )
-        if values is not None:
-            self._unwrap(asked, bare, found, values)
+        if turns is not None:
+            unwrap(self._own, asked, bare, turns)
         return bare
-
-    def _unwrap(self, asked: Asked, bare: Results, found: torch.Tensor, values: torch.Tensor) -> None:
-        """Add what wrapped numbers lack: ``values`` [m], at rows and columns ``found`` [m, 2]."""
-        rows = bare[0].shape[0]
-        for start in range(0, rows, _CHUNK):
-            end = min(rows, start + _CHUNK)
-            here = (found[:, 0] >= start) & (found[:, 0] < end) if rows > _CHUNK else slice(None)
-            at, some = found[here], values[here]
-            if not at.shape[0]:
-                continue
-            columns, which = torch.unique(at[:, 1], return_inverse=True)
-            factors = some.new_zeros(end - start, columns.shape[0])
-            factors[at[:, 0] - start, which] = some
-            for spec, result in zip(asked.layers, bare, strict=True):
-                result[start:end] += self._own.sparse(asked, spec, columns, factors).to(result.device)
 
     def prepare(self, asked: Asked) -> Future[Any] | None:
         with self._changed:

@@ -27,26 +27,27 @@ class OwnWeights:
         model: a folder, a hub id, or a model.
         layers: the executor's layer table.
         weights: the executor's fingerprint of its layers.
+        scheme: whose weights they are, for errors.
 
     Raises:
         PrivacyError: the model is another one.
     """
 
-    def __init__(self, model: str | Path | nn.Module, layers: Sequence[LayerSpec], weights: str) -> None:
-        found = model if isinstance(model, nn.Module) else _load(model, layers[0].dtype)
+    def __init__(self, model: str | Path | nn.Module, layers: Sequence[LayerSpec], weights: str, scheme: str) -> None:
+        found = model if isinstance(model, nn.Module) else _load(model, layers[0].dtype, scheme)
         modules: list[tuple[LayerSpec, nn.Module]] = []
         for spec in layers:
             try:
                 module = found.get_submodule(spec.name)
             except AttributeError as error:
                 raise PrivacyError(
-                    f"local-pads: this {type(found).__name__} has no {spec.name}; give the executor's model"
+                    f"{scheme}: this {type(found).__name__} has no {spec.name}; give the executor's model"
                 ) from error
             modules.append((spec, module))
         if weights_fingerprint(modules) != weights:
             raise PrivacyError(
-                f"local-pads: this {type(found).__name__} has other weights than the executor serves; pads for another "
-                "model would give wrong results"
+                f"{scheme}: this {type(found).__name__} has other weights than the executor serves; with another "
+                "model results would be wrong"
             )
         self._weights: dict[int, tuple[torch.Tensor, bool]] = {}
         """[o, i] and True, or for a Conv1D [i, o] and False."""
@@ -74,9 +75,9 @@ class OwnWeights:
         return factors.mm(weight.index_select(0, columns).to(factors.dtype))
 
 
-def _load(model: str | Path, dtype: torch.dtype) -> nn.Module:
+def _load(model: str | Path, dtype: torch.dtype, scheme: str) -> nn.Module:
     try:
         loaded: nn.Module = load_model(model, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise PrivacyError(f"local-pads: no model could be loaded from {model}: {error}") from error
+        raise PrivacyError(f"{scheme}: no model could be loaded from {model}: {error}") from error
     return loaded

@@ -1,17 +1,29 @@
-"""Each row split in two that are asked of two executors, who do not collude.
+"""Each row split in two that are asked of two executors, who do not collude. Nothing has to be computed ahead.
 
-x = s₁ + s₂ with s₁ uniform in ±A: either share alone is noise, and the results add up to that of x. Nothing has to be
-computed ahead. Everything is put on a grid of 24 bits (53 for fp64) first, so that s₁ + s₂ is x to the last bit: sums
-that are rounded finer than their noise show the last bits of x.
+x = s₁ + s₂, and the results of the two add up to that of x. There are two ways to draw shares:
+
+- With the public weights at hand, shares are wrapped like one-time pads (:mod:`symbiosis.privacy.wrapped`): each is
+  *exactly* uniform, whatever x is, and all that an executor sees of x is the amplitude, a power of two.
+- Without them, s₁ = x/2 + g and s₂ = x/2 − g, with Gaussian g of standard deviation σ = A / √3. Either share then says
+  a little about x, ‖x‖² / 8σ² nats a row, which is next to nothing for one row, and adds up over rows for who guesses
+  whole texts. Uniform noise of the same size says much more: numbers near its sharp bounds exclude guesses for certain,
+  ‖x‖₁ / 2A of them in each row, and one that is sent R times is known to A/R, not A/√R.
+
+Rows are put on a grid of 24 bits (53 for fp64) first, so that s₁ + s₂ is x to the last bit: sums that are rounded finer
+than their noise show the last bits of x.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Kind
@@ -19,7 +31,9 @@ from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import scale_for
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
+from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.scheme import Scheme
+from symbiosis.privacy.wrapped import Turns, unwrap, wrap
 
 __all__ = ["SecretShares"]
 
@@ -32,7 +46,9 @@ class SecretShares(Scheme):
     Args:
         addresses: of the two; the client connects to one of them.
         with_: another way to say it: the address of the other one.
-        scale: how far the shares are above the rows.
+        model: the public base model, if it is at hand: a folder, a hub id, or a model. Shares are perfect with it, and
+            say a little about rows without.
+        scale: how far the shares are above the rows. With a model it hides nothing more.
         accuracy: the relative error of results to aim at, instead of a scale.
 
     Raises:
@@ -45,6 +61,7 @@ class SecretShares(Scheme):
         self,
         addresses: Sequence[str] = (),
         with_: str | None = None,
+        model: str | Path | nn.Module | None = None,
         scale: float | None = None,
         accuracy: float | None = None,
     ) -> None:
@@ -58,6 +75,7 @@ class SecretShares(Scheme):
             )
         if len(set(addresses)) < len(addresses):
             raise PrivacyError(f"{self.name}: {', '.join(addresses)}: an executor that has both shares has the rows")
+        self.model = model
         self._addresses = tuple(addresses)
         self._with = with_
 
@@ -76,18 +94,23 @@ class SecretShares(Scheme):
         return tuple(other for other in self._addresses if other != address)
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Shares:
-        return Shares(channels)
+        return Shares(channels, self.model, self.scale)
 
 
 class Shares:
     """The shares of one client."""
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    def __init__(self, channels: Sequence[Channel], model: str | Path | nn.Module | None, scale: float) -> None:
         self._channels = channels
+        self._scale = scale
         self._stream = Keystream()
         if len({channel.identity().weights for channel in channels}) > 1:
             raise PrivacyError("secret-shares: these executors serve different base models, or other layers of one")
         self._check_apart()
+        first = channels[0]
+        self._own = None
+        if model is not None:
+            self._own = OwnWeights(model, first.layers, first.identity().weights, "secret-shares")
 
     def _check_apart(self) -> None:
         """An address may lead to the very executor that another one leads to, also after it was restarted."""
@@ -99,11 +122,35 @@ class Shares:
 
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
         self._check_apart()
-        step = amplitude * 2.0 ** (1 - BITS[asked.dtype])
-        share = self._stream.uniform(x.shape[0], asked.width, asked.dtype).mul(amplitude)
-        rest = x.mul(1 / step).round_().mul_(step).sub_(share.to(x.device))
-        share = share.to(self._channels[1].device)
-        return Masked((Call(asked.key, kind, (rest,)), Call(asked.effects, kind, (share,))), (), _unmask)
+        turns = None
+        if self._own is None:
+            first, second = self._split(x, amplitude, asked.dtype)
+        else:
+            noise = self._stream.integers(x.shape[0], asked.width, asked.dtype)
+            first, turns = wrap(asked, x, noise, amplitude, self._scale)
+            second = noise.neg().to(asked.dtype).mul_(amplitude * 2.0 ** (1 - BITS[asked.dtype]))
+        second = second.to(self._channels[1].device)
+        calls = Call(asked.key, kind, (first,)), Call(asked.effects, kind, (second,))
+        return Masked(calls, (), partial(self._unmask, asked, turns))
+
+    def _split(self, x: torch.Tensor, amplitude: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """x/2 ± g, both on one grid."""
+        step = _REACH * amplitude * 2.0 ** (1 - BITS[dtype])
+        most = 2.0 ** (BITS[dtype] - 1)  # 6.9 σ, once in 10¹¹ numbers; with x/2 the sum is exact up to twice that
+        noise = self._stream.normal(x.shape[0], x.shape[1]).mul_(amplitude / (math.sqrt(3) * step))
+        noise = noise.round_().clamp_(-most, most).to(x.device)
+        total = x.double().mul(1 / step).round_()
+        first = total.mul(0.5).floor_().add_(noise)
+        second = total.sub_(first)
+        return first.mul_(step).to(dtype), second.mul_(step).to(dtype)
+
+    def _unmask(self, asked: Asked, turns: Turns | None, answers: Sequence[Results]) -> Results:
+        first, second = answers
+        results = tuple([torch.add(y, z.to(y.device)) for y, z in zip(first, second, strict=True)])
+        if turns is not None:
+            assert self._own is not None
+            unwrap(self._own, asked, results, turns)
+        return results
 
     def prepare(self, asked: Asked) -> Future[Any] | None:
         return None
@@ -112,6 +159,5 @@ class Shares:
         pass
 
 
-def _unmask(answers: Sequence[Results]) -> Results:
-    first, second = answers
-    return tuple([torch.add(y, z.to(y.device)) for y, z in zip(first, second, strict=True)])
+_REACH = 4.0
+"""The largest number of a Gaussian share over the amplitude, to which it has σ = 0.58."""

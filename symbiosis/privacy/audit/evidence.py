@@ -1,0 +1,102 @@
+"""What the provider has, in the form that attacks want: for each place in the model, all rows that ever came there.
+
+Legend: n rows; w columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+
+from symbiosis.core.requests import Key
+
+__all__ = ["Estimate", "Estimates", "Evidence", "Place", "Request", "Stream", "collect", "random_traffic"]
+
+
+class Place(NamedTuple):
+    """Where rows came: a layer, or siblings, and in which direction."""
+
+    layers: tuple[int, ...]
+    backward: bool
+
+    @classmethod
+    def of(cls, key: Key) -> Place:
+        return cls(key.layers, key.pass_.is_backward)
+
+
+class Request(Protocol):
+    """What an attack looks at of a request that was recorded."""
+
+    @property
+    def key(self) -> Key: ...
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]: ...
+
+
+class Stream(NamedTuple):
+    """All rows that came to one place, in the order in which they came."""
+
+    rows: torch.Tensor
+    """[n, w]."""
+    request: torch.Tensor
+    """[n] whole numbers: which of the place's requests a row came in."""
+    noise: torch.Tensor
+    """[m, w]: rows that were sent for their effects alone. The provider knows them by their pass, or their number."""
+
+
+Evidence = dict[Place, Stream]
+
+
+class Estimate(NamedTuple):
+    """What an attack takes some rows of a stream to be."""
+
+    rows: torch.Tensor
+    """[k, w]."""
+    which: torch.Tensor
+    """[k]: their numbers in the stream."""
+
+
+Estimates = Mapping[Place, Estimate]
+
+
+def collect(requests: Iterable[Request], noise_rows: Collection[int] = ()) -> Evidence:
+    """Sort requests by place.
+
+    Args:
+        requests: of one client, in the order in which they came.
+        noise_rows: how many rows the client's scheme sends at once for their effects. (It is an option of the scheme,
+            and the tenant may have asked the provider which one to take.)
+    """
+    requests = list(requests)
+    with_bias = {Place.of(request.key) for request in requests if request.key.pass_.has_bias}
+    rows: dict[Place, list[torch.Tensor]] = {}
+    noise: dict[Place, list[torch.Tensor]] = {}
+    for request in requests:
+        place = Place.of(request.key)
+        x = request.tensors[-1]
+        bias_free = place in with_bias and not request.key.pass_.has_bias
+        for_effects = bias_free or (place.backward and len(x) in noise_rows)
+        (noise if for_effects else rows).setdefault(place, []).append(x.float())
+    return {
+        place: Stream(
+            torch.cat(parts),
+            torch.repeat_interleave(torch.arange(len(parts)), torch.tensor([len(part) for part in parts])),
+            torch.cat(noise[place]) if place in noise else parts[0].new_empty(0, parts[0].shape[1]),
+        )
+        for place, parts in rows.items()
+    }
+
+
+def random_traffic(evidence: Evidence, generator: torch.Generator, vectors: int = 24) -> Evidence:
+    """Traffic of the same shape that says nothing: independent uniform noise of one amplitude, and unrelated
+    ``vectors`` that seem to have been sent for their effects."""
+
+    def noise(rows: int, width: int) -> torch.Tensor:
+        return torch.rand(rows, width, generator=generator).mul_(2).sub_(1)
+
+    return {
+        place: Stream(noise(*stream.rows.shape).mul_(256.0), stream.request, noise(vectors, stream.rows.shape[1]))
+        for place, stream in evidence.items()
+    }

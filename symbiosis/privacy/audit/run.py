@@ -1,0 +1,330 @@
+"""Play the scene under each scheme, attack what the executors saw, and measure what the scheme costs."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from symbiosis.core.client import Client
+from symbiosis.core.executor import Executor
+from symbiosis.core.protocols import Privacy
+from symbiosis.core.registry import make_privacy
+from symbiosis.privacy.audit.evidence import collect, random_traffic
+from symbiosis.privacy.audit.provider import Provider, Scores, together
+from symbiosis.privacy.audit.public import Public
+from symbiosis.privacy.audit.scene import Plan, Played, build, give_adapter, lora, play, text
+from symbiosis.privacy.audit.verdict import FALSE_FINDS, Limit
+from symbiosis.privacy.wiretap import Seen, Wiretap
+
+__all__ = ["SCHEMES", "Audit", "Costs", "View", "audit"]
+
+SCHEMES = (
+    "none",
+    "noise-pool",
+    "mixed-noise",
+    "mixed-noise:rank=1024",
+    "local-pads",
+    "secret-shares",
+    "secret-shares:model=base",
+)
+"""What is audited by default. ``base`` is the audit's own model."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Costs:
+    """Of a scheme, beside sending rows bare; times are medians of pairs measured next to each other."""
+
+    decode: float
+    """Time to generate a text."""
+    train: float
+    """Time for a training step."""
+    traffic: float
+    """Bytes to and from executors, over the whole scene."""
+    logits: float
+    """Greatest error of a logit, over the greatest logit."""
+    gradients: float
+    """The same of the adapter's gradients."""
+
+
+@dataclass
+class View:
+    """What one executor (or all together) made of one scheme's traffic."""
+
+    scheme: str
+    who: str
+    """Which executor it is, where there are several."""
+    scores: Scores
+    found: dict[str, set[str]]
+    """Attack → goals at which it did better than on random traffic."""
+    by_repeats: dict[str, dict[int, float]]
+    control: bool = False
+    """Whether it is beyond what the scheme claims: executors that collude."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.scheme} ({self.who})" if self.who else self.scheme
+
+
+@dataclass
+class Audit:
+    """All of it."""
+
+    plan: Plan
+    views: list[View]
+    costs: dict[str, Costs]
+    limits: dict[str, dict[str, float]]
+    """Attack → goal → the cosine that random traffic would exceed with a probability of ``share`` / 2."""
+    share: float
+    baselines: int
+    schemes: dict[str, str] = field(default_factory=dict)
+    """Scheme as asked for → with all its options."""
+
+    def holds(self, scheme: str) -> bool:
+        """Whether no attack got more out of a scheme's traffic than out of random traffic."""
+        return not any(goals for view in self._of(scheme) for goals in view.found.values())
+
+    def _of(self, scheme: str) -> Iterable[View]:
+        return (view for view in self.views if view.scheme == scheme and not view.control)
+
+
+@dataclass
+class _Scheme:
+    name: str
+    privacy: Privacy | None
+    noise_rows: set[int]
+
+
+async def audit(
+    schemes: Sequence[str | Privacy] = SCHEMES,
+    plan: Plan | None = None,
+    *,
+    baselines: int = 12,
+    rounds: int = 3,
+    progress: Progress = lambda text: None,
+) -> Audit:
+    """Play the provider against a tenant under each scheme.
+
+    Args:
+        schemes: names with options, as for ``privacy=``, or objects. ``local-pads`` gets the audit's model, as does
+            whoever says ``model=base``, and ``secret-shares`` a second executor of it, unless they say otherwise.
+        plan: how large the scene is.
+        baselines: lots of random traffic that attacks are compared with.
+        rounds: of timing; 0 measures no times (they are NaN).
+        progress: is told what goes on.
+
+    Raises:
+        UsageError: no such scheme, or options that it does not take.
+    """
+    plan = plan or Plan()
+    base = build(plan)
+    with tempfile.TemporaryDirectory() as folder:
+        _save(base, folder)
+        other = f"audit-{os.urandom(4).hex()}"
+        async with Executor(base) as one, Executor(build(plan), name=other) as two:
+            widths = {width for spec in one.layers for width in (spec.in_features, spec.out_features)}
+            chosen = [_scheme(scheme, folder, f"inproc://{other}", widths) for scheme in schemes]
+            return await _audit(chosen, plan, base, one, two, baselines, rounds, progress)
+
+
+def _save(model: Any, folder: str) -> None:
+    """For a scheme that reads the public weights, without a word."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _scheme(scheme: str | Privacy, folder: str, other: str, widths: set[int]) -> _Scheme:
+    if not isinstance(scheme, str):
+        return _Scheme(scheme.name, scheme, _noise_rows(scheme, widths))
+    name, _, options = scheme.partition(":")
+    if name == "local-pads" and "model=" not in options:
+        options = ",".join(filter(None, [options, "model=base"]))
+    options = re.sub(r"\bmodel=base(?=,|$)", lambda _: f"model={folder}", options)
+    if name == "secret-shares" and "with=" not in options:
+        options = ",".join(filter(None, [options, f"with={other}"]))
+    privacy = make_privacy(f"{name}:{options}" if options else name)
+    return _Scheme(scheme, privacy, _noise_rows(privacy, widths))
+
+
+def _noise_rows(privacy: Privacy | None, widths: set[int]) -> set[int]:
+    """How many noise vectors a scheme sends at once: the provider is not told, but sees it."""
+    sizes = (getattr(privacy, option, None) for option in ("size", "rank"))
+    return {min(size, width) for size in sizes if isinstance(size, int) for width in widths}
+
+
+async def _audit(
+    schemes: Sequence[_Scheme],
+    plan: Plan,
+    base: Any,
+    one: Executor,
+    two: Executor,
+    baselines: int,
+    rounds: int,
+    progress: Progress,
+) -> Audit:
+    layers = list(one.layers)
+    public = Public(base, layers, text(plan, 256, torch.Generator().manual_seed(plan.seed + 4)))
+    views: list[View] = []
+    costs: dict[str, Costs] = {}
+    bare_bytes = 0
+    limits: dict[str, dict[str, list[Any]]] = {}
+    for scheme in schemes:
+        progress(f"{scheme.name}: the tenant works")
+        played, taps = await _tap(scheme, plan, one, two)
+        provider = Provider(public, plan, played)
+        if not limits:
+            shape = collect(taps[0], scheme.noise_rows)
+            for lot in range(baselines):
+                progress(f"random traffic, lot {lot + 1} of {baselines}")
+                generator = torch.Generator().manual_seed(plan.seed + 1000 + lot)
+                for attack, scores in provider.attack(random_traffic(shape, generator)).items():
+                    for goal, score in scores.items():
+                        limits.setdefault(attack, {}).setdefault(goal, []).append(score)
+        evidences = [collect(tap, scheme.noise_rows) for tap in taps]
+        whose = [""] if len(taps) == 1 else [f"executor {number + 1}" for number in range(len(taps))]
+        for who, evidence in zip(whose, evidences, strict=True):
+            progress(f"{scheme.name}: attacks {who}")
+            # A share of several is centered on its part of the row.
+            whole = {place: stream._replace(rows=len(taps) * stream.rows) for place, stream in evidence.items()}
+            scores, by_repeats = provider.attack(whole), provider.by_repeats(whole)
+            views.append(View(scheme.name, who, scores, {}, by_repeats))
+        if len(taps) > 1:
+            progress(f"{scheme.name}: attacks of executors that collude")
+            views.append(View(scheme.name, "both together", provider.attack(together(evidences)), {}, {}, control=True))
+        progress(f"{scheme.name}: costs")
+        moved = sum(_bytes(tap) for tap in taps)
+        if scheme.privacy is None:
+            bare_bytes = moved
+        costs[scheme.name] = await _costs(scheme, plan, one, rounds, moved)
+    bare_bytes = bare_bytes or await _bare_bytes(plan, one, two)
+    for cost in costs.values():
+        cost.traffic /= bare_bytes
+    count = sum(len(scores) for view in views for scores in view.scores.values())
+    share = FALSE_FINDS / count
+    found = {attack: {goal: Limit(scores, share) for goal, scores in goals.items()} for attack, goals in limits.items()}
+    for view in views:
+        for attack, scores in view.scores.items():
+            # What no random traffic has, such as rows that are alike, is compared with rows taken as they are.
+            at = found.get(attack, found["as is"])
+            view.found[attack] = {goal for goal, score in scores.items() if at[goal].exceeded_by(score)}
+    return Audit(
+        plan,
+        views,
+        costs,
+        {attack: {goal: limit.cosine for goal, limit in goals.items()} for attack, goals in found.items()},
+        share,
+        baselines,
+        {scheme.name: "none" if scheme.privacy is None else _described(scheme.privacy) for scheme in schemes},
+    )
+
+
+def _described(privacy: Privacy) -> str:
+    """With its options, but not the audit's own addresses and folders."""
+    values = {
+        name: value
+        for name, value in vars(privacy).items()
+        if not name.startswith("_") and isinstance(value, int | float)
+    }
+    return ", ".join([privacy.name, *(f"{name} {value:g}" for name, value in values.items())])
+
+
+async def _tap(scheme: _Scheme, plan: Plan, one: Executor, two: Executor) -> tuple[Played, list[list[Seen]]]:
+    with Wiretap(one) as first, Wiretap(two) as second:
+        async with one.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as client:
+            played = await play(client, list(one.layers), plan)
+    return played, [tap.seen for tap in (first, second) if tap.seen]
+
+
+def _bytes(seen: Iterable[Seen]) -> int:
+    return sum(tensor.nbytes for one in seen for tensor in (*one.tensors, *(one.results or ())))
+
+
+async def _bare_bytes(plan: Plan, one: Executor, two: Executor) -> int:
+    _, taps = await _tap(_Scheme("none", None, set()), plan, one, two)
+    return _bytes(taps[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- costs
+
+
+async def _costs(scheme: _Scheme, plan: Plan, executor: Executor, rounds: int, moved: int) -> Costs:
+    """Beside a bare client of the same executor."""
+    nan = float("nan")
+    async with (
+        executor.client(lora(plan), seed=plan.seed) as bare,
+        executor.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as masked,
+    ):
+        clients = (bare, masked)
+        results = []
+        for client in clients:
+            give_adapter(client.model, plan)
+            results.append(await _results(client, plan))
+        (logits, gradients), (masked_logits, masked_gradients) = results
+        times: dict[str, list[float]] = {"decode": [], "train": []}
+        work = {"decode": _decode, "train": _train}
+        for what, do in work.items():
+            for _ in range(rounds + 1 if rounds else 0):
+                seconds = []
+                for client in clients:
+                    started = time.perf_counter()
+                    await do(client, plan)
+                    seconds.append(time.perf_counter() - started)
+                times[what].append(seconds[1] / seconds[0])
+    return Costs(
+        median(times["decode"][1:]) if rounds else nan,
+        median(times["train"][1:]) if rounds else nan,
+        float(moved),
+        _error(masked_logits, logits),
+        _error(masked_gradients, gradients),
+    )
+
+
+async def _results(client: Client, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, and the adapter's gradients, of a batch."""
+    ids = text(plan, 4, torch.Generator().manual_seed(plan.seed + 5))
+    await client.forward(input_ids=ids)  # siblings are known from then on, so that shapes are the same
+    output = await client.forward(input_ids=ids, labels=ids)
+    await client.backward(output.loss)
+    parameters = [parameter for parameter in client.model.parameters() if parameter.requires_grad]
+    gradients = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    client.model.zero_grad()
+    return output.logits.detach(), gradients
+
+
+async def _decode(client: Client, plan: Plan) -> None:
+    ids = text(plan, 1, torch.Generator().manual_seed(plan.seed + 6))
+    tokens = 4 * plan.new_tokens
+    await client.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+    )
+
+
+async def _train(client: Client, plan: Plan) -> None:
+    ids = text(plan, 8, torch.Generator().manual_seed(plan.seed + 7))
+    optimizer = torch.optim.SGD([parameter for parameter in client.model.parameters() if parameter.requires_grad], 0.0)
+    for _ in range(4):
+        await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
+
+
+def _error(masked: torch.Tensor, bare: torch.Tensor) -> float:
+    return ((masked - bare).abs().max() / bare.abs().max()).item()

@@ -1,0 +1,288 @@
+"""The audit finds what there is to find, and nothing where there is nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from symbiosis.core.protocols import Channel
+from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.errors import UsageError
+from symbiosis.privacy.audit import Audit, Plan, View, as_data, audit, best, markdown, plot, write_into
+from symbiosis.privacy.audit.attacks import complement, difference, every_vector, midrange, plausible
+from symbiosis.privacy.audit.evidence import Place, Stream, collect, random_traffic
+from symbiosis.privacy.audit.goals import Score, rank, solve_adapter
+from symbiosis.privacy.audit.public import Prior
+from symbiosis.privacy.audit.verdict import Limit, _t, _tail
+from symbiosis.privacy.masks import Ask, Asked, Masked
+from symbiosis.privacy.scheme import Scheme
+
+SMALL = Plan(
+    hidden=64, intermediate=128, vocabulary=256, rank=4, prompts=10, length=12, new_tokens=8, repeats=16, steps=3
+)
+
+
+# --------------------------------------------------------------------------------------------------------- the verdict
+
+
+def test_students_t() -> None:
+    """Against printed tables."""
+    for freedom, probability, t in ((1, 0.05, 6.314), (5, 0.005, 4.032), (11, 0.025, 2.201), (30, 0.001, 3.385)):
+        assert _t(freedom, probability) == pytest.approx(t, abs=1e-3)
+
+
+def test_tail_of_choices() -> None:
+    """As many right as at random is likely, ten times as many is not; probabilities add up to one."""
+    assert _tail(0, 100, 20, 2000) == pytest.approx(1.0)
+    assert _tail(1, 100, 20, 2000) == pytest.approx(1 - 0.99**100, abs=0.03)
+    assert _tail(10, 100, 20, 2000) < 1e-5
+
+
+def test_a_limit_is_rarely_exceeded_by_what_is_random() -> None:
+    """With a probability that was asked for: 3,000 tables of 12 lots and one more."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(3000, 13, generator=generator).tolist()
+    false = sum(
+        Limit([Score(value, 0.0) for value in lots], 0.02).exceeded_by(Score(one, 0.0)) for *lots, one in values
+    )
+    assert 10 <= false <= 55  # 30 on average
+    limit = Limit([Score(value, 0.0) for value in values[0][:12]], 0.02)
+    assert limit.exceeded_by(Score(6.0, 0.0))
+    with pytest.raises(ValueError, match="two"):
+        Limit([Score(0.0, 0.0)], 0.01)
+
+
+def test_choices_count_as_well() -> None:
+    lots = [Score(0.01 * (number % 3), 0.01 * (number % 2), choices=100) for number in range(12)]
+    assert not Limit(lots, 0.01).exceeded_by(Score(0.01, 0.02, choices=100))
+    assert Limit(lots, 0.01).exceeded_by(Score(0.01, 0.3, choices=100))
+
+
+# --------------------------------------------------------------------------------------------------------- the attacks
+
+
+@dataclass
+class Came:
+    key: Key
+    tensors: tuple[torch.Tensor, ...]
+
+
+class World:
+    """The public model, as far as attacks on single places need it."""
+
+    def __init__(self, width: int) -> None:
+        self._prior = Prior(torch.zeros(width), torch.eye(width))
+
+    def prior(self, place: Place) -> Prior:
+        return self._prior
+
+
+def _noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def _rows(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_requests_are_sorted() -> None:
+    """By place; what came without bias where others have one, or in a telltale number backward, is noise."""
+    x = _rows(5, 8)
+    evidence = collect(
+        [
+            Came(Key((1,), Pass.FORWARD_WITHOUT_BIAS), (x[:3],)),
+            Came(Key((1,), Pass.FORWARD), (x[3:],)),
+            Came(Key((1,), Pass.BACKWARD), (x[:3],)),
+            Came(Key((1,), Pass.BACKWARD), (x[3:],)),
+            Came(Key((2,), Pass.FORWARD_WITHOUT_BIAS), (x,)),
+        ],
+        {3},
+    )
+    forward, backward = evidence[Place((1,), False)], evidence[Place((1,), True)]
+    assert torch.equal(forward.rows, x[3:])
+    assert torch.equal(forward.noise, x[:3])
+    assert torch.equal(backward.rows, x[3:])
+    assert torch.equal(backward.noise, x[:3])
+    assert torch.equal(evidence[Place((2,), False)].rows, x)  # shares of an executor that is always asked so
+    assert forward.request.tolist() == [0, 0]
+
+
+def test_every_vector_takes_a_pool_apart() -> None:
+    x, pool = _rows(40, 64), _noise(8, 64)
+    sent = x + 512 * pool[torch.arange(40) % 8]
+    evidence = {Place((0,), False): Stream(sent, torch.zeros(40, dtype=torch.long), pool)}
+    (estimate,) = every_vector(evidence, World(64)).values()  # type: ignore[arg-type, union-attr]
+    torch.testing.assert_close(estimate.rows, x, rtol=0, atol=1e-3)
+    assert every_vector({Place((0,), False): Stream(sent, sent[:, 0], pool[:0])}, World(64)) is None  # type: ignore[arg-type]
+
+
+def test_difference_finds_rows_with_one_mask() -> None:
+    """Also at another amplitude, and at another place."""
+    x, mask = _rows(30, 64), _noise(1, 64)
+    amplitudes = torch.tensor([256.0, 512.0, 1024.0]).repeat(10)[:, None]
+    sent = x + amplitudes * mask
+    numbers = torch.zeros(15, dtype=torch.long)
+    empty = sent[:0]
+    evidence = {
+        Place((0,), False): Stream(sent[:15], numbers, empty),
+        Place((1,), False): Stream(sent[15:], numbers, empty),
+    }
+    found = difference(evidence, World(64))  # type: ignore[arg-type]
+    assert found is not None
+    rows = torch.cat([estimate.rows for estimate in found.values()])
+    assert torch.nn.functional.cosine_similarity(rows, x).mean() > 0.9
+    assert difference(random_traffic(evidence, torch.Generator().manual_seed(3)), World(64)) is None  # type: ignore[arg-type]
+
+
+def test_complement_is_bare() -> None:
+    x, basis = _rows(20, 64), _noise(16, 64)
+    found = complement(x + 1000 * _noise(20, 16, seed=5) @ basis, basis, World(64).prior(Place((0,), False)))
+    q = torch.linalg.qr(basis.T)[0]
+    torch.testing.assert_close(found, x - x @ q @ q.T, rtol=0, atol=2e-2)
+
+
+def test_midrange_converges_faster_than_the_mean() -> None:
+    """For noise with sharp bounds: 1/repeats against 1/√repeats."""
+    x = _rows(50, 32)
+    sent = x + 100 * _noise(1024, 50, 32)
+    assert (midrange(sent) - x).abs().mean() < 0.3 < 1 < (sent.mean(0) - x).abs().mean()
+
+
+def test_amplitudes_are_powers_of_two_unless_they_are_not() -> None:
+    assert plausible(torch.tensor([255.0, -513.0, 3.0, 0.0])).tolist()[:3] == [256.0, -512.0, 3.0]
+
+
+def test_the_adapter_follows_from_bare_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 24, dtype=torch.float64, generator=generator)
+    gate, up, delta = (torch.randn(48, 24, generator=generator) / 5 for _ in range(3))
+    u, s, v = torch.linalg.svd(delta)
+    delta = (u[:, :4] * s[:4]) @ v[:4]
+    h = torch.nn.functional.silu(x @ gate.T.double()) * (x @ (up + delta).T.double())
+    torch.testing.assert_close(solve_adapter(x, h, gate, up, 4), delta.double(), rtol=0, atol=1e-5)
+
+
+def test_rank() -> None:
+    assert rank(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0])) == (
+        1.0,
+        1.0,
+        pytest.approx(math.nan, nan_ok=True),
+        1,
+    )
+    assert rank(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([1])).cosine == -1.0
+    assert rank(torch.zeros(1, 5), torch.tensor([2])).cosine == 0.0  # ties tell nothing
+
+
+# ---------------------------------------------------------------------------------------------------- the whole audit
+
+
+class OneMask(Scheme):
+    """Wrong on purpose: one vector for each key, for ever."""
+
+    name = "one-mask"
+    scale = 256.0
+    size = 1
+
+    def begin(self, channels: Sequence[Channel], ask: Ask) -> OneMasks:
+        return OneMasks(ask)
+
+
+class OneMasks:
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._masks: dict[Key, tuple[torch.Tensor, Future[tuple[torch.Tensor, ...]]]] = {}
+
+    def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
+        if asked.key not in self._masks:
+            vector = _noise(1, asked.width, seed=len(self._masks))
+            self._masks[asked.key] = vector, self._ask(Call(asked.effects, kind, (vector,)))
+        vector, effects = self._masks[asked.key]
+
+        def unmask(answers: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+            (results,) = answers
+            return tuple(result - amplitude * effect for result, effect in zip(results, effects.result(), strict=True))
+
+        return Masked((Call(asked.key, kind, (x + amplitude * vector,)),), (effects,), unmask)
+
+    def prepare(self, asked: Asked) -> Future[Any] | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def _found(result: Audit, scheme: str) -> set[tuple[str, str]]:
+    return {
+        (attack, goal)
+        for view in result.views
+        if view.scheme == scheme and not view.control
+        for attack, goals in view.found.items()
+        for goal in goals
+    }
+
+
+def _view(result: Audit, scheme: str) -> View:
+    return next(view for view in result.views if view.scheme == scheme)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_what_holds_and_what_does_not(tmp_path: Path) -> None:
+    """Bare rows give everything; the pool falls to every vector, mixed noise to projection, a mask used twice to
+    differences, shares to executors that collude; pads and shares give no more than random traffic does."""
+    schemes = ["none", "noise-pool:size=30", "mixed-noise:rank=30", OneMask(), "local-pads", "secret-shares"]
+    result = await audit(schemes, SMALL, baselines=12, rounds=0)
+
+    bare = _view(result, "none").scores["as is"]
+    assert bare["adapter"].cosine >= 0.99
+    for goal in ("adapter", "activations", "tokens", "links", "gradients"):
+        assert bare[goal].recovered >= 0.99
+
+    pool = _view(result, "noise-pool:size=30").scores
+    assert pool["every vector"]["adapter"].cosine >= 0.99
+    assert pool["every vector"]["gradients"].cosine >= 0.99
+    assert pool["every vector"]["tokens"].recovered >= 0.99
+
+    mixed = _view(result, "mixed-noise:rank=30").scores
+    assert mixed["projection"]["tokens"].recovered >= 0.99
+    assert mixed["known text"]["adapter"].cosine >= 0.99
+    assert ("every vector", "activations") not in _found(result, "mixed-noise:rank=30")
+
+    assert ("difference", "activations") in _found(result, "one-mask")
+    assert _view(result, "one-mask").scores["difference"]["tokens"].recovered >= 0.99
+    assert not result.holds("one-mask")
+
+    assert _found(result, "local-pads") == set()
+    assert _found(result, "secret-shares") == set()
+    both = next(view for view in result.views if view.control)
+    assert both.scores["as is"]["adapter"].cosine >= 0.99
+
+    assert result.costs["none"].traffic == pytest.approx(1.0)
+    assert result.costs["secret-shares"].traffic == pytest.approx(2.0, rel=0.01)
+    assert all(cost.logits < 1e-2 and cost.gradients < 1e-2 for cost in result.costs.values())
+
+    data = json.loads(json.dumps(as_data(result), allow_nan=False))
+    assert data["holds"] == {scheme: result.holds(scheme) for scheme in result.costs}
+    assert data["views"][0]["attacks"]["as is"]["adapter"]["found"]
+    plot(tmp_path / "audit.png", result)
+    assert (tmp_path / "audit.png").stat().st_size > 10_000
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- audit: begin -->\nold\n<!-- audit: end -->\nafter\n")
+    write_into(page, result)
+    assert page.read_text().startswith("before\n<!-- audit: begin -->\n")
+    assert page.read_text().endswith("<!-- audit: end -->\nafter\n")
+    assert markdown(result) in page.read_text()
+    (tmp_path / "empty.md").write_text("nothing\n")
+    with pytest.raises(UsageError, match="no place"):
+        write_into(tmp_path / "empty.md", result)
+    top = best(_view(result, "none"), "adapter")
+    assert top is not None
+    assert top[1].cosine >= 0.99
