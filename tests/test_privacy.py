@@ -651,6 +651,20 @@ def test_uniform_numbers(dtype: torch.dtype) -> None:
     assert not torch.equal(Keystream().uniform(1, 100, dtype), Keystream().uniform(1, 100, dtype))
 
 
+@pytest.mark.parametrize("dtype", BITS)
+def test_normal_numbers(dtype: torch.dtype) -> None:
+    stream = Keystream()
+    drawn = torch.cat([stream.normal(rows, 101, dtype) for rows in (1, 2, 500, 1, 1300)]).flatten().double()
+    count = len(drawn)
+    for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+        assert abs(drawn.pow(power).mean() - moment) < 5 * math.sqrt(spread / count), power
+    counts = torch.histc(torch.special.ndtr(drawn), 64, 0, 1)
+    assert ((counts - counts.mean()).square() / counts.mean()).sum() < 63 + 5 * math.sqrt(126)
+    neighbours = (drawn[1:] * drawn[:-1]).mean()
+    assert abs(neighbours) < 5 / math.sqrt(count)
+    assert len(drawn.unique()) > 0.99 * count
+
+
 def test_integers_can_begin_anywhere() -> None:
     """A row takes whole blocks of the cipher, so that pads can be found again by their number."""
     from symbiosis.privacy.keystream import blocks

@@ -137,12 +137,12 @@ class Shares:
         """x/2 ± g, both on one grid."""
         step = _REACH * amplitude * 2.0 ** (1 - BITS[dtype])
         most = 2.0 ** (BITS[dtype] - 1)  # 6.9 σ, once in 10¹¹ numbers; with x/2 the sum is exact up to twice that
-        noise = self._stream.normal(x.shape[0], x.shape[1]).mul_(amplitude / (math.sqrt(3) * step))
+        noise = self._stream.normal(x.shape[0], x.shape[1], dtype).mul(amplitude / (math.sqrt(3) * step))
         noise = noise.round_().clamp_(-most, most).to(x.device)
-        total = x.double().mul(1 / step).round_()
+        total = x.mul(1 / step).round_()
         first = total.mul(0.5).floor_().add_(noise)
         second = total.sub_(first)
-        return first.mul_(step).to(dtype), second.mul_(step).to(dtype)
+        return first.mul_(step), second.mul_(step)
 
     def _unmask(self, asked: Asked, turns: Turns | None, answers: Sequence[Results]) -> Results:
         first, second = answers
