@@ -30,6 +30,7 @@ from symbiosis.core.share import weights_fingerprint
 from symbiosis.errors import ExecutorClosedError, PrivacyError, UnknownNameError, UsageError
 from symbiosis.privacy import LocalPads, MaskedChannel, MixedNoise, NoisePool, SecretShares
 from symbiosis.privacy.amplitude import ERROR_PER_SCALE, Levels, size_of
+from symbiosis.privacy.cycle import Cycle
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.pad_folder import Counter as PadCounter
 from symbiosis.privacy.pad_folder import PadFolder
@@ -622,6 +623,20 @@ def test_effects_that_did_not_come_are_asked_for_again_with_other_noise(name: st
         assert_accurate(y, direct.table[0], Pass.FORWARD, torch.ones(1, 24), 256)
         first, second = [c.tensors[0] for c in direct.seen if c.key.pass_ is Pass.FORWARD_WITHOUT_BIAS]
         assert (first != second).float().mean() > 0.99
+
+
+@given(
+    size=st.integers(1, 6),
+    rotate=st.integers(1, 3),
+    first=st.integers(0, 20),
+    rows=st.integers(1, 20),
+    skip=st.booleans(),
+)
+def test_rows_in_turn(size: int, rotate: int, first: int, rows: int, skip: bool) -> None:
+    matrix = torch.randn(size, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.ones(2 * rows, 3)[::2] if skip else torch.ones(rows, 3)
+    wanted = torch.stack([x[row] + 0.5 * matrix[(first + row) // rotate % size] for row in range(rows)])
+    assert torch.equal(Cycle(matrix).added_to(x, first, rotate, 0.5), wanted)
 
 
 # ----------------------------------------------------------------------------------------------------------- keystream

@@ -253,6 +253,21 @@ def fairness(
     _show(_run("fairness", preset, rounds, policy, base_layers, device), json)
 
 
+@app.command()
+def privacy(
+    preset: PresetOption = PresetName.M100,
+    rounds: RoundsOption = 5,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "linear",
+    json: JsonOption = None,
+) -> None:
+    """Decode step and training step over tcp://, bare and under each privacy scheme, and the error of logits."""
+    from symbiosis.cli.loop import wait_passively
+
+    wait_passively()
+    _show(_run("privacy", preset, rounds, policy, base_layers, "cpu"), json)
+
+
 def _trace(file: Path | None) -> Any:
     from symbiosis.simulation.trace import read_trace
 
@@ -283,6 +298,7 @@ def run_all(
         for benchmark, chosen in PLAYED.items():
             if name is chosen:
                 work.append((folder / f"{name.value}-{benchmark}.json", [benchmark, *size, "--device", device]))
+        work.append((folder / f"{name.value}-privacy.json", ["privacy", *size]))
         work.append((folder / f"{name.value}-memory.json", ["memory", *size, "--device", device]))
         work.append((folder / f"{name.value}-overhead-shm.json", ["overhead", *size, "--transport", "shm"]))
         work.append(

@@ -24,7 +24,7 @@ from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.privacy.amplitude import scale_for, whole
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
-from symbiosis.privacy.noise_pool import Asker, Vectors, failed
+from symbiosis.privacy.noise_pool import Asker, Vectors
 from symbiosis.privacy.scheme import Scheme
 
 __all__ = ["MixedNoise"]
@@ -88,7 +88,7 @@ class Mixtures:
     def _of(self, asked: Asked, kind: Kind) -> Vectors:
         with self._lock:
             vectors = self._vectors.get(asked.key)
-            if vectors is None or failed(vectors):
+            if vectors is None or vectors.failed:
                 vectors = self._asker.vectors(asked, min(self._rank, asked.width), kind)
                 self._vectors[asked.key] = vectors
             return vectors

@@ -10,21 +10,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from symbiosis.core.protocols import Channel
-from symbiosis.core.requests import Call, Key, Kind
+from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import scale_for, whole
+from symbiosis.privacy.cycle import Cycle
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.scheme import Scheme
 
-__all__ = ["Asker", "NoisePool", "Vectors", "failed"]
+__all__ = ["Asker", "NoisePool", "Vectors"]
 
 Results = tuple[torch.Tensor, ...]
 
@@ -72,14 +72,18 @@ class NoisePool(Scheme):
 class Vectors:
     """K vectors for one key, and their effects as soon as they have come."""
 
-    def __init__(self, asked: Asked, vectors: torch.Tensor, effects: Future[Results]) -> None:
-        self.asked = asked
+    def __init__(self, vectors: torch.Tensor, effects: Future[Results]) -> None:
         self.vectors = vectors
         """[K, width], within ±1."""
         self.effects = effects
         """One [K, out] for each layer."""
         self.used = 0
         """Rows that were masked so far."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether their effects will never come."""
+        return self.effects.done() and self.effects.exception() is not None
 
 
 class Asker:
@@ -93,18 +97,35 @@ class Asker:
     def vectors(self, asked: Asked, size: int, kind: Kind) -> Vectors:
         """So many vectors for one key; their effects are on the way."""
         vectors = self._stream.uniform(size, asked.width, asked.dtype).to(self._device)
-        return Vectors(asked, vectors, self._ask(Call(asked.effects, kind, (vectors,))))
+        return Vectors(vectors, self._ask(Call(asked.effects, kind, (vectors,))))
 
 
-@dataclass(slots=True)
-class _Piece:
-    """Rows ``start`` up to ``stop`` of a request, masked with these vectors."""
+class _Pool(Vectors):
+    """Vectors that are used in turn, one row at a time as a rule: so each is at hand as a matrix of one row."""
 
-    vectors: Vectors
+    def __init__(self, vectors: Vectors) -> None:
+        super().__init__(vectors.vectors, vectors.effects)
+        self.each = Cycle(self.vectors)
+        self._effects: list[Cycle] | None = None
+
+    @property
+    def there(self) -> bool:
+        """Whether the effects have come."""
+        return self._effects is not None or (self.effects.done() and self.effects.exception() is None)
+
+    def cycles(self) -> list[Cycle]:
+        """The effects, which have come, of each layer."""
+        if self._effects is None:
+            self._effects = [Cycle(effect) for effect in self.effects.result()]
+        return self._effects
+
+
+class _Piece(NamedTuple):
+    """Rows ``start`` up to ``stop`` of a request, masked with the vectors of a pool from its use ``first`` on."""
+
+    pool: _Pool
     start: int
     stop: int
-    picks: torch.Tensor | None
-    """Which vector for each row; None: vector ``first`` for the only one."""
     first: int
 
 
@@ -112,23 +133,23 @@ class Pools:
     """The pools of one client."""
 
     def __init__(self, options: NoisePool, device: torch.device, ask: Ask) -> None:
-        self._options = options
+        self._size, self._rotate, self._uses = options.size, options.rotate, options.size * options.refresh
         self._asker = Asker(device, ask)
         self._lock = threading.Lock()
-        self._current: dict[Key, Vectors] = {}
-        self._next: dict[Key, Vectors] = {}
+        self._current: dict[Asked, _Pool] = {}
+        self._next: dict[Asked, _Pool] = {}
 
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
+        rotate = self._rotate
         with self._lock:
             pieces = self._take(asked, x.shape[0], kind)
-        if len(pieces) == 1:
-            sent = torch.add(x, _of(pieces[0], pieces[0].vectors.vectors), alpha=amplitude)
-        else:
-            sent = torch.cat(
-                [torch.add(x[p.start : p.stop], _of(p, p.vectors.vectors), alpha=amplitude) for p in pieces]
-            )
-        waits = tuple([piece.vectors.effects for piece in pieces if not piece.vectors.effects.done()])
-        return Masked((Call(asked.key, kind, (sent,)),), waits, partial(_unmask, pieces, amplitude))
+        parts = [
+            pool.each.added_to(x if len(pieces) == 1 else x[start:stop], first, rotate, amplitude)
+            for pool, start, stop, first in pieces
+        ]
+        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+        waits = tuple([piece.pool.effects for piece in pieces if not piece.pool.there])
+        return Masked((Call(asked.key, kind, (sent,)),), waits, partial(_unmask, pieces, rotate, amplitude))
 
     def prepare(self, asked: Asked) -> Future[Any] | None:
         with self._lock:
@@ -137,64 +158,52 @@ class Pools:
     def close(self) -> None:
         pass
 
-    def _now(self, asked: Asked, kind: Kind) -> Vectors:
-        """The vectors that the next row is masked with."""
-        vectors = self._current.get(asked.key)
-        if vectors is None or vectors.used >= self._uses or failed(vectors):
-            following = self._next.pop(asked.key, None)
-            if following is None or failed(following):
-                following = self._asker.vectors(asked, self._options.size, kind)
-            vectors = self._current[asked.key] = following
-        return vectors
+    def _now(self, asked: Asked, kind: Kind) -> _Pool:
+        """The pool that the next row is masked with."""
+        pool = self._current.get(asked)
+        if pool is None or pool.used >= self._uses or (not pool.there and pool.failed):
+            following = self._next.pop(asked, None)
+            if following is None or following.failed:
+                following = self._ask(asked, kind)
+            pool = self._current[asked] = following
+        return pool
 
-    @property
-    def _uses(self) -> int:
-        return self._options.size * self._options.refresh
+    def _ask(self, asked: Asked, kind: Kind) -> _Pool:
+        return _Pool(self._asker.vectors(asked, self._size, kind))
 
     def _take(self, asked: Asked, rows: int, kind: Kind) -> list[_Piece]:
         """Vectors for so many rows."""
         pieces = []
         start = 0
         while start < rows:
-            vectors = self._now(asked, kind)
-            count = min(rows - start, self._uses - vectors.used)
-            size, rotate = self._options.size, self._options.rotate
-            first = vectors.used // rotate % size
-            picks = None
-            if count > 1:
-                picks = torch.arange(vectors.used, vectors.used + count, device=vectors.vectors.device)
-                picks = picks.div_(rotate, rounding_mode="floor").remainder_(size)
-            pieces.append(_Piece(vectors, start, start + count, picks, first))
-            vectors.used += count
+            pool = self._now(asked, kind)
+            count = min(rows - start, self._uses - pool.used)
+            pieces.append(_Piece(pool, start, start + count, pool.used))
+            pool.used += count
             start += count
-            if vectors.used >= _EARLY * self._uses and asked.key not in self._next:
-                self._next[asked.key] = self._asker.vectors(asked, self._options.size, Kind.FINETUNE)
+            if pool.used >= _EARLY * self._uses and asked not in self._next:
+                self._next[asked] = self._ask(asked, Kind.FINETUNE)
         return pieces
 
 
-def failed(vectors: Vectors) -> bool:
-    """Whether their effects will never come."""
-    return vectors.effects.done() and vectors.effects.exception() is not None
-
-
-def _of(piece: _Piece, matrix: torch.Tensor) -> torch.Tensor:
-    """The rows of a matrix that a piece's rows are masked with."""
-    if piece.picks is None:
-        return matrix[piece.first : piece.first + 1]
-    return matrix.index_select(0, piece.picks)
-
-
-def _unmask(pieces: list[_Piece], amplitude: float, answers: Sequence[Results]) -> Results:
+def _unmask(pieces: list[_Piece], rotate: int, amplitude: float, answers: Sequence[Results]) -> Results:
     (results,) = answers
-    bare = []
-    for index, result in enumerate(results):
-        parts = [
-            torch.sub(
-                result if len(pieces) == 1 else result[piece.start : piece.stop],
-                _of(piece, piece.vectors.effects.result()[index]),
-                alpha=amplitude,
+    if len(pieces) == 1:
+        ((pool, _, _, first),) = pieces
+        return tuple(
+            [
+                cycle.added_to(result, first, rotate, -amplitude)
+                for result, cycle in zip(results, pool.cycles(), strict=True)
+            ]
+        )
+    return tuple(
+        [
+            torch.cat(
+                [
+                    pool.cycles()[index].added_to(result[start:stop], first, rotate, -amplitude)
+                    for pool, start, stop, first in pieces
+                ]
             )
-            for piece in pieces
+            for index, result in enumerate(results)
         ]
-        bare.append(parts[0] if len(parts) == 1 else torch.cat(parts))
-    return tuple(bare)
+    )
