@@ -625,13 +625,7 @@ def test_effects_that_did_not_come_are_asked_for_again_with_other_noise(name: st
         assert (first != second).float().mean() > 0.99
 
 
-@given(
-    size=st.integers(1, 6),
-    rotate=st.integers(1, 3),
-    first=st.integers(0, 20),
-    rows=st.integers(1, 20),
-    skip=st.booleans(),
-)
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 20), st.integers(1, 20), st.booleans())
 def test_rows_in_turn(size: int, rotate: int, first: int, rows: int, skip: bool) -> None:
     matrix = torch.randn(size, 3, generator=torch.Generator().manual_seed(0))
     x = torch.ones(2 * rows, 3)[::2] if skip else torch.ones(rows, 3)

@@ -106,8 +106,7 @@ class MaskedChannel:
         if pass_.has_bias:
             bare = Pass.FORWARD_WITHOUT_BIAS_FP32 if pass_.in_fp32 else Pass.FORWARD_WITHOUT_BIAS
         asked = Asked(Key(layers, pass_), Key(layers, bare), specs, width, results, torch.float32 if narrow else dtype)
-        self._asked[key] = asked, dtype
-        return asked, dtype
+        return self._asked.setdefault(key, (asked, dtype))
 
     def _masked(self, call: Call) -> tuple[Masked, _Finish]:
         """A call's rows, masked, and how to finish when their results are there."""
