@@ -202,8 +202,7 @@ async def _audit(
             progress(f"{scheme.name}: attacks {who}")
             # A share of several is centered on its part of the row.
             whole = {place: stream._replace(rows=len(taps) * stream.rows) for place, stream in evidence.items()}
-            scores, by_repeats = provider.attack(whole), provider.by_repeats(whole)
-            views.append(View(scheme.name, who, scores, {}, by_repeats))
+            views.append(View(scheme.name, who, provider.attack(whole), {}, provider.by_repeats(whole)))
         if len(taps) > 1:
             progress(f"{scheme.name}: attacks of executors that collude")
             views.append(View(scheme.name, "both together", provider.attack(together(evidences)), {}, {}, control=True))
