@@ -18,7 +18,18 @@ from torch.nn import functional as F
 from symbiosis.privacy.audit.evidence import Estimate, Estimates, Place
 from symbiosis.privacy.audit.public import Public
 
-__all__ = ["Score", "Truth", "activations", "adapter", "linking", "prompts", "rank", "solve_adapter", "tokens"]
+__all__ = [
+    "Score",
+    "Truth",
+    "activations",
+    "adapter",
+    "adapter_score",
+    "linking",
+    "prompts",
+    "rank",
+    "solve_adapter",
+    "tokens",
+]
 
 
 class Score(NamedTuple):
@@ -159,9 +170,14 @@ def adapter(estimates: Estimates, truth: Truth, public: Public, stage: int, rank
         h = _of(estimates[hs], truth, hs, stage)
         found.append(solve_adapter(x, h, public.weight(gate), public.weight(layer), rank_).flatten())
         true.append(delta.double().flatten())
-    a, b = torch.cat(found), torch.cat(true)
-    cosine = F.cosine_similarity(a, b, dim=0).item()
-    return Score(cosine, cosine**2 if cosine > 0 else 0.0, ((a - b).norm() / b.norm()).item())
+    return adapter_score(torch.cat(found), torch.cat(true))
+
+
+def adapter_score(found: torch.Tensor, true: torch.Tensor) -> Score:
+    """Of all ΔW in one vector; what came to no number at all is worth nothing."""
+    found = found.nan_to_num(0.0, 0.0, 0.0)
+    cosine = F.cosine_similarity(found, true, dim=0).item()
+    return Score(cosine, cosine**2 if cosine > 0 else 0.0, ((found - true).norm() / true.norm()).item())
 
 
 def _of(estimate: Estimate, truth: Truth, place: Place, stage: int) -> torch.Tensor:
