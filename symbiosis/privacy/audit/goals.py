@@ -24,6 +24,8 @@ __all__ = [
     "activations",
     "adapter",
     "adapter_score",
+    "first_place",
+    "link",
     "linking",
     "prompts",
     "rank",

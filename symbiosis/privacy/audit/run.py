@@ -216,10 +216,14 @@ async def _audit(
         cost.traffic /= bare_bytes
     count = sum(len(scores) for view in views for scores in view.scores.values())
     share = FALSE_FINDS / count
-    found = {attack: {goal: Limit(scores, share) for goal, scores in goals.items()} for attack, goals in limits.items()}
+    found = {
+        attack: {goal: Limit(scores, share) for goal, scores in goals.items()}
+        for attack, goals in limits.items()
+        if min(map(len, goals.values())) == baselines
+    }
     for view in views:
         for attack, scores in view.scores.items():
-            # What no random traffic has, such as rows that are alike, is compared with rows taken as they are.
+            # What random traffic hardly has, such as rows that are alike, is compared with rows taken as they are.
             at = found.get(attack, found["as is"])
             view.found[attack] = {goal for goal, score in scores.items() if at[goal].exceeded_by(score)}
     return Audit(
