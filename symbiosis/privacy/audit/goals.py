@@ -70,8 +70,8 @@ def activations(estimates: Estimates, truth: Truth, *, backward: bool) -> Score:
         if place.backward is not backward or not len(rows):
             continue
         true = truth.rows[place][index].double()
-        mean = truth.rows[place].double().mean(0)
-        cosines.append(F.cosine_similarity(rows.double() - mean, true - mean, dim=1))
+        centered = rows.double() - rows.double().mean(0)
+        cosines.append(F.cosine_similarity(centered, true - true.mean(0), dim=1))
         errors.append((rows.double() - true).norm(dim=1) / true.norm(dim=1).clamp_min(1e-30))
     if not cosines:
         return Score(float("nan"), float("nan"))

@@ -193,7 +193,7 @@ async def _audit(
             for lot in range(baselines):
                 progress(f"random traffic, lot {lot + 1} of {baselines}")
                 generator = torch.Generator().manual_seed(plan.seed + 1000 + lot)
-                for attack, scores in provider.attack(random_traffic(shape, generator)).items():
+                for attack, scores in provider.attack(random_traffic(shape, played.truth.rows, generator)).items():
                     for goal, score in scores.items():
                         limits.setdefault(attack, {}).setdefault(goal, []).append(score)
         evidences = [collect(tap, scheme.noise_rows) for tap in taps]
