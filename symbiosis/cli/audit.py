@@ -31,7 +31,7 @@ def audit(
     repeats: Annotated[int, typer.Option(min=2, help="Of one more prompt, that is sent over and over.")] = 64,
     lots: Annotated[
         int, typer.Option(min=2, help="Lots of random traffic to compare with. The more, the less an attack may find.")
-    ] = 16,
+    ] = 12,
     seed: Annotated[int, typer.Option(help="Of the model, the adapter and the texts. Masks are never seeded.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, to this file: .png, .svg or .pdf.")] = None,

@@ -61,9 +61,13 @@ class Keystream:
         """[rows, width] of numbers in [-1, 1), multiples of 2^(1 - :data:`BITS`)."""
         return self._draw(self._uniform, dtype, rows, width)
 
-    def normal(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, width] of standard normal numbers (Box and Muller), none beyond 5.9, or 8.7 for fp64."""
-        return self._draw(self._normal, dtype, rows, width)
+    def normal(self, rows: int, width: int) -> torch.Tensor:
+        """[rows, width] of standard normal numbers in fp64 (Box and Muller), none beyond 8.7.
+
+        In fp32 they could be guessed at: exp(-(a² + b²) / 2) of two numbers is a multiple of 2^-24, which is coarser
+        than the noise's own grid for one pair in a hundred.
+        """
+        return self._draw(self._normal, torch.float64, rows, width)
 
     def _draw(self, make: _Make, dtype: torch.dtype, rows: int, width: int) -> torch.Tensor:
         count = rows * width

@@ -137,8 +137,11 @@ class Shares:
         """x/2 ± g, both on one grid."""
         step = _REACH * amplitude * 2.0 ** (1 - BITS[dtype])
         most = 2.0 ** (BITS[dtype] - 1)  # 6.9 σ, once in 10¹¹ numbers; with x/2 the sum is exact up to twice that
-        noise = self._stream.normal(x.shape[0], x.shape[1], dtype).mul(amplitude / (math.sqrt(3) * step))
-        noise = noise.round_().clamp_(-most, most).to(x.device)
+        noise = self._stream.normal(x.shape[0], x.shape[1])
+        if dtype is torch.float64:  # what pairs of normal numbers have in common would be coarser than this grid
+            noise = noise.add(self._stream.normal(x.shape[0], x.shape[1]), alpha=2.0**-20)
+        noise = noise.mul(amplitude / (math.sqrt(3) * step))
+        noise = noise.round_().clamp_(-most, most).to(x.device, dtype)
         total = x.mul(1 / step).round_()
         first = total.mul(0.5).floor_().add_(noise)
         second = total.sub_(first)

@@ -89,14 +89,26 @@ def collect(requests: Iterable[Request], noise_rows: Collection[int] = ()) -> Ev
     }
 
 
-def random_traffic(evidence: Evidence, generator: torch.Generator, vectors: int = 24) -> Evidence:
-    """Traffic of the same shape that says nothing: independent uniform noise of one amplitude, and unrelated
-    ``vectors`` that seem to have been sent for their effects."""
+def random_traffic(
+    evidence: Evidence, meant: Mapping[Place, torch.Tensor], generator: torch.Generator, vectors: int = 24
+) -> Evidence:
+    """Traffic of the same shape that says nothing: independent uniform noise, and unrelated vectors that seem to have
+    been sent for their effects.
+
+    Args:
+        meant: rows that the tenant meant, of which only the size is taken: noise is 256 times as large.
+        vectors: how many for each place.
+    """
+
+    def amplitude(place: Place) -> float:
+        return 256.0 * float(meant[place].square().mean(1).sqrt().max())
 
     def noise(rows: int, width: int) -> torch.Tensor:
         return torch.rand(rows, width, generator=generator).mul_(2).sub_(1)
 
     return {
-        place: Stream(noise(*stream.rows.shape).mul_(256.0), stream.request, noise(vectors, stream.rows.shape[1]))
+        place: Stream(
+            noise(*stream.rows.shape).mul_(amplitude(place)), stream.request, noise(vectors, stream.rows.shape[1])
+        )
         for place, stream in evidence.items()
     }

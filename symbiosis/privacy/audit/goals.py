@@ -18,7 +18,20 @@ from torch.nn import functional as F
 from symbiosis.privacy.audit.evidence import Estimate, Estimates, Place
 from symbiosis.privacy.audit.public import Public
 
-__all__ = ["Score", "Truth", "activations", "adapter", "linking", "prompts", "rank", "solve_adapter", "tokens"]
+__all__ = [
+    "Score",
+    "Truth",
+    "activations",
+    "adapter",
+    "adapter_score",
+    "first_place",
+    "link",
+    "linking",
+    "prompts",
+    "rank",
+    "solve_adapter",
+    "tokens",
+]
 
 
 class Score(NamedTuple):
@@ -57,8 +70,8 @@ def activations(estimates: Estimates, truth: Truth, *, backward: bool) -> Score:
         if place.backward is not backward or not len(rows):
             continue
         true = truth.rows[place][index].double()
-        mean = truth.rows[place].double().mean(0)
-        cosines.append(F.cosine_similarity(rows.double() - mean, true - mean, dim=1))
+        centered = rows.double() - rows.double().mean(0)
+        cosines.append(F.cosine_similarity(centered, true - true.mean(0), dim=1))
         errors.append((rows.double() - true).norm(dim=1) / true.norm(dim=1).clamp_min(1e-30))
     if not cosines:
         return Score(float("nan"), float("nan"))
@@ -159,9 +172,14 @@ def adapter(estimates: Estimates, truth: Truth, public: Public, stage: int, rank
         h = _of(estimates[hs], truth, hs, stage)
         found.append(solve_adapter(x, h, public.weight(gate), public.weight(layer), rank_).flatten())
         true.append(delta.double().flatten())
-    a, b = torch.cat(found), torch.cat(true)
-    cosine = F.cosine_similarity(a, b, dim=0).item()
-    return Score(cosine, cosine**2 if cosine > 0 else 0.0, ((a - b).norm() / b.norm()).item())
+    return adapter_score(torch.cat(found), torch.cat(true))
+
+
+def adapter_score(found: torch.Tensor, true: torch.Tensor) -> Score:
+    """Of all ΔW in one vector; what came to no number at all is worth nothing."""
+    found = found.nan_to_num(0.0, 0.0, 0.0)
+    cosine = F.cosine_similarity(found, true, dim=0).item()
+    return Score(cosine, cosine**2 if cosine > 0 else 0.0, ((found - true).norm() / true.norm()).item())
 
 
 def _of(estimate: Estimate, truth: Truth, place: Place, stage: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from symbiosis.privacy.audit.attacks import midrange
 from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, Place, Stream
-from symbiosis.privacy.audit.goals import Score, Truth, first_place, link, prompts, rank
+from symbiosis.privacy.audit.goals import Score, Truth, adapter_score, first_place, link, prompts, rank
 from symbiosis.privacy.audit.public import Public
 
 __all__ = ["amplitudes", "averaged", "guess_prompts", "guess_tokens", "known_text", "moments"]
@@ -155,7 +155,7 @@ def moments(evidence: Evidence, truth: Truth, public: Public, stage: int, rank_:
         weight = torch.linalg.solve(square, (normal @ right[:, :, None]))[:, :, 0]
         found.append(_of_rank(weight - public.weight(layer).double(), rank_).flatten())
         true.append(delta.double().flatten())
-    return _adapter_score(torch.cat(found), torch.cat(true))
+    return adapter_score(torch.cat(found), torch.cat(true))
 
 
 def known_text(
@@ -191,7 +191,7 @@ def known_text(
         true.append(delta.double().flatten())
         with torch.no_grad():
             tenant.weight(layer).add_(change.float())
-    return _adapter_score(torch.cat(found), torch.cat(true))
+    return adapter_score(torch.cat(found), torch.cat(true))
 
 
 def _least_squares(
@@ -241,8 +241,3 @@ def _of_rank(matrix: torch.Tensor, rank_: int) -> torch.Tensor:
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     found: torch.Tensor = (left[:, :rank_] * values[:rank_]) @ right[:rank_]
     return found
-
-
-def _adapter_score(found: torch.Tensor, true: torch.Tensor) -> Score:
-    cosine = F.cosine_similarity(found, true, dim=0).item()
-    return Score(cosine, cosine**2 if cosine > 0 else 0.0, ((found - true).norm() / true.norm()).item())

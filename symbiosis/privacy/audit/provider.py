@@ -133,11 +133,17 @@ class Provider:
 
 
 def together(evidences: list[Evidence]) -> Evidence:
-    """What executors have who put their traffic together: the sum of shares."""
+    """What executors have who put their traffic together: the sum of shares, with what was wrapped unwrapped."""
     first, *others = evidences
     return {
-        place: Stream(
-            torch.stack([stream.rows, *(other[place].rows for other in others)]).sum(0), stream.request, stream.noise
-        )
+        place: Stream(_sum([stream.rows, *(other[place].rows for other in others)]), stream.request, stream.noise)
         for place, stream in first.items()
     }
+
+
+def _sum(shares: list[torch.Tensor]) -> torch.Tensor:
+    """Modulo 2A, with A the power of two at or above the largest number of a row of shares."""
+    most = torch.stack(shares).abs().amax((0, 2))
+    turn = 2 * torch.exp2(most.clamp_min(1e-30).log2().ceil())[:, None]
+    total = torch.stack(shares).double().sum(0)
+    return (total - turn * (total / turn).round()).float()

@@ -193,7 +193,7 @@ async def _audit(
             for lot in range(baselines):
                 progress(f"random traffic, lot {lot + 1} of {baselines}")
                 generator = torch.Generator().manual_seed(plan.seed + 1000 + lot)
-                for attack, scores in provider.attack(random_traffic(shape, generator)).items():
+                for attack, scores in provider.attack(random_traffic(shape, played.truth.rows, generator)).items():
                     for goal, score in scores.items():
                         limits.setdefault(attack, {}).setdefault(goal, []).append(score)
         evidences = [collect(tap, scheme.noise_rows) for tap in taps]
@@ -202,8 +202,7 @@ async def _audit(
             progress(f"{scheme.name}: attacks {who}")
             # A share of several is centered on its part of the row.
             whole = {place: stream._replace(rows=len(taps) * stream.rows) for place, stream in evidence.items()}
-            scores, by_repeats = provider.attack(whole), provider.by_repeats(whole)
-            views.append(View(scheme.name, who, scores, {}, by_repeats))
+            views.append(View(scheme.name, who, provider.attack(whole), {}, provider.by_repeats(whole)))
         if len(taps) > 1:
             progress(f"{scheme.name}: attacks of executors that collude")
             views.append(View(scheme.name, "both together", provider.attack(together(evidences)), {}, {}, control=True))
@@ -217,10 +216,14 @@ async def _audit(
         cost.traffic /= bare_bytes
     count = sum(len(scores) for view in views for scores in view.scores.values())
     share = FALSE_FINDS / count
-    found = {attack: {goal: Limit(scores, share) for goal, scores in goals.items()} for attack, goals in limits.items()}
+    found = {
+        attack: {goal: Limit(scores, share) for goal, scores in goals.items()}
+        for attack, goals in limits.items()
+        if min(map(len, goals.values())) == baselines
+    }
     for view in views:
         for attack, scores in view.scores.items():
-            # What no random traffic has, such as rows that are alike, is compared with rows taken as they are.
+            # What random traffic hardly has, such as rows that are alike, is compared with rows taken as they are.
             at = found.get(attack, found["as is"])
             view.found[attack] = {goal for goal, score in scores.items() if at[goal].exceeded_by(score)}
     return Audit(

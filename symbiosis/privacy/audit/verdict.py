@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 from symbiosis.privacy.audit.goals import Score
 
@@ -56,6 +57,7 @@ class Limit:
         return _tail(round(score.recovered * score.choices), score.choices, self._hits, self._choices) < self._share
 
 
+@cache
 def _t(freedom: int, probability: float) -> float:
     """What Student's t of so many degrees of freedom exceeds with this probability."""
 
