@@ -143,7 +143,7 @@ def test_difference_finds_rows_with_one_mask() -> None:
     assert torch.nn.functional.cosine_similarity(rows, x).mean() > 0.9
     assert (
         difference(
-            random_traffic(evidence, {place: x for place in evidence}, torch.Generator().manual_seed(3)), World(64)
+            random_traffic(evidence, dict.fromkeys(evidence, x), torch.Generator().manual_seed(3)), World(64)
         )
         is None
     )  # type: ignore[arg-type]
