@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import symbiosis
 from symbiosis.core.protocols import Policy
 from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Batch, Key, Kind, Pass
@@ -231,3 +232,16 @@ def test_options_are_checked(options: Any) -> None:
 
 def test_from_the_command_line() -> None:
     assert repr(make_policy("co-serving:slo_ms=50,ttft_ms=900")).startswith("CoServing(slo_ms=50.0, ttft_ms=900.0")
+
+
+@pytest.mark.parametrize("spec", ["co-serving:slo_ms=0.001", "fair+co-serving:slo_ms=0.001"])
+def test_what_cannot_be_kept_is_refused(base: Any, spec: str) -> None:
+    """One row through all base layers takes longer than that."""
+    with pytest.raises(UsageError, match=r"slo_ms is 0\.001, but a token takes .* ms in base layers alone"):
+        symbiosis.Executor(base, policy=spec)
+    symbiosis.Executor(base, policy=spec.replace("0.001", "5000"))
+
+
+def test_nor_to_one_client(base: Any) -> None:
+    with pytest.raises(UsageError, match=r"slo_ms of 'alice' is 0\.001"):
+        symbiosis.Executor(base, policy=CoServing(slo_ms=5000, clients={"alice": (0.001, 100.0)}))

@@ -137,6 +137,14 @@ class CoServing:
         self._by_due: list[tuple[float, int, _Token]] = []
         """due"""
 
+    def unloaded(self, seconds: float) -> None:
+        for whose, slo_ms in (("", self.slo_ms), *((f" of {name!r}", slo) for name, (slo, _) in self.clients.items())):
+            if slo_ms < 1e3 * seconds:
+                raise UsageError(
+                    f"co-serving: slo_ms{whose} is {slo_ms:g}, but a token takes {1e3 * seconds:.3g} ms in base layers "
+                    "alone when nothing else goes on; promise more"
+                )
+
     # ---------------------------------------------------------------------------------------------------------- tokens
 
     def submitted(self, request: Request) -> None:
