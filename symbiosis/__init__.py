@@ -8,13 +8,15 @@ if TYPE_CHECKING:
     from symbiosis.core.client import Client
     from symbiosis.core.connect import Base, connect, open_model
     from symbiosis.core.executor import Executor
+    from symbiosis.core.windows import backward_in_windows
 
-__all__ = ["Base", "Client", "Executor", "__version__", "connect", "open_model"]
+__all__ = ["Base", "Client", "Executor", "__version__", "backward_in_windows", "connect", "open_model"]
 
 _HOMES = {
     "Base": "symbiosis.core.connect",
     "Client": "symbiosis.core.client",
     "Executor": "symbiosis.core.executor",
+    "backward_in_windows": "symbiosis.core.windows",
     "connect": "symbiosis.core.connect",
     "open_model": "symbiosis.core.connect",
 }

@@ -68,6 +68,27 @@ async def test_generate_restores_the_mode_when_it_fails(executor: symbiosis.Exec
         assert client.model.training
 
 
+@pytest.mark.parametrize("window", [None, 3])
+async def test_a_step_that_fails_leaves_no_gradients(executor: symbiosis.Executor, window: int | None) -> None:
+    """Somebody who tries again would train on a part of the batch twice."""
+    async with executor.client(lora()) as client:
+        optimizer = adamw(client.model)
+        first = next(parameter for parameter in client.model.parameters() if parameter.requires_grad)
+        before = first.detach().clone()
+
+        def fails(gradient: torch.Tensor) -> None:
+            raise RuntimeError("in the last moment")
+
+        hook = first.register_hook(fails)
+        with pytest.raises(RuntimeError, match="in the last moment"):
+            await client.train_step(BATCH, optimizer, window=window)
+        hook.remove()
+        assert all(parameter.grad is None for parameter in client.model.parameters())
+        assert torch.equal(first, before)
+        await client.train_step(BATCH, optimizer, window=window)
+        assert not torch.equal(first, before)
+
+
 async def test_train_step(executor: symbiosis.Executor, base: Any) -> None:
     """The loss as a float, parameters moved, gradients cleared; the same as by hand."""
     async with executor.client(lora(lora_dropout=0.0), seed=2) as client:

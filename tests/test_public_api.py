@@ -25,7 +25,15 @@ PUBLIC = [
 
 
 def test_top_level() -> None:
-    assert symbiosis.__all__ == ["Base", "Client", "Executor", "__version__", "connect", "open_model"]
+    assert symbiosis.__all__ == [
+        "Base",
+        "Client",
+        "Executor",
+        "__version__",
+        "backward_in_windows",
+        "connect",
+        "open_model",
+    ]
     assert set(symbiosis.__all__) <= set(dir(symbiosis))
     assert symbiosis.Executor.__module__ == "symbiosis.core.executor"
     with pytest.raises(AttributeError, match="'Nothing'"):

@@ -298,6 +298,14 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     found = json.loads(losses.read_text())["losses"]
     assert len(found) == 30
     assert found[-1] < found[0]
+    done = run(
+        *("finetune", service.address, "--data", str(data), "--output", str(tmp_path / "b"), "--json", str(losses)),
+        *("--steps", "30", "--learning-rate", "0.05", "--lora", "r=4,alpha=8,targets=all-linear", "--window", "3"),
+    )
+    assert done.returncode == 0, done.stderr
+    windowed = json.loads(losses.read_text())["losses"]
+    assert windowed[:4] == pytest.approx(found[:4], rel=1e-3)  # later, AdamW has made the last bits into digits
+    assert windowed[-1] < windowed[0]
     prompt, count = "what is a", 6
     done = run(
         "generate", service.address, "--adapter", str(adapter), "--prompt", prompt, "--max-new-tokens", str(count)

@@ -211,6 +211,7 @@ def test_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
+        (["--policy", "co-serving:slo_ms=1"], "a token takes"),
         (["missing.csv"], "cannot read the trace"),
         (["--policy", "magic"], "unknown policy"),
         (["--check"], "--machine here"),

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -432,3 +433,37 @@ async def test_without_anything_trainable(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         with pytest.raises(UsageError, match=r"nothing in the model of client .* is trainable"):
             await client.train_step(batch(), torch.optim.SGD([torch.zeros(1)]), window=4)
+
+
+@pytest.mark.parametrize("window", [5, LENGTH, 100])
+async def test_synchronous_code(base: Any, tmp_path: Path, window: int) -> None:
+    """The gradients of plain PEFT, over a connection, without asyncio."""
+
+    def gradients(model: Any, run: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        tuned = peft.get_peft_model(model, lora(lora_dropout=0.0))
+        loss = run(tuned)
+        found = {name: p.grad.clone() for name, p in tuned.named_parameters() if p.grad is not None}
+        return {"loss": torch.tensor(loss), **found}
+
+    def plainly(model: Any) -> float:
+        loss = model(**batch()).loss
+        loss.backward()
+        return float(loss.item())
+
+    def there(address: str) -> dict[str, torch.Tensor]:
+        with symbiosis.open_model(address, kind=Kind.FINETUNE) as model:
+            return gradients(model, lambda tuned: symbiosis.backward_in_windows(tuned, batch(), window))
+
+    expected = gradients(copy.deepcopy(base), plainly)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        found = await asyncio.to_thread(there, listener.address)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, atol=float(GRADIENTS * value.abs().max()), rtol=0), name
+
+
+def test_synchronous_code_is_told_what_is_wrong(base: Any) -> None:
+    with pytest.raises(UsageError, match="window is 0"):
+        symbiosis.backward_in_windows(base, batch(), 0)

@@ -202,6 +202,8 @@ class Client:
             prune: keep fewer activations for backward and recompute, exactly, what follows from others: norms,
                 SiLU·up, repeated keys (FlexLLM, section 5.2). By default where there is a window.
 
+        A step that fails, or is cancelled, leaves parameters as they were and no gradients.
+
         Raises:
             UsageError: the model gave no loss; or the model, its PEFT method or the batch cannot be run in windows.
         """
@@ -220,11 +222,15 @@ class Client:
             inputs = {
                 name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()
             }
-            if window is not None and window < tokens(inputs):
-                prune = prune is None or prune
-                loss = await self._run_windows(WindowedStep(model, inputs, window, prune))
-            else:
-                loss = await self._run_whole(inputs, prune=window is not None if prune is None else prune)
+            try:
+                if window is not None and window < tokens(inputs):
+                    prune = prune is None or prune
+                    loss = await self._run_windows(WindowedStep(model, inputs, window, prune))
+                else:
+                    loss = await self._run_whole(inputs, prune=window is not None if prune is None else prune)
+            except BaseException:
+                optimizer.zero_grad()  # of a part of the batch; whoever tries again should not find them there
+                raise
             await self._on_thread(_step, optimizer)
             return loss
 

@@ -78,7 +78,8 @@ class Executor:
 
     Raises:
         SplitError: the model has no such base layers.
-        UnknownNameError, UsageError: no such policy, or options that it does not take.
+        UnknownNameError, UsageError: no such policy, or options that it does not take; or it promises what cannot be
+            kept on this machine.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class Executor:
         self._split = SplitModel(model, base_layers)
         self._scheduler = Scheduler(policy, layers=len(self._split.layers), max_rows=max_rows)
         self._runner = Runner(self._split.layers)
+        if (unloaded := getattr(policy, "unloaded", None)) is not None and (walk := self._split.walk()):
+            unloaded(min(self._runner.time(walk) for _ in range(3)))
         self._counters = Counters()
         self._timeline: Timeline | None = None
         self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"

@@ -33,6 +33,11 @@ class BaseLayer(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.name!r}, {self.spec.in_features} → {self.spec.out_features})"
 
+    def sample(self) -> torch.Tensor:
+        """A row [1, i] for it, of zeros."""
+        parameter = next(self.module.parameters())
+        return torch.zeros(1, self.spec.in_features, dtype=self.spec.dtype, device=parameter.device)
+
     def run(self, pass_: Pass, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """[n, o] from (X [n, i],) forward; [n, i] from (dY [n, o],) or (X [n, i], dY [n, o]) backward."""
         if pass_ is Pass.FORWARD:

@@ -6,12 +6,13 @@ slice is done, so the executor's own memory stays bounded by ``max_rows`` whatev
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 
 from symbiosis.core.layers import BaseLayer
-from symbiosis.core.requests import Batch, Call, Slice
+from symbiosis.core.requests import Batch, Call, Key, Kind, Pass, Slice
 from symbiosis.core.rows import merge, split
 
 __all__ = ["Runner"]
@@ -55,6 +56,16 @@ class Runner:
             return tuple([self._layers[layer].run(pass_, call.tensors) for layer in layers])
         finally:
             _set_grad_enabled(grad)
+
+    def time(self, layers: Sequence[int]) -> float:
+        """Seconds that one row takes through these layers, one after another."""
+        rows = [(layer, self._layers[layer].sample()) for layer in layers]
+        began = time.perf_counter()
+        for layer, row in rows:
+            self.run_alone(Call(Key((layer,), Pass.FORWARD), Kind.DECODE, (row,)))
+        if rows and rows[0][1].is_cuda:
+            torch.cuda.synchronize(rows[0][1].device)
+        return time.perf_counter() - began
 
 
 _set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() comes down to, six Python calls later

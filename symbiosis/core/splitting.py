@@ -62,6 +62,14 @@ class SplitModel:
         """The layer table: base layers in the order in which the model defines them."""
         return [layer.spec for layer in self.layers]
 
+    def walk(self) -> list[int]:
+        """Layers that every token goes through; empty where that is not to be told from their names."""
+        config = getattr(self.model, "config", None)
+        if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
+            return []
+        whole = tuple(f"{spec.name}." for spec in self.specs if not spec.linear)
+        return [spec.layer for spec in self.specs if not spec.name.startswith(whole) and "expert" not in spec.name]
+
     def skeleton(self, link: Link) -> nn.Module:
         """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``.
 

@@ -18,6 +18,7 @@ Legend: B batch; T tokens of the whole sequence; s of a window; H key-value head
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +31,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from symbiosis.core.pruning import pruned
 from symbiosis.errors import UsageError
 
-__all__ = ["WindowedStep", "check_window", "tokens"]
+__all__ = ["WindowedStep", "backward_in_windows", "check_window", "tokens"]
 
 _IGNORED = -100
 
@@ -322,6 +323,42 @@ class WindowedStep:
         if self._items is None:
             self._items = (following != _IGNORED).sum()
         return following, labels.shape[1]
+
+
+def backward_in_windows(model: Any, batch: Mapping[str, Any], window: int, *, prune: bool = True) -> float:
+    """Forward and backward of a batch in windows, for synchronous code: adds to the gradients what
+    ``model(**batch).loss.backward()`` would add. For coroutines see :meth:`symbiosis.Client.train_step`.
+
+    Args:
+        model: from :func:`symbiosis.open_model`, with a PEFT adapter or trainable parts of its own.
+        batch: arguments of the model, with ``labels``, on the model's device.
+        window: tokens in a window.
+        prune: keep fewer activations for backward; see :meth:`symbiosis.Client.train_step`.
+
+    Returns:
+        The loss.
+
+    Raises:
+        UsageError: the model, its PEFT method or the batch cannot be run in windows.
+    """
+    check_window(window)
+    if window >= tokens(batch):
+        with pruned() if prune else contextlib.nullcontext():
+            loss: torch.Tensor = model(**batch).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+    step = WindowedStep(model, dict(batch), window, prune)
+    for index in range(len(step) - 1):
+        step.look(index)
+    total = 0.0
+    for index in reversed(range(len(step))):
+        loss = step.loss(index)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    tensors, gradients = step.rest()
+    if tensors:
+        torch.autograd.backward(tensors, gradients)
+    return total
 
 
 _SLICED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")

@@ -62,7 +62,9 @@ class Admission(ABC):
         self.name = f"{type(self).name}+{policy.name}"
         self._view = _View()
         self._told: dict[str, Callable[..., None]] = {
-            name: method for name in ("started", "ran", "cancelled") if (method := getattr(policy, name, None))
+            name: method
+            for name in ("started", "ran", "cancelled", "unloaded")
+            if (method := getattr(policy, name, None))
         }
 
     # ---------------------------------------------------------------------------------------------- for the subclasses
@@ -120,6 +122,9 @@ class Admission(ABC):
 
     def ran(self, batch: Batch, seconds: float) -> None:
         self._tell("ran", batch, seconds)
+
+    def unloaded(self, seconds: float) -> None:
+        self._tell("unloaded", seconds)
 
     def cancelled(self, request: Request) -> None:
         if request in self._view.admitted:

@@ -4,16 +4,18 @@ FlexLLM fills each iteration of the model with fine-tuning tokens, s = argmax f(
 iteration is a client's walk through the layers, each a request of its own, so the question is put for each batch,
 against what is left of the tokens that are being made. The slack of a token is
 
-    SLO − time since it began − time that the rest of it usually takes
+    time until it is due − time that the rest of it usually takes
 
-where "usually" is learned from the client's earlier tokens, with the time that went to fine-tuning taken out. The
-least slack of all is what fine-tuning rows may cost, by a latency model that is learned as well: beside inference rows
-of the same layer, where they are cheapest, or as batches of their own while the inference clients think. Large
-requests are cut to what fits (D2): forward and backward rows of fine-tuning, and a prefill beside others (chunked
-prefill).
+where "usually" is learned from earlier tokens, with the time that went to others taken out. A token is due when its
+text, from its first token on, has had its SLO for each token: what one token was late, the next ones make up for, so
+that it is the mean over a text that is kept. The least slack of all is what prefill and fine-tuning rows may cost, by a
+latency model that is learned as well: beside decode rows of the same layer, where they are cheapest, or as batches of
+their own. Large requests are cut to what fits (D2): forward and backward rows of fine-tuning, and prefills (chunked
+prefill). Fine-tuning waits while a prefill does. What is aimed at is less than the SLO by twice what tokens are late on
+average: nothing here knows what clients compute themselves, in the same process perhaps.
 
-With F the time spent on fine-tuning since the executor started and F₀ its value when the token began, the slack is
-``min(SLO − usual + F₀ − F, began + SLO − now)``. What belongs to the token does not change, so two heaps know the
+With F the time spent on others since the executor started and F₀ its value when the token began, the slack is
+``min(due − began − usual + F₀ − F, due − now)``. What belongs to the token does not change, so two heaps know the
 least slack, whatever the number of clients.
 """
 
@@ -33,10 +35,20 @@ from symbiosis.policies.order import Index
 
 __all__ = ["CoServing"]
 
-_MARGIN = 0.9
-"""Of the slack, what is spent at once: predictions are off by some."""
-_EARLY = 0.97
-"""Of an SLO, what is aimed at."""
+_SPEND = 0.5
+"""Of the slack, what is spent at once: predictions are off by some, and others may come meanwhile."""
+_EARLY = 0.92
+"""Of an SLO, what is aimed at at most."""
+_EARLIEST = 0.7
+"""And at least."""
+_AHEAD = 2.0
+"""So many times what tokens are late on average is aimed ahead."""
+_LEARN_LATE = 0.05
+"""Weight of the newest token in how late they are."""
+_HURRY = 0.4
+"""Of the time to the first token, after which a prefill need not fit into the slack any more."""
+_LEAST, _MOST = 0.5, 2.0
+"""Of what is aimed at, what a token is given if its text is late, and if it is early."""
 _GIVEN_UP = 2.0
 """Of an SLO, after which a client that asks for nothing is taken to have stopped in the middle of a token."""
 _LEARN = 0.2
@@ -58,11 +70,17 @@ class _Token:
 
     began: float
     slo: float
+    due: float
+    """When it should be there."""
     prefill: bool
-    tuned: float
-    """Seconds of fine-tuning before it began."""
+    others: float
+    """Seconds of prefill and fine-tuning before it began."""
     layer: int
     last: Request
+    text: float
+    """When the text began that it is a token of: with the first token after the prompt."""
+    number: int
+    """In the text, from 0."""
     over: bool = False
 
     @property
@@ -106,13 +124,26 @@ class CoServing:
         self._index = {Kind.DECODE: self._decode, Kind.PREFILL: self._prefill, Kind.FINETUNE: self._tuning}
         self._tokens: OrderedDict[str, _Token] = OrderedDict()
         self._usual: OrderedDict[str, float] = OrderedDict()
-        """Seconds that a client's token takes without fine-tuning."""
-        self._tuned = 0.0
-        """Seconds of fine-tuning so far."""
+        """Seconds that a client's token takes without prefill and fine-tuning of others."""
+        self._anybodys = 0.0
+        """The same of all clients: who begins a text finds others at work."""
+        self._late = 0.0
+        """Seconds by which tokens are late on average, those that are early counting as none, where others had a
+        part."""
+        self._others = 0.0
+        """Seconds of prefill and fine-tuning so far."""
         self._by_room: list[tuple[float, int, _Token]] = []
-        """SLO − usual + F₀"""
+        """due − began − usual + F₀"""
         self._by_due: list[tuple[float, int, _Token]] = []
-        """began + SLO"""
+        """due"""
+
+    def unloaded(self, seconds: float) -> None:
+        for whose, slo_ms in (("", self.slo_ms), *((f" of {name!r}", slo) for name, (slo, _) in self.clients.items())):
+            if slo_ms < 1e3 * seconds:
+                raise UsageError(
+                    f"co-serving: slo_ms{whose} is {slo_ms:g}, but a token takes {1e3 * seconds:.3g} ms in base layers "
+                    "alone when nothing else goes on; promise more"
+                )
 
     # ---------------------------------------------------------------------------------------------------------- tokens
 
@@ -123,23 +154,27 @@ class CoServing:
         token = self._tokens.get(request.client)
         layer = request.key.layers[0]
         if token is None or token.over or layer <= token.layer or token.prefill != (request.kind is Kind.PREFILL):
-            if token is not None:
-                self._learn(request, token)
-            token = self._begin(request)
+            follows = token is not None and self._learn(request, token)
+            token = self._begin(request, token if follows else None)
         token.layer, token.last = layer, request
 
-    def _learn(self, request: Request, token: _Token) -> None:
+    def _learn(self, request: Request, token: _Token) -> bool:
+        """How long a token took; whether this request is for the next one of the same text."""
         token.over = True
-        own = request.arrived - token.began - (self._tuned - token.tuned)
-        if token.prefill or not 0 < own <= 4 * token.slo:
-            return  # that was a pause between two requests of a user, and no token
+        own = request.arrived - token.began - (self._others - token.others)
+        if token.prefill or request.kind is Kind.PREFILL or not 0 < own <= 4 * token.slo:
+            return False  # that was a pause between two requests of a user, and no token
         client = request.client
         before = self._usual.pop(client, own)
         if len(self._usual) >= _MAX_CLIENTS:
             self._usual.popitem(last=False)
         self._usual[client] = (1 - _LEARN) * before + _LEARN * own
+        self._anybodys = (1 - _LEARN) * self._anybodys + _LEARN * own
+        if self._others > token.others:
+            self._late += _LEARN_LATE * (max(request.arrived - token.due, 0.0) - self._late)
+        return True
 
-    def _begin(self, request: Request) -> _Token:
+    def _begin(self, request: Request, before: _Token | None) -> _Token:
         client, now = request.client, request.arrived
         slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
         terms = request.terms
@@ -149,14 +184,17 @@ class CoServing:
             slo_ms, ttft_ms = terms.slo_ms or slo_ms, terms.ttft_ms or ttft_ms
         prefill = request.kind is Kind.PREFILL
         slo = (ttft_ms if prefill else slo_ms) / 1e3
-        token = _Token(now, slo, prefill, self._tuned, -1, request)
+        aim = max(_EARLY * slo - _AHEAD * self._late, _EARLIEST * slo)
+        text, number = (before.text, before.number + 1) if before else (now, 0)
+        due = min(max(text + (number + 1) * aim, now + _LEAST * aim), now + _MOST * aim)
+        token = _Token(now, slo, due, prefill, self._others, -1, request, text, number)
         if client not in self._tokens and len(self._tokens) >= _MAX_CLIENTS:
             self._tokens.popitem(last=False)[1].over = True
         self._tokens[client] = token
-        heapq.heappush(self._by_due, (now + _EARLY * slo, request.id, token))
+        heapq.heappush(self._by_due, (due, request.id, token))
         if not prefill:  # prompts differ: nobody knows how long one takes before it has been read
-            usual = self._usual.get(client, slo / 2)
-            heapq.heappush(self._by_room, (_EARLY * slo - usual + self._tuned, request.id, token))
+            usual = max(self._usual.get(client, 0.0), self._anybodys) or slo / 2
+            heapq.heappush(self._by_room, (due - now - usual + self._others, request.id, token))
         # Tokens that are over fall out at the top. Below one client's tight SLO those of others would never get there.
         for heap in (self._by_due, self._by_room):
             if len(heap) > 2 * len(self._tokens) + _SLACK_ENTRIES:
@@ -165,12 +203,12 @@ class CoServing:
         return token
 
     def slack(self, now: float) -> float:
-        """Seconds of fine-tuning that no token being made would miss; ``inf`` if none is, ≤ 0 if one is late."""
+        """Seconds for others that no token being made would miss; ``inf`` if none is, ≤ 0 if one is late."""
         for heap in (self._by_due, self._by_room):
             while heap and self._is_over(heap[0][2], now):
                 heapq.heappop(heap)
         due = self._by_due[0][0] - now if self._by_due else math.inf
-        room = self._by_room[0][0] - self._tuned if self._by_room else math.inf
+        room = self._by_room[0][0] - self._others if self._by_room else math.inf
         return min(due, room)
 
     @staticmethod
@@ -183,9 +221,9 @@ class CoServing:
 
     def ran(self, batch: Batch, seconds: float) -> None:
         line = self.latency[batch.key]
-        inference = sum(stop - start for request, start, stop in batch.slices if request.kind is not Kind.FINETUNE)
-        if inference < batch.rows and 0 < seconds < 3600:
-            self._tuned += max(seconds - (line.predict(inference) if inference else 0.0), 0.0)
+        decode = sum(stop - start for request, start, stop in batch.slices if request.kind is Kind.DECODE)
+        if decode < batch.rows and 0 < seconds < 3600:
+            self._others += max(seconds - (line.predict(decode) if decode else 0.0), 0.0)
         line.learn(batch.rows, seconds)
 
     # ------------------------------------------------------------------------------------------------------- decisions
@@ -195,13 +233,22 @@ class CoServing:
         overdue = oldest.arrived + self.max_wait_ms / 1e3
         if overdue <= now:
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
-        slack = _MARGIN * self.slack(now)
-        first = self._decode.furthest_behind() or self._prefill.furthest_behind()
+        slack = _SPEND * self.slack(now)
+        decode, prefill = self._decode.furthest_behind(), self._prefill.furthest_behind()
+        first = decode or prefill
         tuning = self._tuning.furthest_behind()
         if first is None:
             assert tuning is not None
             return self._tune(view.queues[tuning.key], view, slack, now, overdue)
         queue = view.queues[first.key]
+        if decode is not None and prefill is not None and decode.key != prefill.key:
+            tuning = None
+            alone = view.queues[prefill.key]
+            rows = self._rows_within(prefill.key, 0, slack, view.max_rows)
+            hurry = self._in_a_hurry(prefill.client, now)
+            if hurry or rows >= min(alone.rows, self._worth_a_batch(prefill.key)):
+                rows = max(rows, min(_UNKNOWN, view.max_rows))
+                return Run(prefill.key, self._with_inference(alone, rows, slack), "hurry" if hurry else "prefill")
         if tuning is not None and first.key != tuning.key:
             # It need not wait for a moment without inference, which under load never comes: time is what counts.
             alone = view.queues[tuning.key]
@@ -214,6 +261,10 @@ class CoServing:
         takes = self._with_inference(queue, view.max_rows, slack)
         mixed = takes[-1][0].kind is Kind.FINETUNE
         return Run(first.key, takes, "co-served" if mixed else "inference")
+
+    def _in_a_hurry(self, client: str, now: float) -> bool:
+        token = self._tokens.get(client)
+        return token is not None and token.prefill and now > token.began + _HURRY * token.slo
 
     def _tune(self, queue: QueueView, view: View, slack: float, now: float, overdue: float) -> Decision:
         """Nothing but fine-tuning is queued."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from symbiosis.core.protocols import Policy
+from symbiosis.core.requests import Batch
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.engine import Client, Simulation, Until
@@ -60,21 +61,26 @@ def replay(
 
     Raises:
         PolicyError: the policy made a decision that the scheduler had to refuse.
+        UsageError: it promises what cannot be kept even when nothing else goes on.
     """
     texts: list[tuple[Done, int]] = []
     jobs: list[Done] = []
     clients = load.by_client()
     left = len(load.trace)
+    policies = [make_policy() for _ in range(executors)]
+    for policy in policies:
+        if (unloaded := getattr(policy, "unloaded", None)) is not None:
+            unloaded(sum(costs.batch(Batch(key, (), "", 1), False) for key in costs.walk))
     simulations = [
         Simulation(
-            make_policy(),
+            policy,
             layers=costs.layers,
             max_rows=max_rows,
             cost=costs.batch,
             overhead_s=costs.overhead_s,
             local=costs.local,
         )
-        for _ in range(executors)
+        for policy in policies
     ]
 
     def asks(arrivals: Iterator[Arrival]) -> Client:

@@ -66,33 +66,25 @@ class Lanes:
         self._closed = False
         self._lanes: list[_Lane | LaneProcess] = []
         try:
-            self._make(backend, rank, device, local, remote, processes, memory)
+            for number in (UP, DOWN):
+                sends = (number == UP) == (rank == TENANT)
+                if processes is not None and backend == "gloo":
+                    self._lanes.append(
+                        LaneProcess(number, sends, local, remote, memory, processes, self._publish, self._broken)
+                    )
+                    continue
+                store: Store
+                if backend == "nccl":
+                    store = NcclStore(number, rank, self._note)
+                    make = partial(rendezvous.nccl, store, rank, device)
+                else:
+                    store = GlooStore(number, rank, remote, self._note)
+                    make = partial(rendezvous.gloo, store, rank, local)
+                self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self))
         except BaseException:
             self.close()
             raise
         self._out, self._in = self._lanes if rank == TENANT else reversed(self._lanes)
-
-    def _make(
-        self,
-        backend: str,
-        rank: int,
-        device: torch.device,
-        local: str,
-        remote: str,
-        processes: LaneProcesses | None,
-        memory: int,
-    ) -> None:
-        lanes = self._lanes
-        for number in (UP, DOWN):
-            sends = (number == UP) == (rank == TENANT)
-            if backend == "nccl":
-                store: Store = NcclStore(number, rank, self._note)
-                lanes.append(_Lane(store, partial(rendezvous.nccl, store, rank, device), device, 1 - rank, sends, self))
-            elif processes is None:
-                store = GlooStore(number, rank, remote, self._note)
-                lanes.append(_Lane(store, partial(rendezvous.gloo, store, rank, local), device, 1 - rank, sends, self))
-            else:
-                lanes.append(LaneProcess(number, sends, local, remote, memory, processes, self._publish, self._broken))
 
     def met(self, note: Note) -> None:
         """The other side has sent a note."""
