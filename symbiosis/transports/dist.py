@@ -168,6 +168,8 @@ class DistPeer(TcpPeer):
         size = sum(result.nbytes for result in results)
         self._unsent_bytes += size
         self._send([wire.pack(Type.RESULT, message.id)])
+        if self._lanes is None:  # that found out that the client is gone
+            return
         sent = partial(self._sent, size)
         try:
             self._lanes.send([result.to(self._device).contiguous() for result in results], sent)
