@@ -163,16 +163,17 @@ class DistPeer(TcpPeer):
             super()._cancel(id_)
 
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
-        if self._gone or self._lanes is None:
+        lanes = self._lanes
+        if self._gone or lanes is None:
             return
         size = sum(result.nbytes for result in results)
         self._unsent_bytes += size
         self._send([wire.pack(Type.RESULT, message.id)])
-        if self._lanes is None:  # that found out that the client is gone
+        if self._lanes is not lanes:  # that found out that the client is gone
             return
         sent = partial(self._sent, size)
         try:
-            self._lanes.send([result.to(self._device).contiguous() for result in results], sent)
+            lanes.send([result.to(self._device).contiguous() for result in results], sent)
         except BrokenError as error:
             self._broken(error)
 
