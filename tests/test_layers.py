@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.core import blocks
 from symbiosis.core.layers import base_layer, is_linear
-from symbiosis.core.requests import LayerSpec, Pass
-from symbiosis.errors import SplitError
+from symbiosis.core.requests import Key, LayerSpec, Pass, expected
+from symbiosis.errors import RequestError, SplitError
 
 
 def conv(out_features: int, in_features: int) -> Conv1D:
@@ -127,3 +128,34 @@ def test_probing_draws_no_random_numbers_and_keeps_the_mode() -> None:
     base_layer(0, "mlp", module)
     assert torch.equal(torch.get_rng_state(), before)
     assert module.training
+
+
+@pytest.mark.parametrize("block", [1, 16, 1 << 19])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["linear", "linear-no-bias", "conv1d"])
+def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in fp32 times the weight as it is served, whatever its type, in blocks of any size."""
+    monkeypatch.setattr(blocks, "_BLOCK", block)
+    module: Any = MODULES[kind]().to(dtype).requires_grad_(False)
+    layer = base_layer(0, "name", module)
+    weight = module.weight.double() if kind != "conv1d" else module.weight.double().t()
+    bias = 0 if module.bias is None else module.bias.double()
+    x, dy = torch.randn(4, 5), torch.randn(4, 7)
+    with torch.no_grad():
+        for pass_, rows, wanted in (
+            (Pass.FORWARD_FP32, x, x.double() @ weight.t() + bias),
+            (Pass.FORWARD_WITHOUT_BIAS_FP32, x, x.double() @ weight.t()),
+            (Pass.BACKWARD_FP32, dy, dy.double() @ weight),
+        ):
+            result = layer.run(pass_, (rows,))
+            assert result.dtype is torch.float32
+            assert torch.allclose(result.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_modules_have_no_pass_in_fp32() -> None:
+    layer = base_layer(0, "mlp", MODULES["mlp"]())
+    for pass_ in (Pass.FORWARD_FP32, Pass.BACKWARD_FP32):
+        with pytest.raises(SplitError, match="no pass in fp32"):
+            layer.run(pass_, (torch.randn(4, 5),))
+        with pytest.raises(RequestError, match="no pass in fp32"):
+            expected([layer.spec], Key((0,), pass_))

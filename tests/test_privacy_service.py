@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -300,3 +301,15 @@ def test_commands(tmp_path: Path) -> None:
                 assert refused.returncode != 0
                 assert why in " ".join(refused.stderr.split()), refused.stderr
                 assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.slow
+def test_bench(tmp_path: Path) -> None:
+    file = tmp_path / "privacy.json"
+    done = run("bench", "privacy", "--preset", "tiny", "--rounds", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text())
+    assert [row["scheme"] for row in report["rows"]][:2] == ["none", "noise-pool"]
+    assert {"overhead_noise_pool", "overhead_shares", "logit_error_local_pads"} <= report["headline"].keys()
+    errors = [value for key, value in report["headline"].items() if key.startswith("logit_error")]
+    assert all(0 < error < 1e-2 for error in errors)
