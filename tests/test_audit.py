@@ -141,10 +141,8 @@ def test_difference_finds_rows_with_one_mask() -> None:
     assert found is not None
     rows = torch.cat([estimate.rows for estimate in found.values()])
     assert torch.nn.functional.cosine_similarity(rows, x).mean() > 0.9
-    assert (
-        difference(random_traffic(evidence, dict.fromkeys(evidence, x), torch.Generator().manual_seed(3)), World(64))
-        is None
-    )  # type: ignore[arg-type]
+    noise = random_traffic(evidence, dict.fromkeys(evidence, x), torch.Generator().manual_seed(3))
+    assert difference(noise, World(64)) is None  # type: ignore[arg-type]
 
 
 def test_complement_is_bare() -> None:

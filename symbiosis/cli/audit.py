@@ -94,6 +94,6 @@ def _show(found: Audit) -> None:
     out = console()
     out.print(table)
     out.print(costs)
-    for scheme in seen:
+    for scheme in found.costs:
         verdict = "no attack got more from it than from random traffic" if found.holds(scheme) else "does not hold"
         out.print(f"{scheme}: {verdict}")
