@@ -112,14 +112,14 @@ class Provider:
         }
 
     def by_repeats(self, evidence: Evidence) -> dict[str, dict[int, float]]:
-        """Median relative error of rows, after 1, 2, 4… requests for one prompt."""
+        """Cosine of rows with the truth, after 1, 2, 4… requests for one prompt."""
         counts = [2**k for k in range(20) if 2**k <= self.plan.repeats]
         found: dict[str, dict[int, float]] = {}
         for name, middle in (("averaging", False), ("mid-range", True)):
             found[name] = {}
             for count in counts:
                 means = guesses.averaged(evidence, self.played.truth, Stage.REPEAT, count, middle=middle)
-                found[name][count] = activations(means, self.played.truth, backward=False).error
+                found[name][count] = activations(means, self.played.truth, backward=False).cosine
         return found
 
     def _check(self, evidence: Evidence) -> None:

@@ -123,7 +123,7 @@ def as_data(audit: Audit) -> dict[str, Any]:
                 }
                 for attack, scores in view.scores.items()
             },
-            "error_by_repeats": view.by_repeats,
+            "cosine_by_repeats": view.by_repeats,
         }
         for view in audit.views
     ]
@@ -147,7 +147,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def plot(file: Path, audit: Audit) -> None:
-    """What the best attack recovers, scheme × goal; and errors over repeats of a prompt."""
+    """What the best attack recovers, scheme × goal; and how averages come nearer over repeats of a prompt."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -168,17 +168,19 @@ def plot(file: Path, audit: Audit) -> None:
     left.set_title("cosine of the best attack, where it found more than in random traffic", fontsize=9)
     for view in audit.views:
         for attack, style in (("averaging", "-"), ("mid-range", ":")):
-            errors = view.by_repeats.get(attack)
-            if errors and view.scheme != "none":
-                line = right.plot(list(errors), list(errors.values()), style, marker="o", markersize=3)
+            cosines_by_repeats = view.by_repeats.get(attack)
+            if cosines_by_repeats and view.scheme != "none":
+                line = right.plot(
+                    list(cosines_by_repeats), list(cosines_by_repeats.values()), style, marker="o", markersize=3
+                )
                 line[0].set_label(f"{view.name}, {attack}")
-    right.axhline(1.0, color="black", linewidth=0.5)
+    right.axhline(0.0, color="black", linewidth=0.5)
+    right.set_ylim(-0.1, 1.0)
     right.set_xscale("log", base=2)
-    right.set_yscale("log")
     right.set_xlabel("requests for one prompt")
-    right.set_title("median relative error of its rows", fontsize=9)
+    right.set_title("cosine of its rows with the truth", fontsize=9)
     if right.lines[1:]:
-        right.legend(fontsize=7)
+        right.legend(fontsize=6)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
