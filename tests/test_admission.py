@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 import symbiosis
 from symbiosis.core.protocols import Decision, Policy, View
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Terms
+from symbiosis.core.requests import Batch, Call, Key, Kind, Pass, Request, Terms
 from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.session import kind_of
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import tenant_of
@@ -264,7 +266,7 @@ async def test_a_policy_is_told_of_terms(base: Any) -> None:
 async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path) -> None:
     """They are told as what the client asks for; so they are again after the connection was lost."""
     terms = {"priority": -3, "slo_ms": 500.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
-    asked = {(Terms(**terms, asked=True), Kind.PREFILL)}
+    asked = {(Terms(**terms, asked=True), Kind.FINETUNE)}  # with gradients: it is not believed to be less patient
 
     def synchronous(address: str) -> None:
         with symbiosis.open_model(address, name="blocking", **terms) as model:
@@ -296,6 +298,32 @@ def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
     for _ in range(3):
         order += [request.client for request in world.complete(_run(world))]
     assert order == ["gold", "pushy", "modest"]
+
+
+@pytest.mark.parametrize(
+    ("pass_", "looks", "says", "asked", "is_"),
+    [
+        (Pass.FORWARD, Kind.PREFILL, None, True, Kind.PREFILL),
+        (Pass.FORWARD, Kind.PREFILL, Kind.FINETUNE, True, Kind.FINETUNE),
+        (Pass.FORWARD, Kind.FINETUNE, Kind.DECODE, True, Kind.FINETUNE),
+        (Pass.FORWARD, Kind.PREFILL, Kind.DECODE, False, Kind.DECODE),
+        (Pass.BACKWARD, Kind.DECODE, Kind.DECODE, True, Kind.FINETUNE),
+    ],
+)
+def test_what_rows_are_for(pass_: Pass, looks: Kind, says: Kind | None, asked: bool, is_: Kind) -> None:
+    """Who provides the executor may say so; from elsewhere rows are only more patient than they look."""
+    call = Call(Key((0,), pass_), looks, ())
+    assert kind_of(call, Terms(kind=says, asked=asked)) is is_
+
+
+def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
+    """Its client asks for one row and leaves: its token is given up as soon as anybody's would be."""
+    policy = CoServing(slo_ms=100)
+    world = world_of(policy, "gone", "job")
+    world.submit("gone", F0, 1, Kind.DECODE, Terms(slo_ms=20_000.0, asked=True))
+    world.complete(_run(world))
+    world.clock.advance(0.25)
+    assert policy.slack(world.clock.now) == math.inf
 
 
 @pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
@@ -413,6 +441,9 @@ def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
         (lambda: Priority(tenants={"a": 1.5}), "that of 'a' is 1.5"),  # type: ignore[dict-item]
         (lambda: RateLimit(tokens_per_s=0), "tokens_per_s is 0"),
         (lambda: RateLimit(tenants={"a": -1}), "rate of 'a' is -1"),
+        (lambda: RateLimit(tenants=5), "tenants is 5; give one for each by name"),
+        (lambda: Fair(weights=3), "weights is 3; give one for each by name"),
+        (lambda: Priority(tenants=3), "tenants is 3; give one for each by name"),
     ],
 )
 def test_wrong_use(make: type, why: str) -> None:

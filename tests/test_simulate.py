@@ -257,3 +257,10 @@ def test_a_curve_through_what_was_measured() -> None:
 def test_more_rows_never_take_less_time() -> None:
     curve = Curve([(1, 1.0), (2, 9.0), *[(4, 3.0)] * 3, (8, 7.0)])
     assert [curve(rows) for rows in (1, 2, 4, 8)] == [1.0, 4.5, 4.5, 7.0]
+
+
+def test_a_trace_may_begin_at_any_time(tmp_path: Path) -> None:
+    """And may have been saved by a spreadsheet."""
+    file = tmp_path / "trace.csv"
+    file.write_text("arrival_s,ContextTokens,GeneratedTokens\n100000.5,3,4\n100001.5,5,6\n", encoding="utf-8-sig")
+    assert read_trace(file) == [Arrival(0.0, 3, 4), Arrival(1.0, 5, 6)]

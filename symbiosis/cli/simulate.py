@@ -107,7 +107,12 @@ def simulate(
         )
     if check and executors > 1:
         raise UsageError("--check plays the load to one executor; leave --executors out")
-    policies = policy or ["no-lockstep", "lockstep", "opportunistic", f"co-serving:slo_ms={slo_ms:g}"]
+    policies = policy or [
+        "no-lockstep",
+        "lockstep",
+        "opportunistic",
+        f"co-serving:slo_ms={slo_ms:g},ttft_ms={ttft_ms:g}",
+    ]
     for spec in policies:
         make_policy(spec)  # a typing mistake should show before the work
     found = read_trace(trace, requests) if trace else synthetic(requests, rate, seed)

@@ -31,7 +31,7 @@ from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, LayerSpec, Request, Terms
 from symbiosis.core.runner import Runner
 from symbiosis.core.scheduler import Scheduler, WaitUntil
-from symbiosis.core.session import ExecutorSession
+from symbiosis.core.session import ExecutorSession, kind_of
 from symbiosis.core.share import Share, weights_fingerprint
 from symbiosis.core.splitting import SplitModel
 from symbiosis.core.statistics import Counters, Statistics
@@ -363,8 +363,8 @@ class Executor:
         call.reply = reply
         self._calls[id_] = call
         terms = self._sessions[client].terms
-        kind = call.kind if terms.kind is None else terms.kind
         rows = call.tensors[0].shape[0]
+        kind = kind_of(call, terms)
         self._scheduler.submit(Request(id_, client, call.key, rows, kind, _now(), terms=terms))
         if self._pump is None:
             self.pump_soon()
@@ -484,11 +484,13 @@ class Executor:
         if self._scheduler.policy_errors:
             self._report_policy()
         if isinstance(action, Batch):
-            self._run(action)
-            # Behind the clients that were just answered, so that they can join the next batch.
-            if self._pump is not None:
-                self._pump.cancel()
-            self._pump = loop.call_soon(self._on_turn)
+            try:
+                self._run(action)
+            finally:
+                # Behind the clients that were just answered, so that they can join the next batch.
+                if self._pump is not None:
+                    self._pump.cancel()
+                self._pump = loop.call_soon(self._on_turn)
         elif isinstance(action, WaitUntil) and action.time < math.inf:
             self._timer = loop.call_later(action.time - _now(), self.pump_soon)
 

@@ -35,6 +35,11 @@ from symbiosis.errors import PolicyError, UsageError
 __all__ = ["Idle", "Scheduler", "WaitUntil"]
 
 
+MAX_WAIT_S = 3600.0
+"""A wait while nobody is thinking ends by itself only."""
+MAX_REASON = 64
+
+
 class WaitUntil(NamedTuple):
     """Ask again at ``time`` (seconds), or as soon as anything was reported. ``inf``: only when something was."""
 
@@ -209,9 +214,13 @@ class Scheduler:
         if isinstance(decision, Wait):
             if decision.until is None or decision.until == math.inf:
                 return None if self.thinking else "waits without a limit while nobody is thinking"
+            if not self.thinking and decision.until > now + MAX_WAIT_S:
+                return f"waits {decision.until - now:g} s while nobody is thinking; {MAX_WAIT_S:g} are allowed"
             return None if decision.until > now else f"waits until {decision.until}, which is not after now ({now})"
         if not isinstance(decision, Run):
             return f"returned {decision!r}, which is neither Run nor Wait"
+        if type(decision.reason) is not str or not 0 < len(decision.reason) <= MAX_REASON:
+            return f"gives {decision.reason!r:.100} as its reason, which is no text of 1 to {MAX_REASON} characters"
         queue = self._queues.by_key.get(decision.key)
         if queue is None:
             return f"runs {decision.key}, for which nothing is queued"
@@ -234,6 +243,7 @@ class Scheduler:
         return None
 
     def _start(self, run: Run) -> Batch:
+        key = self._queues.by_key[run.key].key  # equal, and certainly a key
         slices = []
         rows = 0
         for request, count in run.takes:
@@ -242,7 +252,7 @@ class Scheduler:
             rows += count
             request.taken += count
             self._queues.take(request, count, last=not request.remaining)
-        batch = Batch(run.key, slices, run.reason, rows)
+        batch = Batch(key, slices, run.reason, rows)
         self._tell(self._started, "started", batch)
         return batch
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Terms, expected
+from symbiosis.core.requests import Call, Expected, Key, Kind, LayerSpec, Terms, expected
 from symbiosis.errors import ClientClosedError, RequestError
 
 if TYPE_CHECKING:
@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["ExecutorSession"]
 
 Results = tuple[torch.Tensor, ...]
+
+
+def kind_of(call: Call, terms: Terms) -> Kind:
+    """What a call's rows are for. Kinds ascend from the most urgent to the most patient; a client from another process
+    is believed that its rows are more patient than they look, and not that they are less."""
+    kind = Kind.FINETUNE if call.key.pass_.is_backward else call.kind
+    if terms.kind is None:
+        return kind
+    return max(kind, terms.kind) if terms.asked else terms.kind
 
 
 class ExecutorSession:

@@ -72,6 +72,10 @@ class Statistics(NamedTuple):
         return self.rows / self.batches if self.batches else 0.0
 
 
+_MAX_REASONS = 100
+"""A policy that makes up a reason for each batch does not fill the memory."""
+
+
 @dataclass(slots=True)
 class _Layer:
     requests: int = 0
@@ -121,7 +125,7 @@ class Counters:
 
     def _layer(self, key: Key, size: int, rows: int, reason: str, seconds: float) -> _Layer:
         self.run_s += seconds
-        self.reasons[reason] += 1
+        self.reasons[reason if reason in self.reasons or len(self.reasons) < _MAX_REASONS else "other"] += 1
         layer = self.layers.get(key)
         if layer is None:
             if len(self.layers) >= MAX_KEYS:

@@ -330,7 +330,8 @@ def backward_in_windows(model: Any, batch: Mapping[str, Any], window: int, *, pr
     ``model(**batch).loss.backward()`` would add. For coroutines see :meth:`symbiosis.Client.train_step`.
 
     Args:
-        model: from :func:`symbiosis.open_model`, with a PEFT adapter or trainable parts of its own.
+        model: from :func:`symbiosis.open_model` (``kind=Kind.FINETUNE`` tells policies what its windows are for), with
+            a PEFT adapter or trainable parts of its own.
         batch: arguments of the model, with ``labels``, on the model's device.
         window: tokens in a window.
         prune: keep fewer activations for backward; see :meth:`symbiosis.Client.train_step`.

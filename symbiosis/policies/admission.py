@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from symbiosis.core.protocols import Decision, Policy, QueueView, View, Wait
 from symbiosis.core.queues import Queues
@@ -19,7 +19,9 @@ from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.errors import UsageError
 from symbiosis.policies.opportunistic import Opportunistic
 
-__all__ = ["Admission", "number", "tenant_of", "tokens"]
+__all__ = ["Admission", "mapping", "number", "tenant_of", "tokens"]
+
+T = TypeVar("T")
 
 
 @lru_cache(1 << 14)
@@ -42,6 +44,17 @@ def number(who: str, what: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UsageError(f"{who}: {what} is {value!r}; it must be a number greater than 0")
     return float(value)
+
+
+def mapping(who: str, what: str, value: Mapping[str, T] | None) -> Mapping[str, T]:
+    """A mapping, empty for None.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise UsageError(f"{who}: {what} is {value!r}; give one for each by name, as in {what}.alice=…")
+    return value or {}
 
 
 class Admission(ABC):

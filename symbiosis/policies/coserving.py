@@ -81,11 +81,16 @@ class _Token:
     """When the text began that it is a token of: with the first token after the prompt."""
     number: int
     """In the text, from 0."""
+    patience: float
+    """Seconds after which a client that asks for nothing has stopped. Not so long as it says itself: who asks for a
+    loose SLO, and leaves, would keep others waiting for its token."""
+    usual: bool
+    """Whether it tells what a token of anybody's takes."""
     over: bool = False
 
     @property
     def given_up(self) -> float:
-        return self.began + _GIVEN_UP * self.slo
+        return self.began + self.patience
 
 
 class CoServing:
@@ -162,15 +167,16 @@ class CoServing:
         """How long a token took; whether this request is for the next one of the same text."""
         token.over = True
         own = request.arrived - token.began - (self._others - token.others)
-        if token.prefill or request.kind is Kind.PREFILL or not 0 < own <= 4 * token.slo:
+        if token.prefill or request.kind is Kind.PREFILL or not 0 < own <= 2 * token.patience:
             return False  # that was a pause between two requests of a user, and no token
         client = request.client
         before = self._usual.pop(client, own)
         if len(self._usual) >= _MAX_CLIENTS:
             self._usual.popitem(last=False)
         self._usual[client] = (1 - _LEARN) * before + _LEARN * own
-        self._anybodys = (1 - _LEARN) * self._anybodys + _LEARN * own
-        if self._others > token.others:
+        if token.usual:
+            self._anybodys = (1 - _LEARN) * self._anybodys + _LEARN * own
+        if token.usual and self._others > token.others:
             self._late += _LEARN_LATE * (max(request.arrived - token.due, 0.0) - self._late)
         return True
 
@@ -187,7 +193,10 @@ class CoServing:
         aim = max(_EARLY * slo - _AHEAD * self._late, _EARLIEST * slo)
         text, number = (before.text, before.number + 1) if before else (now, 0)
         due = min(max(text + (number + 1) * aim, now + _LEAST * aim), now + _MOST * aim)
-        token = _Token(now, slo, due, prefill, self._others, -1, request, text, number)
+        promised = (self.ttft_ms if prefill else self.slo_ms) / 1e3
+        patience = _GIVEN_UP * (min(slo, promised) if terms.asked else slo)
+        usual_one = not terms.asked or slo <= promised
+        token = _Token(now, slo, due, prefill, self._others, -1, request, text, number, patience, usual_one)
         if client not in self._tokens and len(self._tokens) >= _MAX_CLIENTS:
             self._tokens.popitem(last=False)[1].over = True
         self._tokens[client] = token

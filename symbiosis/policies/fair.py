@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.protocols import Policy, View
 from symbiosis.core.requests import Kind, Request
-from symbiosis.policies.admission import Admission, number, tenant_of, tokens
+from symbiosis.policies.admission import Admission, mapping, number, tenant_of, tokens
 
 __all__ = ["Fair"]
 
@@ -79,7 +79,8 @@ class Fair(Admission):
             Kind.FINETUNE: number("fair", "finetune", finetune),
         }
         self.weights = {
-            name: number("fair", f"the weight of {name!r}", weight) for name, weight in (weights or {}).items()
+            name: number("fair", f"the weight of {name!r}", weight)
+            for name, weight in mapping("fair", "weights", weights).items()
         }
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
         self._highest = 0.0

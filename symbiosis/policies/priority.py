@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from symbiosis.core.protocols import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.errors import UsageError
-from symbiosis.policies.admission import Admission, number, tenant_of
+from symbiosis.policies.admission import Admission, mapping, number, tenant_of
 
 __all__ = ["Priority"]
 
@@ -41,7 +41,7 @@ class Priority(Admission):
     ) -> None:
         super().__init__(policy)
         self.max_wait_ms = number("priority", "max_wait_ms", max_wait_ms)
-        self.tenants = dict(tenants or {})
+        self.tenants = dict(mapping("priority", "tenants", tenants))
         for name, priority in self.tenants.items():
             if isinstance(priority, bool) or not isinstance(priority, int):
                 raise UsageError(f"priority: that of {name!r} is {priority!r}; it must be a whole number")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.protocols import Policy, View
 from symbiosis.core.requests import Request
-from symbiosis.policies.admission import Admission, number, tenant_of, tokens
+from symbiosis.policies.admission import Admission, mapping, number, tenant_of, tokens
 
 __all__ = ["RateLimit"]
 
@@ -58,7 +58,8 @@ class RateLimit(Admission):
         self.tokens_per_s = number("rate-limit", "tokens_per_s", tokens_per_s)
         self.burst_s = number("rate-limit", "burst_s", burst_s)
         self.tenants = {
-            name: number("rate-limit", f"the rate of {name!r}", rate) for name, rate in (tenants or {}).items()
+            name: number("rate-limit", f"the rate of {name!r}", rate)
+            for name, rate in mapping("rate-limit", "tenants", tenants).items()
         }
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._due: list[tuple[float, int, _Bucket]] = []

@@ -43,7 +43,7 @@ def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
     """
     found: list[Arrival] = []
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
             rows = csv.DictReader(lines)
             missing = [column for column in COLUMNS if column not in (rows.fieldnames or ())]
             if missing:
@@ -60,7 +60,8 @@ def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
         raise UsageError(f"cannot read the trace {file}: {error}") from error
     if not found:
         raise UsageError(f"{file} has no request in it")
-    return found
+    began = found[0].at
+    return [arrival._replace(at=arrival.at - began) for arrival in found]
 
 
 def _arrival(file: Path, line: int, row: dict[str, str]) -> Arrival:
