@@ -431,7 +431,11 @@ def test_ctrl_c_while_tenants_work(tiny: Path, pairs: Path, tmp_path: Path) -> N
     command = [sys.executable, "-m", "symbiosis.cli.main", "demo", "--model", str(tiny), "--data", str(pairs)]
     command += ["--steps", "3000", "--output", str(tmp_path)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"},
     )
     assert process.stdout is not None
     try:
@@ -440,9 +444,13 @@ def test_ctrl_c_while_tenants_work(tiny: Path, pairs: Path, tmp_path: Path) -> N
             assert time.monotonic() < deadline
         time.sleep(2)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        try:
+            out, err = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # says where its threads are
+            pytest.fail(f"it goes on after Ctrl-C: {process.communicate()[1][-8000:]}")
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
     assert process.returncode == 130, err
     assert "Traceback" not in out + err
