@@ -303,7 +303,7 @@ def test_the_command(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- audit: begin -->\n<!-- audit: end -->\n")
     files = ["--json", tmp_path / "a" / "audit.json", "--plot", tmp_path / "b" / "audit.png", "--into", page]
-    size = ["--hidden", "32", "--prompts", "3", "--repeats", "4", "--lots", "3"]
+    size = ["--hidden", "32", "--prompts", "3", "--repeats", "4", "--lots", "8"]
     command = ["audit", "--scheme", "none", "--scheme", "noise-pool:size=9", *size, *files]
     done = CliRunner().invoke(app, list(map(str, command)), catch_exceptions=False)
     assert done.exit_code == 0, done.output

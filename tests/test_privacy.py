@@ -7,6 +7,7 @@ products have (‖x‖·rms(W)), is at most 1.5e-6 · scale in fp32, and one rou
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -32,8 +33,9 @@ from symbiosis.privacy import LocalPads, MaskedChannel, MixedNoise, NoisePool, S
 from symbiosis.privacy.amplitude import ERROR_PER_SCALE, Levels, size_of
 from symbiosis.privacy.cycle import Cycle
 from symbiosis.privacy.keystream import BITS, Keystream
+from symbiosis.privacy.own_weights import OwnWeights
+from symbiosis.privacy.pad_folder import _HEAD, PadFolder
 from symbiosis.privacy.pad_folder import Counter as PadCounter
-from symbiosis.privacy.pad_folder import PadFolder
 from symbiosis.privacy.scheme import Scheme
 
 
@@ -576,12 +578,57 @@ def test_effects_that_are_damaged_are_made_again(tmp_path: Path) -> None:
         masking.channel.mask.prepare(masking.channel.asked(key)).result(10)  # type: ignore[union-attr]
     (kept,) = (tmp_path / "pads").glob("*.effects")
     data = bytearray(kept.read_bytes())
-    data[len(data) // 2] ^= 1
+    data[_HEAD.size + 3] ^= 0x40  # the exponent of the first number of the first pad
     kept.write_bytes(data)
     with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
         for _ in range(6):
             (y,) = masking.ask((0,), Pass.FORWARD, x)
             assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+
+
+def test_a_counter_that_is_gone(tmp_path: Path) -> None:
+    """Nobody knows which pads were used."""
+    model = Layers(32, 8)
+    x = torch.randn(2, 32)
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+        masking.ask((0,), Pass.FORWARD, x)
+    (counter,) = (tmp_path / "pads").glob("*.counter")
+    counter.unlink()
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+        with pytest.raises(PrivacyError, match="is gone, and with it which pads were used"):
+            masking.ask((0,), Pass.FORWARD, x)
+
+
+def test_a_counter_that_is_written_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = PadCounter(tmp_path / "counter")
+    monkeypatch.setattr(os, "write", lambda file, data: len(data) - 1)
+    with pytest.raises(OSError, match="written in part"):
+        counter.write(5)
+    assert counter.value == 0
+    counter.close()
+
+
+def test_getting_ready_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Layers(32, 8)
+    monkeypatch.setattr(OwnWeights, "effects", lambda *_: 1 / 0)
+    with Masking(LocalPads(model, rows=8), model) as masking:
+        mask, asked = masking.channel.mask, masking.channel.asked(Key((0,), Pass.FORWARD))
+        with pytest.raises(ZeroDivisionError):
+            mask.prepare(asked).result(10)  # type: ignore[union-attr]
+        with pytest.raises(PrivacyError, match="no more pads can be made"):
+            mask.prepare(asked)
+
+
+def test_fingerprints_look_at_all_columns() -> None:
+    """Also of layers whose size is a multiple of what is looked at."""
+    model, other = Layers(512, 512), Layers(512, 512)
+    with torch.no_grad():
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            its.copy_(mine)
+            if its.ndim == 2:
+                its[:, 1:256] += 1.0
+    with pytest.raises(PrivacyError, match="other weights"), Masking(LocalPads(other), model):
+        pass
 
 
 def test_out_of_pads() -> None:

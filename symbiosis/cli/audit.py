@@ -30,7 +30,7 @@ def audit(
     prompts: Annotated[int, typer.Option(min=2, help="Prompts that the tenant generates for, each twice.")] = 20,
     repeats: Annotated[int, typer.Option(min=2, help="Of one more prompt, that is sent over and over.")] = 64,
     lots: Annotated[
-        int, typer.Option(min=2, help="Lots of random traffic to compare with. The more, the less an attack may find.")
+        int, typer.Option(min=8, help="Lots of random traffic to compare with. The more, the less an attack may find.")
     ] = 12,
     seed: Annotated[int, typer.Option(help="Of the model, the adapter and the texts. Masks are never seeded.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,

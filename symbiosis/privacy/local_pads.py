@@ -187,6 +187,7 @@ class Pads:
 
     def prepare(self, asked: Asked) -> Future[Any] | None:
         with self._changed:
+            self._check()
             stock = self._stock(asked)
             goal = stock.next + self._rows
             ready: Future[None] = Future()
@@ -223,10 +224,7 @@ class Pads:
         """The next pads of a key, and their effects."""
         effects: Future[Results] = Future()
         with self._changed:
-            if self._closed:
-                raise ClientClosedError("the client of these pads was closed")
-            if self._failure is not None:
-                raise PrivacyError("local-pads: no more pads can be made, after an error") from self._failure
+            self._check()
             stock = self._stock(asked)
             if self._strict and stock.next + rows > stock.made:
                 names = ", ".join(spec.name for spec in asked.layers)
@@ -248,6 +246,12 @@ class Pads:
                 if stock.made - last <= self._rows // 2:
                     self._changed.notify()
         return noise, effects
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClientClosedError("the client of these pads was closed")
+        if self._failure is not None:
+            raise PrivacyError("local-pads: no more pads can be made, after an error") from self._failure
 
     def _stock(self, asked: Asked) -> _Stock:
         stock = self._stocks.get(asked.key)

@@ -8,6 +8,7 @@ are only a store of work that was done: what is damaged there is found by its ch
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -90,6 +91,8 @@ class PadFolder:
         """How many pads of a kind are used up."""
         path = self.path / f"{name}.counter"
         new = not path.exists()
+        if new and (self.path / f"{name}.effects").exists():
+            raise PrivacyError(f"local-pads: {path} is gone, and with it which pads were used; use another folder")
         counter = Counter(path)
         if new:
             self._sync()
@@ -118,7 +121,8 @@ class Counter:
 
     def write(self, value: int) -> None:
         """On disk when this returns."""
-        os.write(self._file, _COUNT.pack(value, value ^ _ALL))
+        if os.write(self._file, _COUNT.pack(value, value ^ _ALL)) != _COUNT.size:
+            raise OSError(errno.ENOSPC, "a counter of pads was written in part, so the next pads cannot be used")
         os.fsync(self._file)
         self.value = value
 
