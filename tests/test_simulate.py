@@ -27,7 +27,9 @@ PATIENT = SLO(1e6, 1e6)
 
 def _costs(think: float = 1e-3, start: float = 1e-3, layers: int = 4, local: bool = False) -> Costs:
     keys = forward(layers)
-    return Costs(keys, backward(keys), layers, Cost(start, 1e-5).of, lambda kind, rows: think, 0.0, local, "made up")
+    return Costs(
+        keys, backward(keys), layers, Cost(start, 1e-5).of, lambda kind, rows: think, 0.0, local, (), "made up"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- traces
@@ -264,3 +266,18 @@ def test_a_trace_may_begin_at_any_time(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("arrival_s,ContextTokens,GeneratedTokens\n100000.5,3,4\n100001.5,5,6\n", encoding="utf-8-sig")
     assert read_trace(file) == [Arrival(0.0, 3, 4), Arrival(1.0, 5, 6)]
+
+
+def test_the_head_is_asked_for_a_prompts_last_token_alone() -> None:
+    seen: list[tuple[Key, int]] = []
+
+    class Notes(NoLockstep):
+        def submitted(self, request: Request) -> None:
+            seen.append((request.key, request.rows))
+            super().submitted(request)
+
+    keys = forward(3)
+    simulation = Simulation(Notes(), layers=3, cost=Cost(1e-3, 0.0).of)
+    simulation.add("text", generate(keys, 5, 2, 0.0, Done(), last={keys[-1]}))
+    simulation.run()
+    assert seen == [*zip(keys, (5, 5, 1), strict=True), *((key, 1) for key in keys)]

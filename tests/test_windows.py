@@ -312,10 +312,12 @@ async def test_requests_have_a_windows_rows_and_are_fine_tuning() -> None:
         await client.train_step(batch(), adamw(client.model), window=4)
         assert {kind for kind, _ in seen} == {Kind.FINETUNE}
         assert max(rows for _, rows in seen) == 2 * 4
-        seen.clear()
-        with torch.no_grad():
-            await client.forward(input_ids=IDS)
-        assert {kind for kind, _ in seen} == {Kind.PREFILL}
+        for training, kind in ((True, Kind.FINETUNE), (False, Kind.PREFILL)):
+            client.model.train(training)
+            seen.clear()
+            with torch.no_grad():
+                await client.forward(input_ids=IDS)
+            assert {kind for kind, _ in seen} == {kind}
 
 
 async def test_keys_and_values_are_let_go_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +454,7 @@ async def test_synchronous_code(base: Any, tmp_path: Path, window: int) -> None:
         return float(loss.item())
 
     def there(address: str) -> dict[str, torch.Tensor]:
-        with symbiosis.open_model(address, kind=Kind.FINETUNE) as model:
+        with symbiosis.open_model(address) as model:
             return gradients(model, lambda tuned: symbiosis.backward_in_windows(tuned, batch(), window))
 
     expected = gradients(copy.deepcopy(base), plainly)

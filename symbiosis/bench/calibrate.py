@@ -64,6 +64,7 @@ async def calibrate(settings: Settings) -> Costs:
         lambda kind, rows: thinking[kind](rows),
         overhead_s,
         True,
+        recorder.alone,
         f"{settings.preset.name}, measured here",
     )
 
@@ -146,10 +147,11 @@ class _Recorder:
         self.seen: dict[tuple[Key, bool], Points] = {}
         """Of each batch, by its key and whether the one before it had the same."""
         self.walk: list[Key] = []
-        """The last whole one. Clients find out about siblings in their first; a prefill asks for its last token alone
-        at the last layer."""
+        """The last whole one. Clients find out about siblings in their first."""
         self.back: list[Key] = []
         """The last walk back."""
+        self.alone: set[Key] = set()
+        """Asked for a prompt's last token alone."""
         self._walks: dict[str, list[Key]] = {}
         self._last: Key | None = None
         self._lockstep, self._apart = Lockstep(), NoLockstep()
@@ -165,6 +167,9 @@ class _Recorder:
                 self._walks[request.client] = [request.key]
             else:
                 walk.append(request.key)
+        elif request.kind is Kind.PREFILL:
+            if request.rows == 1:
+                self.alone.add(request.key)
         elif request.kind is Kind.FINETUNE:
             walk = self._walks.setdefault(f"{request.client} back", [])
             if request.key.pass_.is_backward:

@@ -139,7 +139,9 @@ async def _tuning(
 
 async def _prompted(clients: list[Client], settings: Settings) -> list[Decoding]:
     """A text of each client, with its prompt read."""
-    jobs = [Decoding(client.model, settings.preset, settings.device, seed) for seed, client in enumerate(clients)]
+    jobs = [
+        Decoding(client.model.eval(), settings.preset, settings.device, seed) for seed, client in enumerate(clients)
+    ]
     await asyncio.gather(*(client.run(job.prefill) for client, job in zip(clients, jobs, strict=True)))
     return jobs
 

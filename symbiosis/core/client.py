@@ -248,20 +248,16 @@ class Client:
     async def _run_windows(self, step: WindowedStep) -> float:
         """Forward and backward of a batch in windows; its loss."""
         total = 0.0
-        self._link.finetuning = True
-        try:
-            for index in range(len(step) - 1):
-                await self._in_fiber(step.look, index)
-            for index in reversed(range(len(step))):
-                loss = await self._in_fiber(step.loss, index)
-                self._check_trainable(loss)
-                await self._in_pass_on_thread(loss.backward)
-                total += loss.item()
-            tensors, gradients = step.rest()
-            if tensors:
-                await self._in_pass_on_thread(torch.autograd.backward, tensors, gradients)
-        finally:
-            self._link.finetuning = False
+        for index in range(len(step) - 1):
+            await self._in_fiber(step.look, index)
+        for index in reversed(range(len(step))):
+            loss = await self._in_fiber(step.loss, index)
+            self._check_trainable(loss)
+            await self._in_pass_on_thread(loss.backward)
+            total += loss.item()
+        tensors, gradients = step.rest()
+        if tensors:
+            await self._in_pass_on_thread(torch.autograd.backward, tensors, gradients)
         return total
 
     def _check_trainable(self, loss: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
 from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError, PrivacyError, RequestError
 
-__all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "keys_of", "virtualize"]
+__all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "finetuning", "keys_of", "virtualize"]
 
 
 on_thread = threading.local()
@@ -62,7 +62,7 @@ class _Fetched:
 class Here:
     """What a link remembers for one thread: threads that share a model each walk it with rows of their own."""
 
-    __slots__ = ("fetched", "last_input", "pass_", "product", "run")
+    __slots__ = ("fetched", "kind", "last_input", "layer", "pass_", "product", "rows", "run")
 
     def __init__(self) -> None:
         self.last_input: weakref.ref[torch.Tensor] | None = None
@@ -71,6 +71,25 @@ class Here:
         self.pass_ = Pass.FORWARD
         self.fetched: dict[Siblings, _Fetched] = {}
         self.product: Product | None = None
+        self.layer = -1
+        """That was asked last, of a forward pass without gradients."""
+        self.kind = Kind.DECODE
+        """What for."""
+        self.rows = 0
+        """Of the largest request of that walk, if it is a prefill's."""
+
+    def kind_of(self, layer: int, x: torch.Tensor) -> Kind:
+        """What rows are for that are sent without gradients: more than one of a sequence are a prompt's. Some models
+        flatten sequences on the way (OPT), and the last layer is asked for a prompt's last token alone: the rest of a
+        prompt's walk is a prompt's too."""
+        rows = x.shape[:-1].numel()
+        if layer > self.layer and self.kind is Kind.PREFILL and rows <= self.rows:
+            kind = Kind.PREFILL
+        else:
+            kind = Kind.PREFILL if x.ndim > 2 and x.shape[-2] > 1 else Kind.DECODE
+            self.rows = rows
+        self.layer, self.kind = layer, kind
+        return kind
 
 
 class _Threads(threading.local):
@@ -308,14 +327,15 @@ class VirtLayer(nn.Module):
         return self.spec.layer != other.spec.layer and self._model is other._model
 
     def _request(self, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if torch.is_grad_enabled() or self._link.finetuning:
+        link = self._link
+        if torch.is_grad_enabled() or link.finetuning or self.training:
             kind = Kind.FINETUNE
         else:
-            kind = Kind.DECODE if x.ndim < 3 or x.shape[-2] == 1 else Kind.PREFILL
+            kind = link._threads.here.kind_of(key.layers[0], x)
         rows = (x.detach() if x.requires_grad else x).reshape(-1, self.spec.in_features)
         if type(rows) is not torch.Tensor:  # a subclass would take part in what the executor computes for others
             rows = rows.as_subclass(torch.Tensor)
-        return self._link.request(key, kind, (rows,), self.spec.name)
+        return link.request(key, kind, (rows,), self.spec.name)
 
     def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
         """[..., o] → [..., i]."""
@@ -544,6 +564,19 @@ def virtualize(module: nn.Module, spec: LayerSpec, link: Link) -> None:
     assert isinstance(module, VirtModule)
     module._attach(spec, link)
     module._watch_inside()
+
+
+@contextlib.contextmanager
+def finetuning(model: nn.Module) -> Iterator[None]:
+    """Meanwhile what the model asks for without gradients belongs to a training step, too."""
+    links = {layer._link for layer in model.modules() if isinstance(layer, VirtLayer)}
+    for link in links:
+        link.finetuning = True
+    try:
+        yield
+    finally:
+        for link in links:
+            link.finetuning = False
 
 
 def keys_of(model: nn.Module, training: bool) -> list[Key]:

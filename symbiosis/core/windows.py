@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from symbiosis.core.pruning import pruned
+from symbiosis.core.virtlayer import finetuning
 from symbiosis.errors import UsageError
 
 __all__ = ["WindowedStep", "backward_in_windows", "check_window", "tokens"]
@@ -208,7 +209,7 @@ class WindowedStep:
             self._put_prefix()
         self._states.append(_random_state(self._device))
         options = {"logits_to_keep": 1} if self._accepts_logits_to_keep else {}
-        with torch.no_grad():
+        with torch.no_grad(), finetuning(self._model):
             self._forward(index, options)
 
     def loss(self, index: int) -> torch.Tensor:
@@ -330,8 +331,7 @@ def backward_in_windows(model: Any, batch: Mapping[str, Any], window: int, *, pr
     ``model(**batch).loss.backward()`` would add. For coroutines see :meth:`symbiosis.Client.train_step`.
 
     Args:
-        model: from :func:`symbiosis.open_model` (``kind=Kind.FINETUNE`` tells policies what its windows are for), with
-            a PEFT adapter or trainable parts of its own.
+        model: from :func:`symbiosis.open_model`, with a PEFT adapter or trainable parts of its own.
         batch: arguments of the model, with ``labels``, on the model's device.
         window: tokens in a window.
         prune: keep fewer activations for backward; see :meth:`symbiosis.Client.train_step`.

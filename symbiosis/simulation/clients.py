@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from symbiosis.core.requests import Key, Kind, Pass
@@ -47,12 +47,14 @@ def backward(keys: Sequence[Key]) -> list[Key]:
     return [Key((layer,), Pass.BACKWARD) for key in reversed(keys) for layer in reversed(key.layers)]
 
 
-def _walk(keys: Sequence[Key], rows: int, kind: Kind, thinking: Thinking) -> Iterator[Think | Ask]:
+def _walk(
+    keys: Sequence[Key], rows: int, kind: Kind, thinking: Thinking, last: Container[Key] = ()
+) -> Iterator[Think | Ask]:
     """Through the model, with the client's own work before each layer."""
     seconds = thinking(kind, rows)
     for key in keys:
         yield Think(seconds)
-        yield Ask(key, rows, kind)
+        yield Ask(key, 1 if key in last else rows, kind)
 
 
 def _spread(think: float | Thinking, walk: Sequence[Key]) -> Thinking:
@@ -61,7 +63,13 @@ def _spread(think: float | Thinking, walk: Sequence[Key]) -> Thinking:
 
 
 def generate(
-    layers: int | Sequence[Key], prompt: int, tokens: int, think: float | Thinking, done: Done, arrives: float = 0.0
+    layers: int | Sequence[Key],
+    prompt: int,
+    tokens: int,
+    think: float | Thinking,
+    done: Done,
+    arrives: float = 0.0,
+    last: Container[Key] = (),
 ) -> Client:
     """Read a prompt, then make tokens one by one.
 
@@ -72,6 +80,7 @@ def generate(
             before each request.
         done: filled in.
         arrives: when it arrives, in seconds; the same as is given to :meth:`~symbiosis.simulation.Simulation.add`.
+        last: keys that are asked for the prompt's last token alone, as language models do at their head.
     """
     keys = forward(layers) if isinstance(layers, int) else layers
     thinking = _spread(think, keys)
@@ -79,7 +88,7 @@ def generate(
     yield Walk(True)
     for token in range(tokens):
         now = arrives
-        for action in _walk(keys, 1 if token else prompt, Kind.DECODE if token else Kind.PREFILL, thinking):
+        for action in _walk(keys, 1 if token else prompt, Kind.DECODE if token else Kind.PREFILL, thinking, last):
             now = yield action
         done.tokens.append(now)
     yield Walk(False)

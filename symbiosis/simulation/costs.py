@@ -5,7 +5,7 @@ What it takes here is measured by :mod:`symbiosis.bench.calibrate`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from symbiosis.core.requests import Batch, Key, Pass
@@ -31,6 +31,8 @@ class Costs:
     overhead_s: float
     local: bool
     """See :class:`~symbiosis.simulation.Simulation`."""
+    last: Container[Key]
+    """What a prompt asks for its last token alone."""
     text: str
     """Where these figures come from, in a few words."""
 
@@ -104,4 +106,4 @@ def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
         return max(reading, computing) + card.launch_s
 
     text = f"{model} on {gpu} by its roofline"
-    return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: think_s, 20e-6, False, text)
+    return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: think_s, 20e-6, False, (), text)

@@ -91,7 +91,7 @@ def replay(
             done = Done()
             texts.append((done, arrival.tokens))
             began = arrival.at if load.paced else now
-            yield from generate(costs.walk, arrival.prompt, arrival.tokens, costs.think, done, began)
+            yield from generate(costs.walk, arrival.prompt, arrival.tokens, costs.think, done, began, costs.last)
             left -= 1
             progress(1 - left / len(load.trace))
 

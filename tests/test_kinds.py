@@ -1,0 +1,94 @@
+"""What rows are for is told from them: a prompt's walk is a prefill to its end, training is fine-tuning throughout."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+import symbiosis
+from symbiosis.core.requests import Kind, Request
+from symbiosis.policies import NoLockstep
+from symbiosis.testing import tiny_model
+from tests.helpers import adamw, lora
+
+IDS = torch.arange(3, 10)[None]
+
+
+class Notes(NoLockstep):
+    """Serves whoever comes first, and remembers what the rows were for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Kind, int]] = []
+
+    def submitted(self, request: Request) -> None:
+        self.seen.append((request.kind, request.rows))
+        super().submitted(request)
+
+    def taken(self) -> list[tuple[Kind, int]]:
+        seen, self.seen = self.seen, []
+        return seen
+
+
+def opt() -> Any:
+    """Its MLP flattens sequences to matrices."""
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    return transformers.OPTForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tiny_model("llama"), lambda: tiny_model("gpt2"), opt], ids=["llama", "gpt2", "opt"]
+)
+async def test_generation(make: Any) -> None:
+    notes = Notes()
+    async with symbiosis.Executor(make(), policy=notes) as executor, executor.client() as client:
+        length = IDS.shape[1]
+        options = {"do_sample": False, "min_new_tokens": 3, "max_new_tokens": 3, "logits_to_keep": 1}
+        for _ in range(2):
+            await client.generate(input_ids=IDS, **options)
+            seen = notes.taken()
+            prompt = [rows for kind, rows in seen if kind is Kind.PREFILL]
+            assert seen[: len(prompt)] == [(Kind.PREFILL, rows) for rows in prompt]
+            assert set(prompt[:-1]) == {length}
+            assert prompt[-1] in (1, length)  # the head: of the last token alone, where the model can do that
+            assert set(seen[len(prompt) :]) == {(Kind.DECODE, 1)}
+            assert (len(seen) - len(prompt)) % 2 == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+async def test_checkpointed_training(reentrant: bool) -> None:
+    """Reentrant checkpointing runs its forward pass without gradients."""
+    notes = Notes()
+    async with symbiosis.Executor(tiny_model("llama"), policy=notes) as executor, executor.client(lora()) as client:
+        model = client.model
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        await client.train_step({"input_ids": IDS, "labels": IDS}, adamw(model))
+        assert {kind for kind, _ in notes.taken()} == {Kind.FINETUNE}
+
+
+@pytest.mark.parametrize("window", [3, 100])
+async def test_windows_of_synchronous_code(tmp_path: Path, window: int) -> None:
+    """In evaluation mode too, as a new model is in, and afterwards a prompt is a prompt again."""
+    notes = Notes()
+
+    def there(address: str) -> None:
+        with symbiosis.open_model(address) as model:
+            tuned = peft.get_peft_model(model, lora(lora_dropout=0.0)).eval()
+            symbiosis.backward_in_windows(tuned, {"input_ids": IDS, "labels": IDS}, window)
+            assert {kind for kind, _ in notes.taken()} == {Kind.FINETUNE}
+            with torch.no_grad():
+                tuned(IDS)
+            assert {kind for kind, _ in notes.taken()} == {Kind.PREFILL}
+
+    async with symbiosis.Executor(tiny_model("llama"), policy=notes) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        await asyncio.to_thread(there, listener.address)
