@@ -42,14 +42,14 @@ def test_options(spec: str, expected: tuple[float, float]) -> None:
 
 def test_one_around_another() -> None:
     policy = make_policy(
-        "fair:quantum=1e+2,weights.alice=2,weights.bob=0.5+rate-limit:tokens_per_s=9+co-serving:slo_ms=50"
+        "rate-limit:tokens_per_s=9+fair:quantum=1e+2,weights.alice=2,weights.bob=0.5+co-serving:slo_ms=50"
     )
-    assert isinstance(policy, Fair)
-    assert (policy.quantum, policy.weights) == (100.0, {"alice": 2.0, "bob": 0.5})
-    assert isinstance(policy.policy, RateLimit)
-    assert policy.policy.tokens_per_s == 9
+    assert isinstance(policy, RateLimit)
+    assert policy.tokens_per_s == 9
+    assert isinstance(policy.policy, Fair)
+    assert (policy.policy.quantum, policy.policy.weights) == (100.0, {"alice": 2.0, "bob": 0.5})
     assert isinstance(policy.policy.policy, CoServing)
-    assert policy.name == "fair+rate-limit+co-serving"
+    assert policy.name == "rate-limit+fair+co-serving"
     assert isinstance(make_policy("priority").policy, Opportunistic)  # type: ignore[attr-defined]
 
 
