@@ -85,8 +85,8 @@ def make_policy(spec: str | Policy) -> Policy:
     """A policy from an object (itself) or from ``"name"`` or ``"name:option=value,option=value"``.
 
     ``option.key=value`` sets an entry of an option that is a mapping; an entry of several numbers is written with
-    slashes: ``"co-serving:clients.alice=50/900"``. ``"outer+inner"`` gives the inner policy to the outer one, which must
-    have an option ``policy``: ``"fair:weights.alice=2+co-serving:slo_ms=50"``.
+    slashes: ``"co-serving:clients.alice=50/900"``. ``"outer+inner"`` gives the inner policy to the outer one, which
+    must have an option ``policy``: ``"fair:weights.alice=2+co-serving:slo_ms=50"``.
 
     Raises:
         UnknownNameError: no such policy.
