@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import symbiosis
 from symbiosis.core.protocols import Decision, Policy, View
-from symbiosis.core.requests import Batch, Call, Key, Kind, Pass, Request, Terms
+from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, Pass, Request, Terms
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.session import kind_of
 from symbiosis.errors import UsageError
@@ -258,7 +258,7 @@ def test_many_tenants_come_and_go() -> None:
 
 
 def _submit(world: World, client: str, priority: int, key: Key = F0) -> Request:
-    return world.submit(client, key, 1, Kind.DECODE, Terms(priority=priority))
+    return world.submit(client, key, 1, Kind.DECODE, Terms(priority=priority, asked=False))
 
 
 def test_the_urgent_go_first() -> None:
@@ -313,15 +313,15 @@ async def test_a_policy_is_told_of_terms(base: Any) -> None:
         async with executor.client(name="a", **terms) as a, executor.client(name="b") as b:
             await a.forward(input_ids=IDS)
             await b.forward(input_ids=IDS)
-    assert notes.seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL), Kind.PREFILL)}
-    assert notes.seen["b"] == {(Terms(), Kind.FINETUNE)}  # with gradients
+    assert notes.seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL, asked=False), Kind.PREFILL)}
+    assert notes.seen["b"] == {(Terms(asked=False), Kind.FINETUNE)}  # with gradients
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "dist"])
 async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path) -> None:
     """They are told as what the client asks for; so they are again after the connection was lost."""
     terms = {"priority": -3, "slo_ms": 500.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
-    asked = {(Terms(**terms, asked=True), Kind.FINETUNE)}  # with gradients: it is not believed to be less patient
+    asked = {(Terms(**terms), Kind.FINETUNE)}  # with gradients: it is not believed to be less patient
 
     def synchronous(address: str) -> None:
         with symbiosis.open_model(address, name="blocking", **terms) as model:
@@ -345,10 +345,16 @@ async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path
             assert notes.seen == {"coroutine": asked}
 
 
+def test_terms_are_what_is_asked_for_unless_somebody_has_promised_them() -> None:
+    """A transport that forgets to say which passes on what is believed less."""
+    assert Terms(priority=1000).asked
+    assert NO_TERMS.asked
+
+
 def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
     world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), "pushy", "gold", "modest")
     for name, priority in (("modest", -1), ("pushy", 1000), ("gold", 0)):
-        world.submit(name, F0, 1, Kind.DECODE, Terms(priority=priority, asked=True))
+        world.submit(name, F0, 1, Kind.DECODE, Terms(priority=priority))
     order = []
     for _ in range(3):
         order += [request.client for request in world.complete(_run(world))]
@@ -375,7 +381,7 @@ def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
     """Its client asks for one row and leaves: its token is given up as soon as anybody's would be."""
     policy = CoServing(slo_ms=100)
     world = world_of(policy, "gone", "job")
-    world.submit("gone", F0, 1, Kind.DECODE, Terms(slo_ms=20_000.0, asked=True))
+    world.submit("gone", F0, 1, Kind.DECODE, Terms(slo_ms=20_000.0))
     world.complete(_run(world))
     world.clock.advance(0.25)
     assert policy.slack(world.clock.now) == math.inf
@@ -384,7 +390,7 @@ def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
 @pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
 def test_nobody_stops_others_fine_tuning_from_elsewhere(asked: float | None, slack: float) -> None:
     policy = CoServing(slo_ms=200)
-    world_of(policy, "a").submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=asked, asked=True))
+    world_of(policy, "a").submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=asked))
     assert 0.4 * slack < policy.slack(0.0) < slack
 
 
@@ -402,7 +408,7 @@ def test_a_client_with_an_slo_of_its_own() -> None:
     for slo_ms in (None, 20.0):
         policy = CoServing(slo_ms=200)
         world = world_of(policy, "a")
-        world.submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=slo_ms))
+        world.submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=slo_ms, asked=False))
         slack[slo_ms] = policy.slack(0.0)
     assert slack[20.0] < 0.02 < slack[None]
 
@@ -423,7 +429,7 @@ def test_what_was_served_in_part_is_still_let_in() -> None:
     for number, (name, rows) in enumerate((("low", 10), ("high", 1))):
         scheduler.client_joined(name)
         scheduler.pass_began(name)
-        terms = Terms(priority=number)
+        terms = Terms(priority=number, asked=False)
         scheduler.submit(Request(number, name, F0, rows, Kind.DECODE, 0.0, terms=terms))
     served = []
     while isinstance(batch := scheduler.next_action(0.0), Batch):

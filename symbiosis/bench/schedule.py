@@ -67,7 +67,7 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
     backward = [Key((layer,), Pass.BACKWARD) for layer in reversed(range(LAYERS))]
     for number in range(count):
         name = f"client-{number}"
-        terms[name] = Terms(priority=number % 1000) if uneven else NO_TERMS
+        terms[name] = Terms(priority=number % 1000, asked=False) if uneven else NO_TERMS
         tuning, prompting = number % 4 == 3, number % 32 == 0
         steps = [(key, 256 if tuning else 1, Kind.FINETUNE if tuning else Kind.DECODE) for key in forward]
         if tuning:

@@ -254,7 +254,7 @@ class Executor:
             UnknownNameError, PrivacyError: no such scheme, or options that it does not take.
         """
         name = name or f"client-{next(self._client_numbers)}"
-        terms = Terms(priority, slo_ms, ttft_ms, kind).check()
+        terms = Terms(priority, slo_ms, ttft_ms, kind, asked=False).check()
         scheme = make_privacy(privacy)
 
         async def connect(name: str) -> Channel:

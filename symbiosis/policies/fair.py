@@ -55,8 +55,8 @@ class Fair(Admission):
     """The tenant that was served least goes first.
 
     A tenant is what stands before the slash of its clients' names, as in ``alice/notebook``: over ``tcp://`` with keys
-    that is the key's name. A token's forward walk through all layers counts 1 by its kind's weight; its walk back
-    counts again.
+    that is the key's name, else what a client calls itself, which is taken on trust. A token's forward walk through all
+    layers counts 1 by its kind's weight; its walk back counts again.
 
     Args:
         policy: who decides about those that are let in; opportunistic batching if None.
