@@ -59,11 +59,21 @@ def test_turns_are_as_often_as_said(every: int) -> None:
 
 
 def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
-    """Reasons of batches: "chat" asks for the first layer again and again, others walk four layers forward and back."""
+    """Reasons of batches: "chat" asks for the first layer again and again, others walk four layers forward and back.
+    Before, somebody has asked for four more."""
     walk = [Key((layer,), Pass.FORWARD) for layer in range(4)]
     walk += [Key((layer,), Pass.BACKWARD) for layer in reversed(range(4))]
     walks = {name: itertools.cycle(walk) for name in tuning}
-    world = world_of(policy, "chat", *tuning, layers=8)
+    world = world_of(policy, "earlier", layers=8)
+    for layer in range(4, 8 if tuning else 4):
+        world.submit("earlier", Key((layer,), Pass.FORWARD), 4, Kind.FINETUNE)
+        batch = world.decide()
+        assert isinstance(batch, Batch)
+        world.complete(batch)
+    world.leave("earlier")
+    for name in ("chat", *tuning):
+        world.join(name)
+        world.begin_pass(name)
     reasons = []
 
     def ask(name: str) -> None:
@@ -84,14 +94,7 @@ def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
 
 @pytest.mark.parametrize("tuning", [("job",), ("job", "other")])
 def test_a_turn_is_one_walk_whatever_was_asked_for_before(tuning: tuple[str, ...]) -> None:
-    policy = TemporalSharing(every=3)
-    world = world_of(policy, "earlier", layers=8)
-    for layer in range(4, 8):
-        world.submit("earlier", Key((layer,), Pass.FORWARD), 4, Kind.FINETUNE)
-        batch = world.decide()
-        assert isinstance(batch, Batch)
-        world.complete(batch)
-    reasons = play(policy, 110, *tuning)
+    reasons = play(TemporalSharing(every=3), 110, *tuning)
     lengths = [(reason, len(list(run))) for reason, run in itertools.groupby(reasons)]
     assert lengths[:2] == [("inference", 3), ("turn", 8)]
     assert set(lengths[2:-1]) == {("inference", 3), ("turn", 8)}

@@ -537,7 +537,7 @@ class Executor:
             self._policy_failures += 1
             if self._policy_failures & (self._policy_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th… time
                 log.error(
-                    "%s; the oldest request was served instead (%d times so far)",
+                    "%s (%d such faults so far)",
                     error,
                     self._policy_failures,
                     exc_info=error.__cause__,
