@@ -46,7 +46,7 @@ class TestFairCoServingConforms(_Patient):
     patience_s = 20.0
 
     def make_policy(self) -> Policy:
-        return Fair(CoServing(slo_ms=50), quantum=16, weights={"client-1": 3.0})
+        return Fair(CoServing(slo_ms=50), quantum=16, weights={"tenant-1": 3.0})
 
 
 class TestFairLockstepConforms(_Patient):
@@ -59,6 +59,13 @@ class TestPriorityConforms(_Patient):
 
     def make_policy(self) -> Policy:
         return Priority(max_wait_ms=500)
+
+
+class TestPriorityOfTenantsConforms(_Patient):
+    patience_s = 2.0
+
+    def make_policy(self) -> Policy:
+        return Priority(CoServing(max_wait_ms=500), max_wait_ms=500, tenants={"tenant-1": 1})
 
 
 class TestRateLimitConforms(_Patient):

@@ -53,6 +53,30 @@ class LongestQueueFirst(Oldest):
 
 
 @bad("starves a request")
+class UrgentFirst(Oldest):
+    """Without an end to it."""
+
+    def decide(self, view: View, now: float) -> Any:
+        key = max(view.queues, key=lambda key: view.queues[key].oldest.terms.priority)
+        return Run(key, view.queues[key].take(view.max_rows), "urgent")
+
+
+@bad("starves a request")
+class TuningLast(Oldest):
+    """As long as anything else is queued."""
+
+    def decide(self, view: View, now: float) -> Any:
+        key = min(view.queues, key=lambda key: (view.queues[key].oldest.kind, view.queues[key].oldest.id))
+        return Run(key, view.queues[key].take(view.max_rows), "tuning last")
+
+
+@bad("KeyError")
+class KnowsNobodyOfTheSecondTenant(Oldest):
+    def submitted(self, request: Request) -> None:
+        assert {"tenant-0": 1, "victim": 1, "alone": 1}[request.client.partition("/")[0]]
+
+
+@bad("starves a request")
 class FirstLayerFirst(Oldest):
     def decide(self, view: View, now: float) -> Any:
         key = min(view.queues)
