@@ -15,8 +15,8 @@ A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbi
 policy, and the method that raised. It is kept in :attr:`Scheduler.policy_errors`. Where there is no decision, the
 oldest request is served in its place, so one bad policy costs speed, not answers.
 
-Cost: submit, cancel and completion are O(1) in the number of clients and of queued requests; a decision costs what the
-policy makes of it plus the size of its batch.
+Cost: submit, cancel, completion and leaving are O(1) in the number of clients and of others' requests; a decision costs
+what the policy makes of it plus the size of its batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symbiosis.core.protocols import Decision, Policy, Run, Wait
@@ -58,12 +58,12 @@ IDLE = Idle()
 @dataclass(slots=True)
 class _Client:
     in_pass: bool = False
-    outstanding: int = 0
+    open: dict[int, Request] = field(default_factory=dict)
     """Requests not yet answered, queued or running."""
 
     @property
     def thinking(self) -> bool:
-        return self.in_pass and not self.outstanding
+        return self.in_pass and not self.open
 
 
 class Scheduler:
@@ -125,7 +125,7 @@ class Scheduler:
     def client_left(self, client: str) -> list[Request]:
         """Forget a client. Returns its unanswered requests, now cancelled."""
         self.pass_ended(client)
-        mine = [request for request in self._open.values() if request.client == client]
+        mine = list(self._clients[client].open.values())
         for request in mine:
             self.cancel(request.id)
         del self._clients[client]
@@ -153,10 +153,9 @@ class Scheduler:
         state = self._clients.get(request.client)
         if state is None:
             raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
-        if state.in_pass and not state.outstanding:
+        if state.in_pass and not state.open:
             self.thinking -= 1
-        state.outstanding += 1
-        self._open[request.id] = request
+        self._open[request.id] = state.open[request.id] = request
         self._queues.add(request)
         try:
             self.policy.submitted(request)
@@ -180,7 +179,7 @@ class Scheduler:
         if request.remaining:
             self._queues.take(request, request.remaining, last=True)
             self._tell(self._cancelled, "cancelled", request)
-        self._answered(request.client)
+        self._answered(request)
 
     def completed(self, batch: Batch, seconds: float) -> list[Request]:
         """A batch has run, in so many seconds. Returns the requests whose last row that was, in batch order."""
@@ -190,7 +189,7 @@ class Scheduler:
             request.done += stop - start
             if request.done == request.rows and not request.cancelled:
                 del self._open[request.id]
-                self._answered(request.client)
+                self._answered(request)
                 answered.append(request)
         return answered
 
@@ -273,10 +272,10 @@ class Scheduler:
             except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
                 self._refuse(f"raised in {name}()", "what it keeps in mind may be wrong from here on", error)
 
-    def _answered(self, client: str) -> None:
-        state = self._clients[client]
-        state.outstanding -= 1
-        if state.in_pass and not state.outstanding:
+    def _answered(self, request: Request) -> None:
+        state = self._clients[request.client]
+        del state.open[request.id]
+        if state.in_pass and not state.open:
             self.thinking += 1
 
     def _refuse(self, problem: str, so: str, cause: Exception | None = None) -> None:
@@ -291,11 +290,10 @@ class Scheduler:
             assert 0 <= request.done <= request.taken <= request.rows
             assert not request.cancelled
             assert (request.remaining > 0) == (request in self._queues), "a request with rows left is not queued"
-        outstanding: dict[str, int] = {}
-        for request in self._open.values():
-            outstanding[request.client] = outstanding.get(request.client, 0) + 1
+        theirs = {request.id: request for state in self._clients.values() for request in state.open.values()}
+        assert theirs == self._open, "the clients' open requests are not all that are open"
         for client, state in self._clients.items():
-            assert state.outstanding == outstanding.get(client, 0), f"{client!r} has a wrong count of open requests"
+            assert all(request.client == client for request in state.open.values()), f"{client!r} has one of another's"
         assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is off"
 
 
