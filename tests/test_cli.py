@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import subprocess
@@ -16,6 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 import symbiosis
+from symbiosis.bench.report import Report
 from symbiosis.cli import policies as policies_command
 from symbiosis.cli.console import CommandGroup
 from symbiosis.cli.main import app
@@ -237,3 +239,13 @@ def test_unknown_policy_shows_before_any_work(runner: CliRunner) -> None:
 @pytest.mark.parametrize("arguments", [["demo", "--steps", "0"], ["demo", "--dtype", "int3"], ["dmo"]])
 def test_wrong_arguments(runner: CliRunner, arguments: list[str]) -> None:
     assert runner.invoke(app, arguments).exit_code == 2
+
+
+def test_results_are_json_whatever_they_are(tmp_path: Path) -> None:
+    """Python writes NaN and Infinity, which no other reader of JSON knows."""
+    report = Report("x", "", {}, rows=[{"mean": math.nan, "text": "é"}], headline={"ratio": math.inf})
+    report.save(tmp_path / "new" / "x.json")
+    text = (tmp_path / "new" / "x.json").read_text(encoding="utf-8")
+    read = json.loads(text, parse_constant=pytest.fail)
+    assert read["rows"] == [{"mean": None, "text": "é"}]
+    assert read["headline"] == {"ratio": None}

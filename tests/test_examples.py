@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from symbiosis.core.protocols import Policy
-from symbiosis.testing import PolicyConformance
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXPECTED = {
     "embed_in_service.py": ["alice: [", "mallory: 400", "bob: 400", '"mean_batch"', "trainer took", "has ended"],
-    "own_policy.py": ["decode first", "finetune first", "trainer-2: ", "chat-3: "],
 }
 
 
@@ -36,11 +31,3 @@ def test_example(name: str) -> None:
     assert result.stderr == ""
     for words in EXPECTED[name]:
         assert words in result.stdout
-
-
-class TestOwnPolicy(PolicyConformance):
-    """The policy of the example keeps the promises that are made for all."""
-
-    def make_policy(self) -> Policy:
-        policy: Policy = runpy.run_path(str(EXAMPLES / "own_policy.py"))["DecodeFirst"]()
-        return policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -73,6 +74,18 @@ def test_outliers_pass_and_changes_are_followed() -> None:
     assert line.predict(100) == pytest.approx(3 * before, rel=0.1)
 
 
+@pytest.mark.parametrize("when", range(8))
+@pytest.mark.parametrize("factor", [1000.0, 1e-3])
+@pytest.mark.parametrize("sizes", [[1, 16, 256], [8]])
+def test_an_outlier_among_the_first_is_forgotten(when: int, factor: float, sizes: list[int]) -> None:
+    """The first batch on a GPU, say, or while the machine was busy: eight batches later it does not count any more."""
+    line = Line()
+    for count, rows in zip(range(8), itertools.cycle(sizes), strict=False):
+        line.learn(rows, (1e-3 + 1e-5 * rows) * (factor if count == when else 1.0))
+    for rows in sizes:
+        assert line.predict(rows) == pytest.approx(1e-3 + 1e-5 * rows, rel=1e-6)
+
+
 @given(st.floats(1e-6, 1e-1), st.floats(1e-8, 1e-3), st.floats(1e-6, 10.0), st.integers(1, 8192))
 def test_rows_within_is_the_inverse(start: float, slope: float, budget: float, most: int) -> None:
     line = learned(start, slope, [1, 100, 8192])
@@ -88,6 +101,8 @@ def test_keys_are_apart_and_bounded() -> None:
     model[KEY].learn(1, 1.0)
     assert model[KEY].predict(1) == 1.0
     assert model[Key((1,), Pass.FORWARD)].predict(1) == 0.0
+    model[KEY].learn(1, 1.0)
     for layer in range(30_000):
         model[Key((layer,), Pass.FORWARD)].learn(1, 1.0)
     assert len(model._lines) <= 20_000
+    assert model[KEY].predict(1) == 1.0  # what was measured least goes first

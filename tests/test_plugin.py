@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from symbiosis import open_model
 from symbiosis.core.registry import make_transport
+from tests.helpers import IDS
 from tests.service import Service, save_model
 
 ROOT = Path(__file__).parent.parent
@@ -70,10 +75,16 @@ def test_it_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTHONPATH", str(installed))
     address, trace = f"shm://{tmp_path}/s.sock", tmp_path / "batches.json"
     options = ["--policy", "patient-tuning:rows=32", "--trace", str(trace)]
-    with Service(save_model(tmp_path / "model"), address, *options) as service:
+    folder = save_model(tmp_path / "model")
+    with Service(folder, address, *options) as service:
         assert "PatientTuning" in make_transport(address).look(address).status["policy"]
+        with open_model(address, name="alice") as model:
+            logits = model(input_ids=IDS).logits
         assert service.stop() == 0
-    assert trace.read_text().rstrip().endswith("]")
+    expected = AutoModelForCausalLM.from_pretrained(folder)(input_ids=IDS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    batches = [event for event in json.loads(trace.read_text()) if event.get("cat") == "batch"]
+    assert "tuning" in {event["args"]["reason"] for event in batches}  # the policy's own word
 
 
 def test_the_tutorial_shows_this_code() -> None:

@@ -16,8 +16,8 @@ from hypothesis import Phase, settings
 from symbiosis.core.protocols import Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
 from symbiosis.core.scheduler import Idle, Scheduler
-from symbiosis.errors import PolicyError
-from symbiosis.policies import NoLockstep
+from symbiosis.errors import PolicyError, UsageError
+from symbiosis.policies import Fair, NoLockstep
 from symbiosis.testing import PolicyConformance, World
 
 BAD: dict[str, tuple[type[Any], str]] = {}
@@ -50,6 +50,30 @@ class LongestQueueFirst(Oldest):
     def decide(self, view: View, now: float) -> Any:
         key = max(view.queues, key=lambda key: view.queues[key].rows)
         return Run(key, view.queues[key].take(view.max_rows), "longest")
+
+
+@bad("starves a request")
+class UrgentFirst(Oldest):
+    """Without an end to it."""
+
+    def decide(self, view: View, now: float) -> Any:
+        key = max(view.queues, key=lambda key: view.queues[key].oldest.terms.priority)
+        return Run(key, view.queues[key].take(view.max_rows), "urgent")
+
+
+@bad("starves a request")
+class TuningLast(Oldest):
+    """As long as anything else is queued."""
+
+    def decide(self, view: View, now: float) -> Any:
+        key = min(view.queues, key=lambda key: (view.queues[key].oldest.kind, view.queues[key].oldest.id))
+        return Run(key, view.queues[key].take(view.max_rows), "tuning last")
+
+
+@bad("KeyError")
+class KnowsNobodyOfTheSecondTenant(Oldest):
+    def submitted(self, request: Request) -> None:
+        assert {"tenant-0": 1, "victim": 1, "alone": 1}[request.client.partition("/")[0]]
 
 
 @bad("starves a request")
@@ -322,6 +346,38 @@ def test_refused_decisions_name_the_policy_and_serve_in_order(policy: type[Any])
         assert "'bad-one'" in str(error)
     if policy is Raises:
         assert isinstance(scheduler.policy_errors[0].__cause__, KeyError)
+
+
+@pytest.mark.parametrize("method", ["submitted", "decide", "started", "ran", "cancelled"])
+def test_errors_name_the_policy_and_the_method_that_raised(method: str) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("lost")
+
+    scheduler = Scheduler(type("Fails", (Oldest,), {method: fails})(), layers=2, max_rows=8)
+    scheduler.client_joined("a")
+    for number in range(2):
+        scheduler.submit(Request(number, "a", Key((0,), Pass.FORWARD), 3, Kind.DECODE, 0.0))
+    scheduler.cancel(1)
+    batch = scheduler.next_action(1.0)
+    assert isinstance(batch, Batch)
+    assert len(scheduler.completed(batch, 1e-3)) == 1
+    text = str(scheduler.policy_errors[0])
+    assert f"policy 'bad-one' raised in {method}(): KeyError('lost'); " in text
+    assert ("the oldest request was served instead" in text) == (method == "decide")
+
+
+def test_a_policy_belongs_to_one_scheduler() -> None:
+    """What it remembers of one's requests would be taken for the other's, also inside of another policy."""
+    for first, second in (
+        (shared := NoLockstep(), shared),
+        (shared := NoLockstep(), Fair(shared)),
+        (Fair(shared := NoLockstep()), shared),
+    ):
+        Scheduler(first, layers=1, max_rows=8)
+        with pytest.raises(UsageError, match="make a new one for each"):
+            Scheduler(second, layers=1, max_rows=8)
+    for _ in range(100):  # an address in memory is nobody's for ever
+        Scheduler(NoLockstep(), layers=1, max_rows=8)
 
 
 class TestTheWorldItself:

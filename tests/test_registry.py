@@ -40,16 +40,28 @@ def test_options(spec: str, expected: tuple[float, float]) -> None:
     assert (policy.wait_ms, policy.max_wait_ms) == expected
 
 
+def test_several_numbers_for_one_client() -> None:
+    policy = make_policy("co-serving:clients.alice/chat=50/900,clients.bob=1e2/2.5")
+    assert isinstance(policy, CoServing)
+    assert policy.clients == {"alice/chat": (50.0, 900.0), "bob": (100.0, 2.5)}
+
+
+def test_waits_by_kind_keep_the_others() -> None:
+    policy = make_policy("opportunistic:wait_ms.decode=1")
+    assert isinstance(policy, Opportunistic)
+    assert policy.wait_ms == {"decode": 1, "prefill": 0.2, "finetune": 0.2}
+
+
 def test_one_around_another() -> None:
     policy = make_policy(
-        "fair:quantum=1e+2,weights.alice=2,weights.bob=0.5+rate-limit:tokens_per_s=9+co-serving:slo_ms=50"
+        "rate-limit:tokens_per_s=9+fair:quantum=1e+2,weights.alice=2,weights.bob=0.5+co-serving:slo_ms=50"
     )
-    assert isinstance(policy, Fair)
-    assert (policy.quantum, policy.weights) == (100.0, {"alice": 2.0, "bob": 0.5})
-    assert isinstance(policy.policy, RateLimit)
-    assert policy.policy.tokens_per_s == 9
+    assert isinstance(policy, RateLimit)
+    assert policy.tokens_per_s == 9
+    assert isinstance(policy.policy, Fair)
+    assert (policy.policy.quantum, policy.policy.weights) == (100.0, {"alice": 2.0, "bob": 0.5})
     assert isinstance(policy.policy.policy, CoServing)
-    assert policy.name == "fair+rate-limit+co-serving"
+    assert policy.name == "rate-limit+fair+co-serving"
     assert isinstance(make_policy("priority").policy, Opportunistic)  # type: ignore[attr-defined]
 
 
@@ -73,6 +85,17 @@ def test_an_object_is_itself() -> None:
         ("fair+magic", UnknownNameError, "unknown policy 'magic'"),
         ("fair:policy=lockstep", UsageError, "no option 'policy=lockstep'"),
         ("fair:weights.alice=no", UsageError, "weight of 'alice' is 'no'"),
+        ("fair:weights.=2", UsageError, "has no option 'weights.=2'"),
+        ("fair:quantum=2,quantum=3", UsageError, "'quantum=3' beside another value"),
+        ("fair:weights.a=2,weights.b=2,weights.a=3", UsageError, "'weights.a=3' beside another value"),
+        ("opportunistic:wait_ms=2,wait-ms=2", UsageError, "'wait-ms=2' beside another value"),
+        ("opportunistic:wait_ms=2,wait_ms.decode=1", UsageError, "'wait_ms.decode=1' beside another value"),
+        ("opportunistic:wait_ms.decode=1,wait_ms=2", UsageError, "'wait_ms=2' beside another value"),
+        ("co-serving:clients=5", UsageError, "clients is 5; give one for each by name"),
+        ("co-serving:clients.alice=5", UsageError, "clients has 5 for 'alice'; give .*clients.alice=50/900"),
+        ("co-serving:clients.alice=5/0", UsageError, "ttft_ms of 'alice' is 0"),
+        ("co-serving:clients.alice=5/6/7", UsageError, r"clients has \(5, 6, 7\)"),
+        ("co-serving:clients.alice=5/soon", UsageError, "clients has '5/soon'"),
         (3, UsageError, "policy is 3; give a name"),
         (None, UsageError, "policy is None"),
         (NoLockstep, UsageError, "policy is <class"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from symbiosis.core.protocols import Policy
+from symbiosis.core.requests import Batch, Key, Kind, Pass
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, DynamicTemporalSharing, TemporalSharing
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.testing import PolicyConformance
+from tests.helpers import world_of
 
 LAYERS = 16
 
@@ -53,6 +56,55 @@ def test_turns_are_as_often_as_said(every: int) -> None:
     assert steps == pytest.approx(iterations / every, rel=0.25, abs=1)
     slow = sum(gap > 0.1 for gap in gaps)  # a token in which a turn fell
     assert slow <= 1.3 * iterations / every + 2
+
+
+def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
+    """Reasons of batches: "chat" asks for the first layer again and again, others walk four layers forward and back.
+    Before, somebody has asked for four more."""
+    walk = [Key((layer,), Pass.FORWARD) for layer in range(4)]
+    walk += [Key((layer,), Pass.BACKWARD) for layer in reversed(range(4))]
+    walks = {name: itertools.cycle(walk) for name in tuning}
+    world = world_of(policy, "earlier", layers=8)
+    for layer in range(4, 8 if tuning else 4):
+        world.submit("earlier", Key((layer,), Pass.FORWARD), 4, Kind.FINETUNE)
+        batch = world.decide()
+        assert isinstance(batch, Batch)
+        world.complete(batch)
+    world.leave("earlier")
+    for name in ("chat", *tuning):
+        world.join(name)
+        world.begin_pass(name)
+    reasons = []
+
+    def ask(name: str) -> None:
+        tunes = name != "chat"
+        world.submit(name, next(walks[name]) if tunes else walk[0], 4, Kind.FINETUNE if tunes else Kind.DECODE)
+
+    for name in ("chat", *tuning):
+        ask(name)
+    for _ in range(batches):
+        batch = world.decide()
+        assert isinstance(batch, Batch), batch
+        reasons.append(batch.reason)
+        world.clock.advance(1e-3)
+        for request in world.complete(batch):
+            ask(request.client)
+    return reasons
+
+
+@pytest.mark.parametrize("tuning", [("job",), ("job", "other")])
+def test_a_turn_is_one_walk_whatever_was_asked_for_before(tuning: tuple[str, ...]) -> None:
+    reasons = play(TemporalSharing(every=3), 110, *tuning)
+    lengths = [(reason, len(list(run))) for reason, run in itertools.groupby(reasons)]
+    assert lengths[:2] == [("inference", 3), ("turn", 8)]
+    assert set(lengths[2:-1]) == {("inference", 3), ("turn", 8)}
+
+
+@pytest.mark.parametrize("make", [lambda: TemporalSharing(every=2), DynamicTemporalSharing])
+def test_without_fine_tuning_there_are_no_turns_and_nothing_is_kept(make: Any) -> None:
+    policy = make()
+    assert set(play(policy, 2000)) == {"inference"}
+    assert len(getattr(policy, "_queued", [])) <= 512
 
 
 def test_rare_turns_leave_inference_alone_and_frequent_ones_do_not() -> None:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 import symbiosis
+from symbiosis.core import timeline as timelines
+from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
+from symbiosis.core.timeline import Timeline
 from symbiosis.errors import UsageError
 from tests.helpers import BATCH, IDS, adamw, lora
 
@@ -74,6 +77,51 @@ async def test_one_at_a_time_and_where_it_can_be_written(base: Any, tmp_path: Pa
             pass
     assert not (tmp_path / "nowhere").exists()
     assert json.loads((tmp_path / "b.json").read_text())
+
+
+def _ran(timeline: Timeline, request: Request, start: int, stop: int, began: float) -> None:
+    batch = Batch(request.key, [Slice(request, start, stop)], "test", stop - start)
+    timeline.ran(batch, [request] if stop == request.rows else [], began, began + 1.0)
+
+
+def test_waits_between_the_slices_of_a_request(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path / "t.json", ["layer"], 0.0)
+    request = Request(0, "alice", Key((0,), Pass.FORWARD), 24, Kind.PREFILL, 1.0)
+    for number, began in enumerate((2.0, 5.0, 6.0)):
+        _ran(timeline, request, 8 * number, 8 * number + 8, began)
+    timeline.close()
+    events = lines([event for event in json.loads((tmp_path / "t.json").read_text()) if event])["alice"]
+    waits = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events if event["cat"] == "waiting"]
+    assert waits == [(1.0, 1.0), (3.0, 2.0), (6.0, 0.0)]
+
+
+def test_a_full_trace_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
+    timeline = Timeline(tmp_path / "t.json", ["layer"], 0.0)
+    for number in range(10):
+        _ran(timeline, Request(number, "alice", Key((0,), Pass.FORWARD), 8, Kind.DECODE, 0.0), 0, 8, 1.0 * number)
+    timeline.close()
+    events = [event for event in json.loads((tmp_path / "t.json").read_text()) if event]
+    assert len(events) == 11
+    assert events[-1]["name"] == "the trace is full and ends here"
+    assert caplog.text.count("what follows is not in it") == 1
+
+
+def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timelines, "MAX_CLIENTS", 10)
+    timeline = Timeline(tmp_path / "t.json", ["layer"], 0.0)
+    for number in range(100):
+        timeline.pass_began(f"client-{number}", 1.0 * number)
+        _ran(timeline, Request(number, f"client-{number}", Key((0,), Pass.FORWARD), 9, Kind.DECODE, 0.0), 0, 8, 1.0)
+        timeline.pass_began(f"client-{number}", 1.0 * number)
+        timeline.pass_began(f"other-{number}", 1.0 * number)
+    timeline.close()
+    assert max(len(timeline._lines), len(timeline._cut), len(timeline._thinks_since)) <= 10
+    events = json.loads((tmp_path / "t.json").read_text())
+    numbers = [event["tid"] for event in events if event.get("name") == "thread_name"]
+    assert len(set(numbers)) == 201  # no line is two clients'
 
 
 async def test_a_full_disk_ends_the_trace_and_nothing_else(base: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ def test_calls_come_back(call: CallMessage) -> None:
             st.none() | st.floats(1e-3, 1e9),
             st.none() | st.floats(1e-3, 1e9),
             st.none() | st.sampled_from(Kind),
-            st.just(False),
+            st.just(True),
         ),
     )
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from symbiosis.core.protocols import Decision, QueueView, Run, View
 from symbiosis.core.requests import Kind, Request
+from symbiosis.errors import UsageError
 
 
 class PatientTuning:
@@ -13,12 +14,19 @@ class PatientTuning:
     Args:
         patience_ms: after which a request goes before all others, whatever it is.
         rows: of fine-tuning in a batch while tenants generate.
+
+    Raises:
+        UsageError: an option that means nothing.
     """
 
     name = "patient-tuning"
     lone_at_once = True
 
     def __init__(self, patience_ms: float = 800.0, rows: int = 64) -> None:
+        if not isinstance(patience_ms, int | float) or not 0 < patience_ms < 1e9:
+            raise UsageError(f"patient-tuning: patience_ms is {patience_ms!r}; it must be milliseconds greater than 0")
+        if not isinstance(rows, int) or rows < 1:
+            raise UsageError(f"patient-tuning: rows is {rows!r}; it must be a whole number, 1 or more")
         self.patience_ms = patience_ms
         self.rows = rows
         self._generated = float("-inf")

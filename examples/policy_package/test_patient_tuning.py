@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
+import pytest
 from patient_tuning import PatientTuning
 
+from symbiosis.errors import UsageError
 from symbiosis.policies import NoLockstep
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.testing import PolicyConformance
@@ -32,3 +35,9 @@ def seconds_a_token(policy: object) -> float:
 
 def test_inference_hardly_notices_the_jobs() -> None:
     assert seconds_a_token(PatientTuning()) < 0.5 * seconds_a_token(NoLockstep())
+
+
+@pytest.mark.parametrize("options", [{"patience_ms": 0}, {"patience_ms": "long"}, {"rows": 0}, {"rows": 1.5}])
+def test_options_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(options))} is "):
+        PatientTuning(**options)

@@ -24,6 +24,8 @@ GOALS = {"max_gap_over_bound": "≤ 1"}
 FLOOD, POLITE = 12, 3
 """Clients of the tenant that floods; tenants with one client each."""
 QUANTUM = 2.0
+SIBLINGS = 3
+"""Layers of the largest request: q, k and v."""
 OUTPUT_WEIGHT = 2.0
 
 
@@ -57,8 +59,9 @@ async def fairness(settings: Settings) -> Report:
                     shares[what].append(served["flood"][-1] / median(served[name][-1] for name in polite))
                     if what == "fair":
                         widest = max(_widest(served[a], served[b]) for a, b in itertools.combinations(served, 2))
+                        largest = max(settings.preset.prompt, OUTPUT_WEIGHT) * SIBLINGS / len(executor.layers)
                         under_way = 2 * OUTPUT_WEIGHT * (FLOOD + 1) / len(executor.layers)
-                        gaps.append(widest / (2 * fair.bound + under_way))
+                        gaps.append(widest / (2 * (QUANTUM + largest) + under_way))
             if turn >= 0:
                 times["alone"].append(alone)
         for _, clients in crowds.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,8 @@ import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from symbiosis.cli.console import write_json
 
 __all__ = ["Report", "machine", "ratio"]
 
@@ -57,8 +58,7 @@ class Report:
 
     def save(self, file: Path) -> None:
         """Write ``{"name", "machine", "rows", "headline"}`` and what explains them as JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_json(file, asdict(self))
 
     def markdown(self) -> str:
         lines = [f"### `{self.command}`", ""]

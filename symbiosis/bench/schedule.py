@@ -9,7 +9,7 @@ from statistics import median
 
 from symbiosis.bench.report import Report
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.requests import NO_TERMS, Batch, Key, Kind, Pass, Request, Terms
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 
 __all__ = ["schedule"]
@@ -18,52 +18,62 @@ LAYERS = 32
 MAX_ROWS = 8192
 REQUESTS = 20_000
 """In one measurement."""
+LOADS = ("mixed", "uneven")
 GOALS = {"us_per_request_1000": "≤ 10", "growth_8_to_1000": "≤ 1.5"}
 
 
 async def schedule(
     *, policies: tuple[str, ...], counts: tuple[int, ...], rounds: int, progress: Callable[[str], None]
 ) -> Report:
-    """Microseconds a request, medians; the policies take turns. Every fourth client fine-tunes, forward and back; the
-    others decode, and one in eight of those reads a prompt now and then. Time is pretended: a batch takes 1 ms and 20
-    µs a row. Whoever is answered asks for its next layer at once."""
+    """Microseconds a request, medians; the policies take turns. Every fourth client fine-tunes, forward and back. In a
+    mixed load the others decode, and one in eight of those reads a prompt now and then. In an uneven one, all others
+    read prompts of which eight fill a batch, and each client has a priority of its own: whoever looks at all clients to
+    make a batch of few shows. Time is pretended: a batch takes 1 ms and 20 µs a row. Whoever is answered asks for its
+    next layer at once."""
     report = Report("schedule", "", GOALS)
-    found: dict[tuple[str, int], list[float]] = {}
-    for turn in range(-1, rounds):
-        for spec, count in itertools.product(policies, counts):
-            progress(f"{spec}, {count} clients: round {turn + 1} of {rounds}")
-            seconds, batch = _measure(spec, count)
-            if turn >= 0:
-                found.setdefault((spec, count), []).append(1e6 * seconds)
-                if turn == 0:
-                    report.rows.append({"policy": spec, "clients": count, "µs a request": 0.0, "mean batch": batch})
-    for row in report.rows:
-        row["µs a request"] = median(found[row["policy"], row["clients"]])
+    found: dict[tuple[str, str, int], list[float]] = {}
     few, many = min(counts), max(counts)
-    worst = max(policies, key=lambda spec: median(found[spec, many]))
-    report.headline[f"us_per_request_{many}"] = median(found[worst, many])
+    for turn in range(-1, rounds):
+        for load, spec, count in itertools.product(LOADS, policies, counts):
+            progress(f"{spec}, {load}, {count} clients: round {turn + 1} of {rounds}")
+            seconds, batch = _measure(spec, count, load)
+            if turn >= 0:
+                found.setdefault((load, spec, count), []).append(1e6 * seconds)
+                if turn == 0:
+                    report.rows.append(
+                        {"load": load, "policy": spec, "clients": count, "µs a request": 0.0, "mean batch": batch}
+                    )
+    for row in report.rows:
+        row["µs a request"] = median(found[row["load"], row["policy"], row["clients"]])
+    worst = max(policies, key=lambda spec: median(found["mixed", spec, many]))
+    report.headline[f"us_per_request_{many}"] = median(found["mixed", worst, many])
     report.headline[f"growth_{few}_to_{many}"] = max(
-        median(found[spec, many]) / median(found[spec, few]) for spec in policies
+        median(found[load, spec, many]) / median(found[load, spec, few]) for load in LOADS for spec in policies
     )
     report.notes.append(
-        f"Of the dearest policy, {worst}, and of the one that grows most. Pure Python on one core, {REQUESTS:,} "
-        "requests a measurement; the scheduler and the policy alone, no loop, no tensors."
+        f"The mixed load, of the dearest policy, {worst}; of both loads, what grows most. Pure Python on "
+        f"one core, {REQUESTS:,} requests a measurement; the scheduler and the policy alone, no loop, no tensors."
     )
     return report
 
 
-def _measure(spec: str, count: int) -> tuple[float, float]:
+def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
     """Seconds of CPU a request, and the mean batch."""
     scheduler = Scheduler(make_policy(spec), layers=LAYERS, max_rows=MAX_ROWS)
     walks: dict[str, itertools.cycle[tuple[Key, int, Kind]]] = {}
+    terms: dict[str, Terms] = {}
+    uneven = load == "uneven"
     forward = [Key((layer,), Pass.FORWARD) for layer in range(LAYERS)]
     backward = [Key((layer,), Pass.BACKWARD) for layer in reversed(range(LAYERS))]
     for number in range(count):
         name = f"client-{number}"
+        terms[name] = Terms(priority=number % 1000, asked=False) if uneven else NO_TERMS
         tuning, prompting = number % 4 == 3, number % 32 == 0
         steps = [(key, 256 if tuning else 1, Kind.FINETUNE if tuning else Kind.DECODE) for key in forward]
         if tuning:
             steps += [(key, 256, Kind.FINETUNE) for key in backward]
+        elif uneven:
+            steps = [(key, MAX_ROWS // 8, Kind.PREFILL) for key in forward]
         elif prompting:
             steps = [(key, 64, Kind.PREFILL) for key in forward] + 8 * steps
         # They do not all begin at the same layer.
@@ -75,7 +85,7 @@ def _measure(spec: str, count: int) -> tuple[float, float]:
 
     def ask(name: str) -> None:
         key, rows, kind = next(walks[name])
-        scheduler.submit(Request(next(ids), name, key, rows, kind, now))
+        scheduler.submit(Request(next(ids), name, key, rows, kind, now, terms=terms[name]))
 
     began = time.process_time()
     for name in walks:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from pathlib import Path
 from typing import Any
 
 import typer.core
@@ -11,7 +14,7 @@ from rich.markup import escape
 
 from symbiosis.errors import SymbiosisError
 
-__all__ = ["CommandGroup", "console"]
+__all__ = ["CommandGroup", "console", "write_json"]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -20,6 +23,21 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 110  # in a file or a log, tables need not fit the 80 columns that rich assumes
     return made
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a result, and make the folder for it. What is no finite number is null: JSON has no other."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    file.write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class CommandGroup(typer.core.TyperGroup):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from symbiosis.bench.commands import LayersOption, PresetName
-from symbiosis.cli.console import console
+from symbiosis.cli.console import console, write_json
 
 if TYPE_CHECKING:
     from symbiosis.simulation.costs import Costs
@@ -125,8 +124,7 @@ def simulate(
         real = _play(policies, preset.value, base_layers, load, slo)
     _show(costs, load, executors, results, real)
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(json_.dumps(_as_data(costs, load, results, real), indent=2) + "\n")
+        write_json(json, _as_data(costs, load, results, real))
     if plot is not None:
         _plot(plot, results, slo)
 

@@ -254,7 +254,7 @@ class Executor:
             UnknownNameError, PrivacyError: no such scheme, or options that it does not take.
         """
         name = name or f"client-{next(self._client_numbers)}"
-        terms = Terms(priority, slo_ms, ttft_ms, kind).check()
+        terms = Terms(priority, slo_ms, ttft_ms, kind, asked=False).check()
         scheme = make_privacy(privacy)
 
         async def connect(name: str) -> Channel:
@@ -537,7 +537,7 @@ class Executor:
             self._policy_failures += 1
             if self._policy_failures & (self._policy_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th… time
                 log.error(
-                    "%s; the oldest request was served instead (%d times so far)",
+                    "%s (%d such faults so far)",
                     error,
                     self._policy_failures,
                     exc_info=error.__cause__,

@@ -85,6 +85,9 @@ class QueueView(Protocol):
     def __iter__(self) -> Iterator[Request]:
         """Requests in the order they arrived."""
 
+    def of(self, client: str) -> Sequence[Request]:
+        """A client's requests in the order they arrived, which is the order in which they have to be taken."""
+
     def take(self, max_rows: int, first: Request | None = None) -> list[tuple[Request, int]]:
         """As many rows as fit, oldest request first; the last request may be taken in part.
 

@@ -95,8 +95,6 @@ class Queues:
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self.by_key: Mapping[Key, Queue] = MappingProxyType(self._queues)
         """Those that are not empty."""
-        self.rows = 0
-        """Queued in all."""
 
     def __len__(self) -> int:
         """Requests."""
@@ -115,13 +113,11 @@ class Queues:
         if queue is None:
             queue = self._queues[request.key] = Queue(request.key)
         queue.add(request)
-        self.rows += request.rows - request.taken
 
     def take(self, request: Request, rows: int, last: bool) -> None:
         """``rows`` of a request are queued no more; ``last``: nor is the request."""
         queue = self._queues[request.key]
         queue.rows -= rows
-        self.rows -= rows
         if last:
             del self._requests[request.id]
             queue.remove(request)
@@ -134,4 +130,3 @@ class Queues:
         assert queued == dict(self._requests), "the queues and the arrival order disagree"
         for queue in self._queues.values():
             queue.validate()
-        assert self.rows == sum(queue.rows for queue in self._queues.values())

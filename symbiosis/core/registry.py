@@ -84,8 +84,9 @@ def _load(group: str, name: str) -> Any:
 def make_policy(spec: str | Policy) -> Policy:
     """A policy from an object (itself) or from ``"name"`` or ``"name:option=value,option=value"``.
 
-    ``option.key=value`` sets an entry of an option that is a mapping. ``"outer+inner"`` gives the inner policy to the
-    outer one, which must have an option ``policy``: ``"fair:weights.alice=2+co-serving:slo_ms=50"``.
+    ``option.key=value`` sets an entry of an option that is a mapping; an entry of several numbers is written with
+    slashes: ``"co-serving:clients.alice=50/900"``. ``"outer+inner"`` gives the inner policy to the outer one, which
+    must have an option ``policy``: ``"fair:weights.alice=2+co-serving:slo_ms=50"``.
 
     Raises:
         UnknownNameError: no such policy.
@@ -136,17 +137,26 @@ def _make(group: str, spec: str, cls: Any, options: dict[str, Any], hidden: str 
     name, _, text = spec.partition(":")
     what = _WHAT[group]
     known = inspect.signature(cls).parameters
+    whole: set[str] = set()
     for part in filter(None, text.split(",")):
         option, equals, value = part.partition("=")
         option, dot, entry = option.strip().partition(".")
         option = option.replace("-", "_")
         option += "_" if keyword.iskeyword(option) else ""
-        if not equals or option not in known or option == hidden:
+        if not equals or option not in known or option == hidden or (dot and not entry):
             raise UsageError(f"{what} {name!r} has no option {part!r}; it takes {', '.join(known) or 'no options'}")
+        if option in whole or (option in options and (not dot or entry in options[option])):
+            raise UsageError(
+                f"{what} {name!r} is given {part!r} beside another value for the same; leave one of them out"
+            )
+        value = value.strip()
         if dot:
-            options.setdefault(option, {})[entry] = _number(value.strip())
+            several = tuple(map(_number, value.split("/")))
+            numbers = len(several) > 1 and all(isinstance(each, int | float) for each in several)
+            options.setdefault(option, {})[entry] = several if numbers else _number(value)
         else:
-            options[option] = _number(value.strip())
+            whole.add(option)
+            options[option] = _number(value)
     try:
         return cls(**options)
     except TypeError as error:

@@ -171,9 +171,9 @@ class Terms(NamedTuple):
     """Milliseconds to the first token; likewise."""
     kind: Kind | None = None
     """What all its rows are for, whatever they look like."""
-    asked: bool = False
-    """Whether the client asks for this itself, from another process, and nobody has promised it. A policy gives it less
-    than it gives everybody, where it asks for that, but no more."""
+    asked: bool = True
+    """Whether the client only asks for this, as those in other processes do, and nobody has promised it. A policy gives
+    it less than it gives everybody, where it asks for that, but no more."""
 
     def check(self) -> Terms:
         """These terms.

@@ -12,19 +12,21 @@ acting on it:
 * waiting without a time limit is for when somebody is thinking, so that everything queued is served in the end.
 
 A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` that names the
-policy. It is kept in :attr:`Scheduler.policy_errors`, and the oldest request is served in its place, so one bad policy
-costs speed, not answers.
+policy, and the method that raised. It is kept in :attr:`Scheduler.policy_errors`. Where there is no decision, the
+oldest request is served in its place, so one bad policy costs speed, not answers.
 
-Cost: submit, cancel and completion are O(1) in the number of clients and of queued requests; a decision costs what the
-policy makes of it plus the size of its batch.
+Cost: submit, cancel, completion and leaving are O(1) in the number of clients and of others' requests; a decision costs
+what the policy makes of it plus the size of its batch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from symbiosis.core.protocols import Decision, Policy, Run, Wait
@@ -56,12 +58,12 @@ IDLE = Idle()
 @dataclass(slots=True)
 class _Client:
     in_pass: bool = False
-    outstanding: int = 0
+    open: dict[int, Request] = field(default_factory=dict)
     """Requests not yet answered, queued or running."""
 
     @property
     def thinking(self) -> bool:
-        return self.in_pass and not self.outstanding
+        return self.in_pass and not self.open
 
 
 class Scheduler:
@@ -71,11 +73,16 @@ class Scheduler:
         policy: who chooses.
         layers: size of the layer table.
         max_rows: most rows in a batch; larger requests are served in slices.
+
+    Raises:
+        UsageError: no room for a row, or the policy was given to another scheduler before: what it remembers of that
+            one's requests would be taken for this one's.
     """
 
     def __init__(self, policy: Policy, *, layers: int, max_rows: int) -> None:
         if max_rows < 1:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
+        _claim(policy)
         self.policy = policy
         self._lone_at_once = getattr(policy, "lone_at_once", False) is True
         self._started: Callable[[Batch], None] | None = getattr(policy, "started", None)
@@ -118,7 +125,7 @@ class Scheduler:
     def client_left(self, client: str) -> list[Request]:
         """Forget a client. Returns its unanswered requests, now cancelled."""
         self.pass_ended(client)
-        mine = [request for request in self._open.values() if request.client == client]
+        mine = list(self._clients[client].open.values())
         for request in mine:
             self.cancel(request.id)
         del self._clients[client]
@@ -146,15 +153,14 @@ class Scheduler:
         state = self._clients.get(request.client)
         if state is None:
             raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
-        if state.in_pass and not state.outstanding:
+        if state.in_pass and not state.open:
             self.thinking -= 1
-        state.outstanding += 1
-        self._open[request.id] = request
+        self._open[request.id] = state.open[request.id] = request
         self._queues.add(request)
         try:
             self.policy.submitted(request)
         except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
-            self._refuse("raised in submitted()", error)
+            self._refuse("raised in submitted()", "it may not know of a request", error)
 
     def lone(self, client: str, rows: int) -> bool:
         """Whether a request of ``client`` would be all there is to run, now and as far as anybody can tell, and the
@@ -173,7 +179,7 @@ class Scheduler:
         if request.remaining:
             self._queues.take(request, request.remaining, last=True)
             self._tell(self._cancelled, "cancelled", request)
-        self._answered(request.client)
+        self._answered(request)
 
     def completed(self, batch: Batch, seconds: float) -> list[Request]:
         """A batch has run, in so many seconds. Returns the requests whose last row that was, in batch order."""
@@ -183,7 +189,7 @@ class Scheduler:
             request.done += stop - start
             if request.done == request.rows and not request.cancelled:
                 del self._open[request.id]
-                self._answered(request.client)
+                self._answered(request)
                 answered.append(request)
         return answered
 
@@ -199,13 +205,13 @@ class Scheduler:
                 decision.takes = list(decision.takes)
             problem = self._check(decision, now)
         except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
-            self._refuse("raised in decide()", error)
+            self._refuse("raised in decide()", _INSTEAD, error)
         else:
             if problem is None:
                 if isinstance(decision, Wait):
                     return WaitUntil(math.inf if decision.until is None else decision.until)
                 return self._start(decision)
-            self._refuse(problem)
+            self._refuse(problem, _INSTEAD)
         oldest = self.oldest
         return self._start(Run(oldest.key, [(oldest, min(oldest.remaining, self.max_rows))], "policy-error"))
 
@@ -264,16 +270,16 @@ class Scheduler:
             try:
                 method(*what)
             except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
-                self._refuse(f"raised in {name}()", error)
+                self._refuse(f"raised in {name}()", "what it keeps in mind may be wrong from here on", error)
 
-    def _answered(self, client: str) -> None:
-        state = self._clients[client]
-        state.outstanding -= 1
-        if state.in_pass and not state.outstanding:
+    def _answered(self, request: Request) -> None:
+        state = self._clients[request.client]
+        del state.open[request.id]
+        if state.in_pass and not state.open:
             self.thinking += 1
 
-    def _refuse(self, problem: str, cause: Exception | None = None) -> None:
-        error = PolicyError(f"policy {self.policy.name!r} {problem}" + (f": {cause!r}" if cause else ""))
+    def _refuse(self, problem: str, so: str, cause: Exception | None = None) -> None:
+        error = PolicyError(f"policy {self.policy.name!r} {problem}{f': {cause!r}' if cause else ''}; {so}")
         error.__cause__ = cause
         self.policy_errors.append(error)
 
@@ -284,9 +290,32 @@ class Scheduler:
             assert 0 <= request.done <= request.taken <= request.rows
             assert not request.cancelled
             assert (request.remaining > 0) == (request in self._queues), "a request with rows left is not queued"
-        outstanding: dict[str, int] = {}
-        for request in self._open.values():
-            outstanding[request.client] = outstanding.get(request.client, 0) + 1
+        theirs = {request.id: request for state in self._clients.values() for request in state.open.values()}
+        assert theirs == self._open, "the clients' open requests are not all that are open"
         for client, state in self._clients.items():
-            assert state.outstanding == outstanding.get(client, 0), f"{client!r} has a wrong count of open requests"
+            assert all(request.client == client for request in state.open.values()), f"{client!r} has one of another's"
         assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is off"
+
+
+_INSTEAD = "the oldest request was served instead"
+
+_claimed: set[int] = set()
+"""Policies that were given to a scheduler, by identity: they need not be hashable."""
+
+
+def _claim(policy: Policy) -> None:
+    """Take a policy, and those that it goes around, for one scheduler."""
+    each: Policy | None = policy
+    while each is not None:
+        if id(each) in _claimed:
+            raise UsageError(
+                f"the policy {each!r} was given to another executor, simulation or test before, and remembers what was "
+                "asked there; make a new one for each"
+            )
+        each = getattr(each, "policy", None)
+    each = policy
+    while each is not None:
+        with contextlib.suppress(TypeError):  # a class with __slots__ may have no room for it
+            weakref.finalize(each, _claimed.discard, id(each))
+            _claimed.add(id(each))
+        each = getattr(each, "policy", None)

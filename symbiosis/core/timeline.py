@@ -7,6 +7,7 @@ client shows when it was thinking, waiting in a queue, and running.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import threading
@@ -23,7 +24,9 @@ __all__ = ["Timeline"]
 log = logging.getLogger(__name__)
 
 MAX_EVENTS = 5_000_000
-"""Some 600 MB. Nothing is written after that."""
+"""Some 600 MB. Nothing is written after that, but that it ends there."""
+MAX_CLIENTS = 4096
+"""Beyond so many, the line of who came first is given up: who of them comes back begins another."""
 _BATCHES = 0
 
 
@@ -40,7 +43,10 @@ class Timeline:
         self._names = names
         self._began = now
         self._lines: dict[str, int] = {}
+        self._numbers = itertools.count(1)
         self._thinks_since: dict[str, float] = {}
+        self._cut: dict[str, tuple[int, float]] = {}
+        """By client: the request that was served in part, and until when."""
         self._lock = threading.Lock()
         self.events = 0
         self._full = False
@@ -66,6 +72,10 @@ class Timeline:
                 if start == 0:
                     self._thought(request.client, request.arrived)
                     self._event(line, "waiting", "waiting", request.arrived, started)
+                elif (cut := self._cut.pop(request.client, None)) is not None and cut[0] == request.id:
+                    self._event(line, "waiting", "waiting", cut[1], started)
+                if stop < request.rows:
+                    self._cut[request.client] = request.id, ended
                 mine = {"rows": stop - start, "kind": request.kind.name.lower()}
                 self._event(line, name, "running", started, ended, mine)
             for request in answered:
@@ -84,6 +94,7 @@ class Timeline:
 
     def pass_began(self, client: str, now: float) -> None:
         with self._lock:
+            self._line(client)  # so that it is forgotten with its line
             self._thinks_since[client] = now
 
     def pass_ended(self, client: str, now: float) -> None:
@@ -109,7 +120,12 @@ class Timeline:
     def _line(self, client: str) -> int:
         line = self._lines.get(client)
         if line is None:
-            line = self._lines[client] = len(self._lines) + 1
+            if len(self._lines) >= MAX_CLIENTS:
+                first = next(iter(self._lines))
+                del self._lines[first]
+                self._thinks_since.pop(first, None)
+                self._cut.pop(first, None)
+            line = self._lines[client] = next(self._numbers)
             self._name_line(line, client)
         return line
 
@@ -134,13 +150,19 @@ class Timeline:
         self._write(event)
 
     def _write(self, event: dict[str, Any]) -> None:
-        if self.events < MAX_EVENTS and not self._file.closed and not self._full:
-            self.events += 1
-            try:
-                self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
-            except OSError as error:  # a full disk is no reason to serve nobody
-                self._full = True
-                log.error("cannot go on with the trace: %s", error)
+        if self._full or self._file.closed:
+            return
+        if self.events >= MAX_EVENTS:
+            self._full = True
+            log.warning("the trace has %d events, as many as it may; what follows is not in it", self.events)
+            ends = {"name": "the trace is full and ends here", "ts": event.get("ts", 0)}
+            event = {"ph": "i", "s": "g", "pid": 1, "tid": _BATCHES, **ends}
+        self.events += 1
+        try:
+            self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+        except OSError as error:  # a full disk is no reason to serve nobody
+            self._full = True
+            log.error("cannot go on with the trace: %s", error)
 
     def _name_of(self, key: Key) -> str:
         return group_name([self._names[index] for index in key.layers])

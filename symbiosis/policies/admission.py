@@ -2,7 +2,7 @@
 
 A wrapper holds requests back and lets them in by a rule of its own: fairness, priority, a rate. The inner policy
 decides about those that are in, as if there were no others, so a wrapper goes around any policy, other wrappers
-included. A request that was let in stays in.
+included: but for those that hold back though nothing else runs, which go outermost. A request that was let in stays in.
 """
 
 from __future__ import annotations
@@ -65,12 +65,20 @@ class Admission(ABC):
     """
 
     name: str
+    idles = False
+    """Whether it holds requests back though nothing else is queued. It goes around others then: one around it would
+    count what it holds as being served, and let others wait for that."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         if policy is None:
             policy = Opportunistic()
         if isinstance(policy, type) or not isinstance(policy, Policy):
             raise UsageError(f"{self.name}: policy is {policy!r}; give an object with name, submitted and decide")
+        if getattr(policy, "idles", False) and not self.idles:
+            raise UsageError(
+                f"{self.name} cannot go around {policy.name}: others would wait for what that holds back while nothing "
+                f"runs. Give them the other way round, {type(policy).name}+{self.name}+…"
+            )
         self.policy = policy
         self.name = f"{type(self).name}+{policy.name}"
         self._view = _View()
@@ -101,11 +109,6 @@ class Admission(ABC):
         """Show a request to the inner policy."""
         self._view.admitted.add(request)
         self.policy.submitted(request)
-
-    @property
-    def admitted_rows(self) -> int:
-        """Rows queued that were let in."""
-        return self._view.admitted.rows
 
     # ---------------------------------------------------------------------------------------------------------- policy
 

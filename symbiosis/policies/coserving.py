@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.errors import UsageError
+from symbiosis.policies.admission import mapping
 from symbiosis.policies.latency import LatencyModel
 from symbiosis.policies.order import Index
 
@@ -122,7 +123,7 @@ class CoServing:
         self.max_wait_ms = _positive("max_wait_ms", max_wait_ms)
         self.clients = {
             name: (_positive(f"slo_ms of {name!r}", slo), _positive(f"ttft_ms of {name!r}", first))
-            for name, (slo, first) in (clients or {}).items()
+            for name, (slo, first) in _pairs(clients).items()
         }
         self.latency = LatencyModel()
         self._decode, self._prefill, self._tuning = Index(), Index(), Index()
@@ -331,6 +332,17 @@ def _take(requests: Sequence[Request], most: int, takes: Takes) -> int:
         takes.append((request, count))
         left -= count
     return most - left if most > 0 else 0
+
+
+def _pairs(clients: Mapping[str, tuple[float, float]] | None) -> Mapping[str, tuple[float, float]]:
+    """What was promised to single clients, if it has the right form."""
+    for name, pair in mapping("co-serving", "clients", clients).items():
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise UsageError(
+                f"co-serving: clients has {pair!r} for {name!r}; give (slo_ms, ttft_ms), on a command line "
+                f"clients.{name}=50/900"
+            )
+    return clients or {}
 
 
 def _positive(what: str, value: float) -> float:

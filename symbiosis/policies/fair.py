@@ -2,16 +2,19 @@
 
 Every tenant has a counter of the tokens that it was served, by weights. A request is let in while its tenant's counter
 is at most ``quantum`` above the least counter among the tenants that have something queued, and is charged as it is let
-in. When nobody behind has anything queued, whoever is ahead goes on: no time is wasted on fairness. No more is let in
-than fills a batch, so that who comes later does not stand behind all that.
+in. When nobody behind has anything queued, whoever is ahead goes on: no time is wasted on fairness. Of each tenant no
+more is let in than fills a batch, or one request that is larger, so that who comes later does not stand behind all of a
+flood; what others have let in takes no room from it.
 
-A tenant that comes back is lifted to ``bound`` below the highest counter that there was: what it did not use while it
-was away it cannot save up. That is less than VTC takes away, which lifts it to the least counter there is. Here a
-request is for one layer; tenants have nothing queued between two layers, and would never catch up.
+Let V be the highest counter that anybody was let in at, so far (before the charge). A tenant that comes back is lifted
+to V − quantum: what it did not use while it was away it cannot save up. That is less than VTC takes away, which lifts
+it to the least counter there is. Here a request is for one layer; tenants have nothing queued between two layers, and
+would never catch up.
 
-So at any time the counters of the tenants with something queued are within ``bound`` = ``quantum`` + the largest charge
-of a request, and what two tenants are let in for while both always have something queued differs by at most 2 · bound
-(VTC's lemma 1 and theorem 1, with another U).
+Who is let in is at most ``quantum`` above the least, so no tenant with something queued is below V − quantum; and none
+is above V + its own last charge. So the counters of two tenants with something queued differ by at most U = ``quantum``
++ the larger of their last charges, and what they are let in for while both always have something queued by at most
+2 · U (VTC's lemma 1 and theorem 1). What a third tenant asks for does not come into it, however large.
 """
 
 from __future__ import annotations
@@ -40,17 +43,20 @@ class _Tenant:
     counter: float = 0.0
     queued: int = 0
     """Requests with rows to run, held or let in."""
+    inside: int = 0
+    """Rows of those that were let in."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
     in_queued: bool = False
     in_held: bool = False
+    """Those with as many rows inside as fill a batch may be left out."""
 
 
 class Fair(Admission):
     """The tenant that was served least goes first.
 
     A tenant is what stands before the slash of its clients' names, as in ``alice/notebook``: over ``tcp://`` with keys
-    that is the key's name. A token's forward walk through all layers counts 1 by its kind's weight; its walk back
-    counts again.
+    that is the key's name, else what a client calls itself, which is taken on trust. A token's forward walk through all
+    layers counts 1 by its kind's weight; its walk back counts again.
 
     Args:
         policy: who decides about those that are let in; opportunistic batching if None.
@@ -83,8 +89,8 @@ class Fair(Admission):
             for name, weight in mapping("fair", "weights", weights).items()
         }
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        self._highest = 0.0
-        self._largest = 0.0
+        self._reached = 0.0
+        """V."""
         self._numbers = itertools.count()
         self._queued: list[tuple[float, int, _Tenant]] = []
         """Tenants with something queued, by counter."""
@@ -92,11 +98,6 @@ class Fair(Admission):
         """The least counter of the tenants with something queued is no less."""
         self._held: list[tuple[float, int, _Tenant]] = []
         """Tenants with something held, by counter."""
-
-    @property
-    def bound(self) -> float:
-        """What the counters of tenants with something queued differ by at most, in tokens by weight."""
-        return self.quantum + self._largest
 
     def served(self, tenant: str) -> float:
         """A tenant's counter: tokens by weight, and what it was lifted by."""
@@ -108,7 +109,7 @@ class Fair(Admission):
     def hold(self, request: Request) -> None:
         tenant = self._tenant(request)
         if not tenant.queued:
-            tenant.counter = max(tenant.counter, self._highest - self.bound)
+            tenant.counter = max(tenant.counter, self._reached - self.quantum)
             self._floor = min(self._floor, tenant.counter)
         if not tenant.in_queued:
             heapq.heappush(self._queued, (tenant.counter, tenant.number, tenant))
@@ -120,31 +121,28 @@ class Fair(Admission):
         tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        layers, room = view.layers, view.max_rows - self.admitted_rows
-        while room > 0 and (first := self._first()) is not None:
+        layers, max_rows = view.layers, view.max_rows
+        while (first := self._first(max_rows)) is not None:
             if first.counter > self._floor + self.quantum:
                 self._floor = self._least()
                 if first.counter > self._floor + self.quantum:
                     break
             _, request = first.held.popitem(last=False)
-            charge = self._kinds[request.kind] * tokens(request, layers) / first.weight
-            first.counter += charge
-            if charge > self._largest:
-                self._largest = charge
-            if first.counter > self._highest:
-                self._highest = first.counter
-            room -= request.rows
+            if first.counter > self._reached:
+                self._reached = first.counter
+            first.counter += self._kinds[request.kind] * tokens(request, layers) / first.weight
+            first.inside += request.rows
             self.admit(request)
         return math.inf
 
     # Counters only grow, so an entry of a heap is never too high; it is put right when it comes to the top.
 
-    def _first(self) -> _Tenant | None:
-        """Of the tenants with something held, the one with the least counter."""
+    def _first(self, max_rows: int) -> _Tenant | None:
+        """Of the tenants with something held, and room for it, the one with the least counter."""
         heap = self._held
         while heap:
             counter, _, tenant = heap[0]
-            if not tenant.held:
+            if not tenant.held or tenant.inside >= max_rows:
                 heapq.heappop(heap)
                 tenant.in_held = False
             elif counter != tenant.counter:
@@ -167,10 +165,17 @@ class Fair(Admission):
                 return counter
 
     def drop(self, request: Request) -> None:
-        self._tenant(request).held.pop(request.id, None)
+        tenant = self._tenant(request)
+        if tenant.held.pop(request.id, None) is not None:
+            tenant.inside += request.rows  # which it never was; `gone` follows
 
     def gone(self, request: Request) -> None:
-        self._tenant(request).queued -= 1
+        tenant = self._tenant(request)
+        tenant.queued -= 1
+        tenant.inside -= request.rows
+        if tenant.held and not tenant.in_held:
+            heapq.heappush(self._held, (tenant.counter, tenant.number, tenant))
+            tenant.in_held = True
 
     def _tenant(self, request: Request) -> _Tenant:
         name = tenant_of(request.client)

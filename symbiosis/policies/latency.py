@@ -7,7 +7,9 @@ other way round: how many rows fit (FlexLLM, section 6: s = argmax f(c, s) ≤ S
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
+from statistics import median
 
 from symbiosis.core.requests import Key
 
@@ -34,6 +36,8 @@ class Line:
     _y: float = 0.0
     _xx: float = 0.0
     _xy: float = 0.0
+    _first: list[tuple[int, float]] = field(default_factory=list)
+    """Until there are enough to tell which of them are outliers."""
 
     def learn(self, rows: int, seconds: float) -> None:
         """A batch of ``rows`` took ``seconds``. What cannot be true is ignored."""
@@ -43,6 +47,25 @@ class Line:
             expected = self.predict(rows)
             seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
         self.count += 1
+        self._add(rows, seconds)
+        if self.count <= _ENOUGH:
+            self._first.append((rows, seconds))
+            if self.count == _ENOUGH:
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Without the outliers among the first ones: by the line with the median slope of all pairs (Theil and Sen)."""
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        slopes = [(t - s) / (n - m) for (m, s), (n, t) in itertools.combinations(self._first, 2) if n != m]
+        slope = max(median(slopes), 0.0) if slopes else 0.0
+        start = median(seconds - slope * rows for rows, seconds in self._first)
+        for rows, seconds in self._first:
+            expected = start + slope * rows
+            if expected <= 0 or expected / _OUTLIER <= seconds <= expected * _OUTLIER:
+                self._add(rows, seconds)
+        self._first.clear()
+
+    def _add(self, rows: int, seconds: float) -> None:
         self._weight = _KEEP * self._weight + 1
         self._x = _KEEP * self._x + rows
         self._y = _KEEP * self._y + seconds
@@ -105,6 +128,8 @@ class LatencyModel:
         line = self._lines.get(key)
         if line is None:
             if len(self._lines) >= _MAX_KEYS:  # nobody makes so many groups of siblings in good faith
-                self._lines.clear()
+                known = sorted(self._lines, key=lambda key: self._lines[key].count)
+                for least in known[: _MAX_KEYS // 2]:
+                    del self._lines[least]
             line = self._lines[key] = Line()
         return line

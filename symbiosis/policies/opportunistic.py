@@ -51,7 +51,8 @@ class Opportunistic:
 
     Args:
         wait_ms: wait per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
-            finetune), those of :data:`WAIT_MS` for those that are left out.
+            finetune), those of :data:`WAIT_MS` for those that are left out. 0: nobody waits for company;
+            those who happen to be queued for the same layer share a batch all the same.
         max_wait_ms: the longest wait of any request, in milliseconds.
         adaptive: whether waits that are not expected to pay are left out.
     """

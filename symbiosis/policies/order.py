@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from symbiosis.core.requests import Key, Request
 
@@ -65,6 +65,10 @@ class Index:
         if requests is not None:
             del self._requests[key]  # type: ignore[arg-type]
         return False
+
+    def of(self, key: Key) -> Iterator[Request]:
+        """Those for a key, in the order they came."""
+        return (request for request in self._requests[key].values() if request.remaining and not request.cancelled)
 
     def furthest_behind(self) -> Request | None:
         """The first request for the key that is furthest behind; of the two directions, the one that came first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -46,43 +47,53 @@ class Priority(Admission):
             if isinstance(priority, bool) or not isinstance(priority, int):
                 raise UsageError(f"priority: that of {name!r} is {priority!r}; it must be a whole number")
         self._levels: dict[int, _Level] = {}
+        self._heap: list[int] = []
+        """Their priorities, negative: the highest first."""
+        self._held: OrderedDict[int, Request] = OrderedDict()
+        """By id, in the order in which they came."""
 
     def hold(self, request: Request) -> None:
         level = self._level(request)
         level.queued += 1
-        level.held[request.id] = request
+        level.held[request.id] = self._held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        until = math.inf
-        higher = False
-        for priority in sorted(self._levels, reverse=True):
-            level = self._levels[priority]
-            while level.held:
-                request = next(iter(level.held.values()))
-                due = request.arrived + self.max_wait_ms / 1e3
-                if higher and due > now:
-                    until = min(until, due)
-                    break
-                del level.held[request.id]
-                self.admit(request)
-            higher = higher or level.queued > 0
+        while (until := self._until()) <= now:
+            self._let_in(next(iter(self._held.values())))
+        while self._heap and not (highest := self._levels[-self._heap[0]]).queued:
+            del self._levels[-heapq.heappop(self._heap)]
+        if self._heap and highest.held:
+            for request in list(highest.held.values()):
+                self._let_in(request)
+            until = self._until()
         return until
 
+    def _until(self) -> float:
+        """When the next one has been held back for long enough."""
+        return next(iter(self._held.values())).arrived + self.max_wait_ms / 1e3 if self._held else math.inf
+
+    def _let_in(self, request: Request) -> None:
+        self.drop(request)
+        self.admit(request)
+
     def drop(self, request: Request) -> None:
-        self._level(request).held.pop(request.id, None)
+        if self._held.pop(request.id, None) is not None:
+            del self._level(request).held[request.id]
 
     def gone(self, request: Request) -> None:
-        level = self._level(request)
-        level.queued -= 1
-        if not level.queued:
-            del self._levels[self._priority(request)]
+        self._level(request).queued -= 1
 
     def _priority(self, request: Request) -> int:
         own = min(request.terms.priority, 0) if request.terms.asked else request.terms.priority
         return own + self.tenants.get(tenant_of(request.client), 0)
 
     def _level(self, request: Request) -> _Level:
-        return self._levels.setdefault(self._priority(request), _Level())
+        priority = self._priority(request)
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level()
+            heapq.heappush(self._heap, -priority)
+        return level
 
     def __repr__(self) -> str:
         return f"Priority({self.policy!r}, max_wait_ms={self.max_wait_ms:g})"

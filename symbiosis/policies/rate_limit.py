@@ -46,6 +46,7 @@ class RateLimit(Admission):
     """
 
     name = "rate-limit"
+    idles = True
 
     def __init__(
         self,

@@ -1,13 +1,12 @@
 """Temporal sharing: inference and fine-tuning take turns (FlexLLM's baselines, section 8 and algorithm 3).
 
 One iteration of fine-tuning follows every so many iterations of inference; during a turn of one, the other waits. An
-iteration of inference is a batch at the first layer that inference asks for; one of fine-tuning is as many batches as
-fine-tuning has asked for different keys, which is one walk forward and back.
+iteration of inference is a batch at the first layer that inference asks for; one of fine-tuning is what is queued for
+each key once, which is one walk forward and back (two turns where layers are computed again in backward).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import fmean
 
 from symbiosis.core.protocols import Decision, Run, View, Wait
@@ -40,20 +39,18 @@ class TemporalSharing:
         self.max_wait_ms = float(max_wait_ms)
         self._inference, self._tuning = Index(), Index()
         self._first_layer = 1 << 62
-        self._tuning_keys: set[Key] = set()
         self._seen = -1e300
         """When inference last asked for something."""
         self._until_turn = self._interval()
-        """Iterations of inference before fine-tuning has its turn."""
-        self._turn = 0
-        """Batches that are left of fine-tuning's turn."""
+        """Iterations of inference before fine-tuning has its turn, or before it has it as soon as it asks for it."""
+        self._turn: dict[Key, float] | None = None
+        """In fine-tuning's turn, which keys have run since when."""
         self._tuned = -1e300
         """When the last one was."""
 
     def submitted(self, request: Request) -> None:
         if request.kind is Kind.FINETUNE:
             self._tuning.add(request)
-            self._tuning_keys.add(request.key)
         else:
             self._inference.add(request)
             self._first_layer = min(self._first_layer, request.key.layers[0])
@@ -66,38 +63,44 @@ class TemporalSharing:
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
         inference, tuning = self._inference.furthest_behind(), self._tuning.furthest_behind()
         here = inference is not None or (view.thinking and now < self._seen + _AWAY_S)
-        if tuning is not None and (self._turn or not here):
-            self._turn, self._tuned = max(self._turn - 1, 0), now
-            return self._run(tuning, view, "turn", tuning=True)
-        if self._turn:
+        if self._turn is not None and tuning is not None and self._turn.get(tuning.key, now) < tuning.arrived:
+            self._turn = None  # it has gone round
+        if tuning is not None and (self._turn is not None or not here):
+            if self._turn is not None:
+                self._turn.setdefault(tuning.key, now)
+            self._tuned = now
+            return self._run(self._tuning, tuning.key, view, "turn")
+        if self._turn is not None:
             if view.thinking and now < self._tuned + _AWAY_S:  # whose turn it is is between two layers
                 return Wait(self._tuned + _AWAY_S)
-            self._turn = 0
+            self._turn = None
         if inference is None:
             return Wait(min(overdue, self._seen + _AWAY_S))
         if inference.key.layers[0] == self._first_layer:
-            self._step([request.kind for request in view.queues[inference.key]], now)
-        return self._run(inference, view, "inference", tuning=False)
+            self._step(len(view.queues[inference.key]))
+            if not self._until_turn and tuning is not None:
+                self._until_turn = self._interval()
+                self._turn, self._tuned = {}, now
+        return self._run(self._inference, inference.key, view, "inference")
 
-    def _run(self, first: Request, view: View, reason: str, *, tuning: bool) -> Run:
-        """All rows of one side for a key. A client's requests stay in order, whatever their kinds."""
+    def _run(self, side: Index, key: Key, view: View, reason: str) -> Run:
+        """As many rows of one side for a key as fit. A client's requests stay in order, whatever their kinds."""
+        queue, left = view.queues[key], view.max_rows
         takes: list[tuple[Request, int]] = []
-        left, blocked = view.max_rows, set()
-        for request in view.queues[first.key]:
-            if left and request.client not in blocked and (request.kind is Kind.FINETUNE) == tuning:
+        taken: dict[str, int] = {}
+        for request in side.of(key):
+            before = taken.get(request.client, 0)
+            if queue.of(request.client)[before] is request:
+                taken[request.client] = before + 1
                 takes.append((request, min(request.remaining, left)))
                 left -= takes[-1][1]
-                if takes[-1][1] == request.remaining:
-                    continue
-            blocked.add(request.client)
-        return Run(first.key, takes or view.queues[first.key].take(view.max_rows), reason)
+                if not left:
+                    break
+        return Run(key, takes or queue.take(view.max_rows), reason)
 
-    def _step(self, kinds: Sequence[Kind], now: float) -> None:
-        """An iteration of inference begins."""
-        self._until_turn -= 1
-        if self._until_turn <= 0:
-            self._until_turn = self._interval()
-            self._turn, self._tuned = len(self._tuning_keys), now
+    def _step(self, queued: int) -> None:
+        """An iteration of inference begins, with so many requests."""
+        self._until_turn = max(self._until_turn - 1, 0)
 
     def _interval(self) -> int:
         return self.every
@@ -121,13 +124,17 @@ class DynamicTemporalSharing(TemporalSharing):
         self._prefills = 0
         self._before = 64.0
         self._turns = 0
-        self._next = 64
         super().__init__(64, max_wait_ms)
 
-    def _step(self, kinds: Sequence[Kind], now: float) -> None:
-        self._queued.append(len(kinds))
-        self._prefills += sum(kind is Kind.PREFILL for kind in kinds)
-        super()._step(kinds, now)
+    def submitted(self, request: Request) -> None:
+        super().submitted(request)
+        if self._until_turn and request.kind is Kind.PREFILL and request.key.layers[0] == self._first_layer:
+            self._prefills += 1
+
+    def _step(self, queued: int) -> None:
+        if self._until_turn:  # and is not waiting for fine-tuning
+            self._queued.append(queued)
+        super()._step(queued)
 
     def _interval(self) -> int:
         if not self._queued:

@@ -6,8 +6,9 @@
         def make_policy(self):
             return Mine()
 
-pytest then runs Hypothesis scripts against the real scheduler: clients join, walk, submit, cancel and leave in any
-order, several batches run at once, the clock goes on in steps. A script that fails is shrunk and printed as code.
+pytest then runs Hypothesis scripts against the real scheduler: clients of several tenants join, on terms of all sorts,
+walk, submit rows of all kinds, cancel and leave in any order, several batches run at once, the clock goes on in steps.
+A script that fails is shrunk and printed as code.
 
 What is tested, on a tiny system (2 layers, batches of 8 rows), where bugs show soonest, and on a wide one:
 
@@ -32,7 +33,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Batch, Kind, Request
+from symbiosis.core.requests import Batch, Kind, Request, Terms
 from symbiosis.core.scheduler import WaitUntil
 from symbiosis.testing.world import World
 
@@ -47,6 +48,16 @@ class _Size(NamedTuple):
     """Of one request: more than a batch may have, so that requests are cut."""
 
 
+_ANY_TERMS = st.builds(
+    Terms,
+    priority=st.integers(-2, 2),
+    slo_ms=st.sampled_from([None, 1.0, 50.0, 1e4]),
+    ttft_ms=st.sampled_from([None, 10.0, 1e5]),
+    kind=st.none() | st.sampled_from(Kind),
+    asked=st.booleans(),
+)
+_TENANTS = 2
+"""Whose clients take part: ``tenant-0/…``, ``tenant-1/…``"""
 _TINY = _Size(layers=2, max_rows=8, clients=3, most_rows=20)
 _WIDE = _Size(layers=12, max_rows=64, clients=8, most_rows=200)
 
@@ -133,35 +144,46 @@ class PolicyConformance(ABC):
         as many batches as it takes to serve all that, each request by itself.
         """
         keys = st.integers(0, 2 * size.layers)
-        work = st.tuples(keys, st.integers(1, size.most_rows))
+        work = st.tuples(keys, st.integers(1, size.most_rows), st.sampled_from(Kind))
 
         @settings(max_examples=self.max_examples, deadline=None)
         @given(
             victim=work,
             others=st.lists(work, min_size=1, max_size=6),
             rivals=st.integers(1, size.clients),
+            terms=st.lists(_ANY_TERMS, min_size=1, max_size=3),
             batches_in_patience=st.sampled_from([20, 100]),
         )
-        def game(victim: _Work, others: Sequence[_Work], rivals: int, batches_in_patience: int) -> None:
+        def game(
+            victim: _Work, others: Sequence[_Work], rivals: int, terms: Sequence[Terms], batches_in_patience: int
+        ) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
-            _play(world, self, victim, others, rivals, self.patience_s / batches_in_patience)
+            _play(world, self, victim, others, rivals, terms, self.patience_s / batches_in_patience)
 
         game()
 
 
-_Work = tuple[int, int]
-"""Index of a key, number of rows."""
+_Work = tuple[int, int, Kind]
+"""Index of a key, number of rows, what they are for."""
 
 
 def _play(
-    world: World, kit: PolicyConformance, victim: _Work, others: Sequence[_Work], rivals: int, batch_s: float
+    world: World,
+    kit: PolicyConformance,
+    victim: _Work,
+    others: Sequence[_Work],
+    rivals: int,
+    terms: Sequence[Terms],
+    batch_s: float,
 ) -> None:
+    """The victim comes on the first of the terms, rivals on all of them in turn."""
     script = itertools.cycle(others)
+    names = [f"tenant-{number % _TENANTS}/rival-{number}" for number in range(rivals)]
+    terms_of = dict(zip(["victim", *names], itertools.cycle(terms), strict=False))
 
     def submit(client: str, work: _Work) -> Request:
-        return world.submit(client, world.keys[work[0]], work[1])
+        return world.submit(client, world.keys[work[0]], work[1], work[2], terms_of[client])
 
-    names = [f"rival-{number}" for number in range(rivals)]
     for name in [*names, "victim"]:
         world.join(name)
         world.begin_pass(name)
@@ -198,7 +220,7 @@ def _play(
 
 
 def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) -> type[RuleBasedStateMachine]:
-    names = [f"client-{number}" for number in range(size.clients)]
+    names = [f"tenant-{number % _TENANTS}/client-{number}" for number in range(size.clients)]
     clients = st.sampled_from(names)
     numbers = st.integers(0, 63)
 
@@ -209,13 +231,15 @@ def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) 
             super().__init__()
             self.world = World(make_policy(), layers=size.layers, max_rows=size.max_rows)
             self.until: float | None = None
+            self.terms: dict[str, Terms] = {}
 
-        @rule(client=clients, in_pass=st.booleans())
-        def join_or_leave(self, client: str, in_pass: bool) -> None:
+        @rule(client=clients, in_pass=st.booleans(), terms=_ANY_TERMS)
+        def join_or_leave(self, client: str, in_pass: bool, terms: Terms) -> None:
             if client in self.world.clients:
                 self.world.leave(client)
             else:
                 self.world.join(client)
+                self.terms[client] = terms
                 if in_pass:
                     self.world.begin_pass(client)
 
@@ -233,9 +257,9 @@ def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) 
             times=st.integers(1, 3),
         )
         def submit(self, number: int, key: int, rows: int, kind: Kind, times: int) -> None:
-            clients = list(self.world.clients)
+            client = list(self.world.clients)[number % len(self.world.clients)]
             for _ in range(times):
-                self.world.submit(clients[number % len(clients)], self.world.keys[key], rows, kind)
+                self.world.submit(client, self.world.keys[key], rows, kind, self.terms[client])
 
         @precondition(lambda self: self.world.waiting)
         @rule(number=numbers)

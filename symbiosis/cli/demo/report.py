@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -16,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis._version import __version__
+from symbiosis.cli.console import write_json
 from symbiosis.cli.demo.jobs import Footprint, Generation, Plan, Tenant, Training
 from symbiosis.cli.demo.serve import Served
 from symbiosis.errors import BrokenError
@@ -321,7 +321,7 @@ class Report:
 
     def save_json(self, path: Path) -> None:
         """Write :meth:`as_dict`; numbers that JSON does not have become null."""
-        path.write_text(json.dumps(_finite(self.as_dict()), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_json(path, self.as_dict())
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
@@ -378,11 +378,3 @@ def _machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
     }
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
