@@ -8,15 +8,20 @@ against what is left of the tokens that are being made. The slack of a token is
 
 where "usually" is learned from earlier tokens, with the time that went to others taken out. A token is due when its
 text, from its first token on, has had its SLO for each token: what one token was late, the next ones make up for, so
-that it is the mean over a text that is kept. The least slack of all is what prefill and fine-tuning rows may cost, by a
-latency model that is learned as well: beside decode rows of the same layer, where they are cheapest, or as batches of
-their own. Large requests are cut to what fits (D2): forward and backward rows of fine-tuning, and prefills (chunked
-prefill). Fine-tuning waits while a prefill does. What is aimed at is less than the SLO by twice what tokens are late on
-average: nothing here knows what clients compute themselves, in the same process perhaps.
+that it is the mean over a text that is kept. What is aimed at is less than the SLO by twice what tokens are late on
+average. The least slack of all is what prefill and fine-tuning rows may cost, by a latency model that is learned as
+well: beside decode rows of the same layer, where they are cheapest, or as batches of their own. Large requests are cut
+to what fits (D2): forward and backward rows of fine-tuning, and prefills (chunked prefill).
+
+Two things more, both found by measuring (docs/architecture.md). What a batch costs others is not all that it brings
+about: a client in this process computes on the same cores with what it was answered, and takes from everybody what
+that takes. It is learned, too, and counted as part of a batch that ends a request. And a prefill has a slack of its
+own towards fine-tuning, which may not make it take half as long again: texts that have to wait for their first token
+begin together, and are more then at a time than can be kept within any SLO.
 
 With F the time spent on others since the executor started and F₀ its value when the token began, the slack is
-``min(due − began − usual + F₀ − F, due − now)``. What belongs to the token does not change, so two heaps know the
-least slack, whatever the number of clients.
+``min(due − began − usual + F₀ − F, due − now)``; a prefill's is the same with the time spent on fine-tuning alone. What
+belongs to the token does not change, so heaps know the least slack, whatever the number of clients.
 """
 
 from __future__ import annotations
@@ -31,13 +36,18 @@ from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.errors import UsageError
 from symbiosis.policies.admission import mapping
-from symbiosis.policies.latency import LatencyModel
+from symbiosis.policies.latency import LatencyModel, Line
 from symbiosis.policies.order import Index
 
 __all__ = ["CoServing"]
 
-_SPEND = 0.5
-"""Of the slack, what is spent at once: predictions are off by some, and others may come meanwhile."""
+_READ, _TUNE = 0.5, 0.2
+"""Of the slack, what prefill rows and fine-tuning rows may spend at once: predictions are off by some, and others may
+come meanwhile."""
+_READINGS = 4
+"""Prefills after which something is known of how long they take."""
+_STRETCH = 1.5
+"""So many times as long as usual a prefill may take for fine-tuning's sake."""
 _EARLY = 0.92
 """Of an SLO, what is aimed at at most."""
 _EARLIEST = 0.7
@@ -62,7 +72,11 @@ _MAX_CLIENTS = 4096
 _SLACK_ENTRIES = 64
 """Beyond two for each client, that a heap may have before what is over is taken out."""
 
+_LONGEST_S = 3600.0
+"""No batch takes an hour."""
+
 Takes = list[tuple[Request, int]]
+_Heap = list[tuple[float, int, "_Token"]]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +88,12 @@ class _Token:
     due: float
     """When it should be there."""
     prefill: bool
+    rows: int
+    """Of its first request."""
     others: float
     """Seconds of prefill and fine-tuning before it began."""
+    tuned: float
+    """Seconds of fine-tuning before it began."""
     layer: int
     last: Request
     text: float
@@ -92,6 +110,25 @@ class _Token:
     @property
     def given_up(self) -> float:
         return self.began + self.patience
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """What a client has got, and goes on with."""
+
+    request: Request
+    at: float
+    ran: float
+    """Seconds of batches until then."""
+
+    def leads_to(self, request: Request) -> bool:
+        """Whether what is between the two is the client's own work on one walk, and no pause before the next one."""
+        (layers, pass_), (after, then) = self.request.key, request.key
+        if request.kind is not self.request.kind or pass_.is_backward > then.is_backward:
+            return False
+        if pass_.is_backward != then.is_backward:
+            return True
+        return after[0] < layers[0] if then.is_backward else after[0] > layers[0]
 
 
 class CoServing:
@@ -136,18 +173,33 @@ class CoServing:
         self._late = 0.0
         """Seconds by which tokens are late on average, those that are early counting as none, where others had a
         part."""
-        self._others = 0.0
-        """Seconds of prefill and fine-tuning so far."""
-        self._by_room: list[tuple[float, int, _Token]] = []
-        """due − began − usual + F₀"""
-        self._by_due: list[tuple[float, int, _Token]] = []
+        self._others = self._tuned = 0.0
+        """Seconds of prefill and fine-tuning so far, and of fine-tuning alone."""
+        self._by_due: _Heap = []
         """due"""
+        self._by_room: _Heap = []
+        """due − began − usual + F₀, of tokens"""
+        self._by_reading: _Heap = []
+        """The same of prefills, with the time spent on fine-tuning."""
+        self._reading = Line()
+        """Seconds that a prefill takes without fine-tuning, by its rows."""
+        self._own = {Kind.PREFILL: LatencyModel(), Kind.FINETUNE: LatencyModel()}
+        """Seconds that a client in this process computes with an answer, by its key and rows."""
+        self._answered: OrderedDict[str, _Answer] = OrderedDict()
+        """To clients in this process, the last; until they ask again."""
+        self._now = 0.0
+        """When the batch that runs, or ran last, was decided on."""
+        self._ran = 0.0
+        """Seconds of batches so far."""
 
     def unloaded(self, seconds: float) -> None:
-        for whose, slo_ms in (("", self.slo_ms), *((f" of {name!r}", slo) for name, (slo, _) in self.clients.items())):
-            if slo_ms < 1e3 * seconds:
+        promises = {"slo_ms": self.slo_ms, "ttft_ms": self.ttft_ms}
+        for name, (slo, first) in self.clients.items():
+            promises |= {f"slo_ms of {name!r}": slo, f"ttft_ms of {name!r}": first}
+        for what, promised in promises.items():
+            if promised < 1e3 * seconds:
                 raise UsageError(
-                    f"co-serving: slo_ms{whose} is {slo_ms:g}, but a token takes {1e3 * seconds:.3g} ms in base layers "
+                    f"co-serving: {what} is {promised:g}, but a token takes {1e3 * seconds:.3g} ms in base layers "
                     "alone when nothing else goes on; promise more"
                 )
 
@@ -155,6 +207,10 @@ class CoServing:
 
     def submitted(self, request: Request) -> None:
         self._index[request.kind].add(request)
+        answer = self._answered.pop(request.client, None)
+        if answer is not None and answer.leads_to(request):
+            own = request.arrived - answer.at - (self._ran - answer.ran)
+            self._own[request.kind][answer.request.key].learn(answer.request.rows, own)
         if request.kind is Kind.FINETUNE:
             return
         token = self._tokens.get(request.client)
@@ -167,6 +223,8 @@ class CoServing:
     def _learn(self, request: Request, token: _Token) -> bool:
         """How long a token took; whether this request is for the next one of the same text."""
         token.over = True
+        if token.prefill and request.kind is Kind.DECODE:
+            self._reading.learn(token.rows, request.arrived - token.began - (self._tuned - token.tuned))
         own = request.arrived - token.began - (self._others - token.others)
         if token.prefill or request.kind is Kind.PREFILL or not 0 < own <= 2 * token.patience:
             return False  # that was a pause between two requests of a user, and no token
@@ -197,29 +255,51 @@ class CoServing:
         promised = (self.ttft_ms if prefill else self.slo_ms) / 1e3
         patience = _GIVEN_UP * (min(slo, promised) if terms.asked else slo)
         usual_one = not terms.asked or slo <= promised
-        token = _Token(now, slo, due, prefill, self._others, -1, request, text, number, patience, usual_one)
+        token = _Token(
+            began=now,
+            slo=slo,
+            due=due,
+            prefill=prefill,
+            rows=request.rows,
+            others=self._others,
+            tuned=self._tuned,
+            layer=-1,
+            last=request,
+            text=text,
+            number=number,
+            patience=patience,
+            usual=usual_one,
+        )
         if client not in self._tokens and len(self._tokens) >= _MAX_CLIENTS:
             self._tokens.popitem(last=False)[1].over = True
         self._tokens[client] = token
         heapq.heappush(self._by_due, (due, request.id, token))
-        if not prefill:  # prompts differ: nobody knows how long one takes before it has been read
+        if not prefill:
             usual = max(self._usual.get(client, 0.0), self._anybodys) or slo / 2
             heapq.heappush(self._by_room, (due - now - usual + self._others, request.id, token))
+        elif self._reading.count >= _READINGS and usual_one:
+            usual = self._reading.predict(request.rows)
+            room = min(due - now, _STRETCH * usual) - usual
+            heapq.heappush(self._by_reading, (room + self._tuned, request.id, token))
         # Tokens that are over fall out at the top. Below one client's tight SLO those of others would never get there.
-        for heap in (self._by_due, self._by_room):
+        for heap in (self._by_due, self._by_room, self._by_reading):
             if len(heap) > 2 * len(self._tokens) + _SLACK_ENTRIES:
                 heap[:] = [entry for entry in heap if not entry[2].over]
                 heapq.heapify(heap)
         return token
 
-    def slack(self, now: float) -> float:
-        """Seconds for others that no token being made would miss; ``inf`` if none is, ≤ 0 if one is late."""
-        for heap in (self._by_due, self._by_room):
-            while heap and self._is_over(heap[0][2], now):
-                heapq.heappop(heap)
-        due = self._by_due[0][0] - now if self._by_due else math.inf
-        room = self._by_room[0][0] - self._others if self._by_room else math.inf
-        return min(due, room)
+    def slack(self, now: float, kind: Kind = Kind.PREFILL) -> float:
+        """Seconds for prefill rows, or for fine-tuning rows, that nothing that is being made would miss; ``inf`` if
+        nothing is, ≤ 0 if something is late."""
+        slack = min(self._least(self._by_due, now) - now, self._least(self._by_room, now) - self._others)
+        if kind is Kind.FINETUNE:
+            slack = min(slack, self._least(self._by_reading, now) - self._tuned)
+        return slack
+
+    def _least(self, heap: _Heap, now: float) -> float:
+        while heap and self._is_over(heap[0][2], now):
+            heapq.heappop(heap)
+        return heap[0][0] if heap else math.inf
 
     @staticmethod
     def _is_over(token: _Token, now: float) -> bool:
@@ -231,44 +311,67 @@ class CoServing:
 
     def ran(self, batch: Batch, seconds: float) -> None:
         line = self.latency[batch.key]
-        decode = sum(stop - start for request, start, stop in batch.slices if request.kind is Kind.DECODE)
-        if decode < batch.rows and 0 < seconds < 3600:
-            self._others += max(seconds - (line.predict(decode) if decode else 0.0), 0.0)
+        if 0 < seconds < _LONGEST_S:
+            decode, prefill, tuning = _rows_of(batch)
+            served = decode + prefill
+            tuned = seconds - (line.predict(served) if served else 0.0) if tuning else 0.0
+            others = seconds - (line.predict(decode) if decode else 0.0) if prefill + tuning else 0.0
+            self._tuned += max(tuned, 0.0)
+            self._others += max(others, tuned, 0.0)
+            self._ran += seconds
+            for request, _, stop in batch.slices:
+                if stop == request.rows and request.kind is not Kind.DECODE and not request.terms.asked:
+                    self._answers(request, self._now + seconds)
         line.learn(batch.rows, seconds)
+
+    def _answers(self, request: Request, now: float) -> None:
+        """A client in this process gets an answer, and goes on with it on the cores that everybody uses."""
+        own = self.own(request)
+        self._others += own
+        if request.kind is Kind.FINETUNE:
+            self._tuned += own
+        if len(self._answered) >= _MAX_CLIENTS:
+            self._answered.popitem(last=False)
+        self._answered[request.client] = _Answer(request, now, self._ran)
+
+    def own(self, request: Request) -> float:
+        """Seconds that the client of a prefill's or a fine-tuning request will take from everybody once it is answered:
+        none, if it is in another process."""
+        return 0.0 if request.terms.asked else self._own[request.kind][request.key].predict(request.rows)
 
     # ------------------------------------------------------------------------------------------------------- decisions
 
     def decide(self, view: View, now: float) -> Decision:
+        self._now = now
         oldest = view.oldest
         overdue = oldest.arrived + self.max_wait_ms / 1e3
         if overdue <= now:
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
-        slack = _SPEND * self.slack(now)
         decode, prefill = self._decode.furthest_behind(), self._prefill.furthest_behind()
-        first = decode or prefill
         tuning = self._tuning.furthest_behind()
+        first = decode or prefill
         if first is None:
             assert tuning is not None
-            return self._tune(view.queues[tuning.key], view, slack, now, overdue)
-        queue = view.queues[first.key]
+            return self._tune(tuning, view, now, overdue)
         if decode is not None and prefill is not None and decode.key != prefill.key:
-            tuning = None
+            tuning = None  # fine-tuning waits while a prefill does
             alone = view.queues[prefill.key]
-            rows = self._rows_within(prefill.key, 0, slack, view.max_rows)
+            rows = self._rows_within(prefill.key, 0, _READ * self.slack(now), view.max_rows)
             hurry = self._in_a_hurry(prefill.client, now)
             if hurry or rows >= min(alone.rows, self._worth_a_batch(prefill.key)):
                 rows = max(rows, min(_UNKNOWN, view.max_rows))
-                return Run(prefill.key, self._with_inference(alone, rows, slack), "hurry" if hurry else "prefill")
+                return Run(prefill.key, self._with_inference(alone, rows, now), "hurry" if hurry else "prefill")
         if tuning is not None and first.key != tuning.key:
             # It need not wait for a moment without inference, which under load never comes: time is what counts.
             alone = view.queues[tuning.key]
-            rows = self._rows_within(tuning.key, 0, slack, view.max_rows)
+            seconds = _TUNE * self.slack(now, Kind.FINETUNE) - self.own(tuning)
+            rows = self._rows_within(tuning.key, 0, seconds, view.max_rows)
             if rows >= min(alone.rows, self._worth_a_batch(tuning.key)):
                 return Run(tuning.key, alone.take(rows), "budget")
         due = first.arrived + self.wait_ms / 1e3
         if due > now and view.thinking:
             return Wait(due)
-        takes = self._with_inference(queue, view.max_rows, slack)
+        takes = self._with_inference(view.queues[first.key], view.max_rows, now)
         mixed = takes[-1][0].kind is Kind.FINETUNE
         return Run(first.key, takes, "co-served" if mixed else "inference")
 
@@ -276,8 +379,10 @@ class CoServing:
         token = self._tokens.get(client)
         return token is not None and token.prefill and now > token.began + _HURRY * token.slo
 
-    def _tune(self, queue: QueueView, view: View, slack: float, now: float, overdue: float) -> Decision:
+    def _tune(self, tuning: Request, view: View, now: float, overdue: float) -> Decision:
         """Nothing but fine-tuning is queued."""
+        queue = view.queues[tuning.key]
+        slack = _TUNE * self.slack(now, Kind.FINETUNE) - self.own(tuning)
         if not view.thinking:  # nobody can come but who begins a pass: a little is always right
             slack = max(slack, self.slo_ms / 4e3)
         rows = self._rows_within(queue.key, 0, min(slack, self.slo_ms / 1e3), view.max_rows)
@@ -292,22 +397,32 @@ class CoServing:
         start, slope = self.latency[key].coefficients
         return max(_FLAT, math.ceil(min(start / slope, 1e9))) if slope > 0 else _FLAT
 
-    def _with_inference(self, queue: QueueView, max_rows: int, slack: float) -> Takes:
+    def _with_inference(self, queue: QueueView, max_rows: int, now: float) -> Takes:
         """All decode rows, and of prefill and fine-tuning what the slack has time for."""
-        firsts: dict[str, Request] = {}
-        for request in queue:  # each client's first: its requests stay in order, whatever their kinds
-            firsts.setdefault(request.client, request)
-        kinds: tuple[list[Request], ...] = ([], [], [])
-        for request in firsts.values():
-            kinds[request.kind].append(request)
-        takes: Takes = []
-        rows = _take(kinds[Kind.DECODE], max_rows, takes)
-        if rows < max_rows:
-            most = self._rows_within(queue.key, rows, slack, max_rows)
+        key, takes = queue.key, Takes()
+        rows = self._take(queue, Kind.DECODE, max_rows, takes)
+        if rows < max_rows and key in self._prefill:
+            most = self._rows_within(key, rows, _READ * self.slack(now), max_rows)
             least = 0 if rows else min(_UNKNOWN, max_rows)
-            rows += _take(kinds[Kind.PREFILL], max(most - rows, least), takes)
-            rows += _take(kinds[Kind.FINETUNE], most - rows, takes)
+            rows += self._take(queue, Kind.PREFILL, max(most - rows, least), takes)
+        if rows < max_rows and key in self._tuning:
+            tuning = next(self._tuning.of(key))
+            seconds = _TUNE * self.slack(now, Kind.FINETUNE) - self.own(tuning)
+            self._take(queue, Kind.FINETUNE, self._rows_within(key, rows, seconds, max_rows) - rows, takes)
         return takes or queue.take(max_rows)  # nothing but fine-tuning, which a client has put in front of inference
+
+    def _take(self, queue: QueueView, kind: Kind, most: int, takes: Takes) -> int:
+        """Add up to ``most`` rows of a kind; how many. Of each client its first request alone, as those of one client
+        stay in order, whatever their kinds."""
+        left = most
+        if left > 0 and queue.key in self._index[kind]:
+            for request in self._index[kind].of(queue.key):
+                if queue.of(request.client)[0] is request:
+                    takes.append((request, min(request.remaining, left)))
+                    left -= takes[-1][1]
+                    if not left:
+                        break
+        return most - left
 
     def _rows_within(self, key: Key, rows: int, seconds: float, most: int) -> int:
         """Rows of a batch that takes ``seconds`` longer than one of ``rows``."""
@@ -322,16 +437,12 @@ class CoServing:
         return f"CoServing(slo_ms={self.slo_ms}, ttft_ms={self.ttft_ms}, max_wait_ms={self.max_wait_ms})"
 
 
-def _take(requests: Sequence[Request], most: int, takes: Takes) -> int:
-    """Add up to ``most`` rows; how many."""
-    left = most
-    for request in requests:
-        if left <= 0:
-            break
-        count = min(request.remaining, left)
-        takes.append((request, count))
-        left -= count
-    return most - left if most > 0 else 0
+def _rows_of(batch: Batch) -> tuple[int, int, int]:
+    """Of decode, prefill and fine-tuning."""
+    rows = [0, 0, 0]
+    for request, start, stop in batch.slices:
+        rows[request.kind] += stop - start
+    return rows[Kind.DECODE], rows[Kind.PREFILL], rows[Kind.FINETUNE]
 
 
 def _pairs(clients: Mapping[str, tuple[float, float]] | None) -> Mapping[str, tuple[float, float]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Batch, Key, Kind, Request
+from symbiosis.core.requests import Batch, Key, Kind, Request, Terms
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.errors import PolicyError
 
@@ -106,6 +106,7 @@ class Simulation:
         self._cost = cost
         self._overhead_s = overhead_s
         self._local = local
+        self._terms = Terms(asked=not local)
         self._free = 0.0
         """When what the clients have to compute is done, if they are local."""
         self._clients: dict[str, Client] = {}
@@ -169,7 +170,9 @@ class Simulation:
         elif isinstance(action, Until):
             self._at(max(action.time, self.now), lambda: self._resume(name))
         else:
-            request = Request(next(self._numbers), name, action.key, action.rows, action.kind, self.now)
+            request = Request(
+                next(self._numbers), name, action.key, action.rows, action.kind, self.now, terms=self._terms
+            )
             self._waiting[request.id] = name
             self._scheduler.submit(request)
 
