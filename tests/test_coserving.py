@@ -10,12 +10,12 @@ import pytest
 import symbiosis
 from symbiosis.core.protocols import Policy
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import Batch, Key, Kind, Pass
+from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice, Terms
 from symbiosis.core.scheduler import WaitUntil
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
-from symbiosis.testing import PolicyConformance, World
+from symbiosis.testing import PolicyConformance, World, tiny_model
 
 LAYERS = 16
 COST = Cost(1e-3, 2e-5)
@@ -245,3 +245,79 @@ def test_what_cannot_be_kept_is_refused(base: Any, spec: str) -> None:
 def test_nor_to_one_client(base: Any) -> None:
     with pytest.raises(UsageError, match=r"slo_ms of 'alice' is 0\.001"):
         symbiosis.Executor(base, policy=CoServing(slo_ms=5000, clients={"alice": (0.001, 100.0)}))
+
+
+def _steps(w: World, own: float, terms: Terms) -> CoServing:
+    """Fine-tuning walks forward and back; with each answer its client computes for so long. Then it pauses."""
+    policy = w.policy
+    assert isinstance(policy, CoServing)
+    keys = [Key((layer,), Pass.FORWARD) for layer in range(4)]
+    keys += [Key(key.layers, Pass.BACKWARD) for key in reversed(keys)]
+    for _ in range(10):
+        for key in keys:
+            w.submit("job", key, 64, Kind.FINETUNE, terms)
+            while w.waiting:
+                run(w, seconds=2e-3)
+            w.clock.advance(own)
+        w.clock.advance(3.0)
+    return policy
+
+
+def test_what_clients_here_compute_themselves_is_part_of_what_their_batches_cost() -> None:
+    w = world(CoServing(slo_ms=100))
+    policy = _steps(w, 5e-3, Terms(asked=False))
+    request = Request(1, "job", F0, 64, Kind.FINETUNE, 0.0, terms=Terms(asked=False))
+    last = Request(1, "job", Key((0,), Pass.BACKWARD), 64, Kind.FINETUNE, 0.0, terms=Terms(asked=False))
+    assert policy.own(request) == pytest.approx(5e-3)
+    assert policy.own(last) == 0  # what follows it is a pause, for all anybody knows
+    w.submit("text", F0, 1, Kind.DECODE)
+    before = policy.slack(w.clock.now)
+    policy.ran(Batch(F0, [Slice(request, 0, 64)], "", 64), 2e-3)
+    assert before - policy.slack(w.clock.now) == pytest.approx(7e-3)
+
+
+def test_what_clients_elsewhere_compute_costs_nobody_here_anything() -> None:
+    policy = _steps(world(CoServing(slo_ms=100)), 5e-3, Terms())
+    assert policy.own(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
+
+
+def test_fine_tuning_waits_where_its_clients_own_work_would_be_too_long() -> None:
+    taken = {}
+    for own in (1e-3, 15e-3):
+        w = world(CoServing(slo_ms=100, wait_ms=1e-6))
+        _steps(w, own, Terms(asked=False))
+        w.submit("text", F1, 1, Kind.DECODE)
+        w.submit("job", F0, 64, Kind.FINETUNE, Terms(asked=False))
+        taken[own] = rows_of(run(w))
+    assert taken == {1e-3: {"job": 64}, 15e-3: {"text": 1}}  # of 42 ms of slack 8 may be spent at once
+
+
+def test_fine_tuning_does_not_hold_prefills_up_for_long() -> None:
+    """They may take half as long again as they usually do without, however late they would be in time."""
+    policy = CoServing(slo_ms=100, ttft_ms=5000)
+    w = world(policy)
+    for rows in (32, 64, 96, 128):
+        for layer in range(4):
+            w.submit("text", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
+            while w.waiting:
+                run(w, seconds=1e-3 * rows / 4)
+        w.submit("text", F0, 1, Kind.DECODE)
+        run(w)
+        w.clock.advance(60)  # the text is over
+    w.submit("prompt", F0, 80, Kind.PREFILL)
+    assert policy.slack(w.clock.now, Kind.PREFILL) > 4
+    assert policy.slack(w.clock.now, Kind.FINETUNE) == pytest.approx(0.5 * 0.08, rel=0.1)
+
+
+@pytest.mark.parametrize("what", ["slo_ms", "ttft_ms"])
+def test_what_no_machine_can_keep_is_refused(what: str) -> None:
+    """Of everybody, of a client by name, and of a client as it is made."""
+    base = tiny_model()
+    with pytest.raises(UsageError, match=rf"co-serving: {what} is 1e-06, but a token takes"):
+        symbiosis.Executor(base, policy=CoServing(**{what: 1e-6}))
+    pair = (1e-6, 900.0) if what == "slo_ms" else (50.0, 1e-6)
+    with pytest.raises(UsageError, match=rf"co-serving: {what} of 'alice' is 1e-06, but a token takes"):
+        symbiosis.Executor(base, policy=CoServing(slo_ms=1e4, clients={"alice": pair}))
+    executor = symbiosis.Executor(base, policy=CoServing(slo_ms=1e4))
+    with pytest.raises(UsageError, match=rf"{what} of 'alice' is 1e-06, but a token takes"):
+        executor.client(name="alice", **{what: 1e-6})

@@ -15,7 +15,8 @@ from peft import LoraConfig
 import symbiosis
 from symbiosis.core.fibers import current_fiber
 from symbiosis.core.protocols import Decision, Run, View, Wait
-from symbiosis.core.requests import Request
+from symbiosis.core.requests import Batch, Request
+from symbiosis.core.runner import DeviceClock
 from symbiosis.errors import (
     CannotWaitError,
     ClientClosedError,
@@ -540,3 +541,36 @@ async def test_who_has_stopped_in_the_middle_is_not_waited_for(base: Any, monkey
             again = asyncio.create_task(works.forward(input_ids=IDS))
             await asyncio.wait_for(stopped.forward(input_ids=IDS), 5)  # it goes on, and counts again
             await asyncio.wait_for(again, 5)
+
+
+async def test_on_a_gpu_policies_are_told_what_the_device_took(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches return at once. Here with events that are passed when the test says so; tests/test_gpu.py has real
+    ones."""
+
+    class Event:
+        passed = False
+
+        def query(self) -> bool:
+            return Event.passed
+
+        def elapsed_time(self, later: Event) -> float:
+            return 7.0
+
+    class Notes(NoLockstep):
+        seen: ClassVar[list[float]] = []
+
+        def ran(self, batch: Batch, seconds: float) -> None:
+            self.seen.append(seconds)
+
+    clock = DeviceClock(torch.device("cpu"))
+    monkeypatch.setattr(clock, "mark", Event)
+    async with symbiosis.Executor(base, policy=Notes()) as executor, executor.client() as client, executor.client():
+        executor._clock = clock
+        await client.generate(input_ids=IDS, max_new_tokens=2)
+        batches = executor.statistics().batches
+        assert batches > 0
+        assert not Notes.seen
+        Event.passed = True
+        await client.forward(input_ids=IDS)
+        assert len(Notes.seen) >= batches
+        assert set(Notes.seen) == {7e-3}

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.core.requests import Batch, Call, Key, Kind, Pass
+from symbiosis.policies import NoLockstep
 from symbiosis.testing import ARCHITECTURES, Comparison, Job, compare, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, METHODS, adamw, ia3, in_thread, lora
 from tests.service import Service, free_port, save_model
@@ -219,3 +220,28 @@ async def test_over_dist(checkpoint: Path, backend: str) -> None:
                 comparison = Comparison.of(await run_job(client), expected)
     assert comparison.worst("logits") <= 1e-4, comparison
     assert comparison.worst("gradient") <= 1e-3, comparison
+
+
+async def test_policies_are_told_what_the_device_took(base: Any) -> None:
+    """Not what launching took: a second on the device is one in the policy's books."""
+    seen: list[float] = []
+
+    class Notes(NoLockstep):
+        def ran(self, batch: Batch, seconds: float) -> None:
+            seen.append(seconds)
+
+    async with symbiosis.Executor(copy.deepcopy(base).to(CUDA), policy=Notes()) as executor:
+        async with executor.client() as client, executor.client():
+            run = executor._runner.run
+
+            def slowly(batch: Batch, calls: Any) -> None:
+                torch.cuda._sleep(10**8)
+                run(batch, calls)
+
+            executor._runner.run = slowly  # type: ignore[method-assign]
+            await client.forward(input_ids=IDS.to(CUDA))
+            torch.cuda.synchronize()
+            executor._runner.run = run  # type: ignore[method-assign]
+            await client.forward(input_ids=IDS.to(CUDA))
+    assert len(seen) > 3
+    assert max(seen) > 1e-2  # 10^8 cycles at less than 10 GHz

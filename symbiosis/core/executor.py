@@ -29,7 +29,7 @@ from symbiosis.core.loading import load_model
 from symbiosis.core.protocols import Channel, Identity, Listener, Policy, Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, LayerSpec, Request, Terms
-from symbiosis.core.runner import Runner
+from symbiosis.core.runner import DeviceClock, Runner
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.session import ExecutorSession, kind_of
 from symbiosis.core.share import Share, weights_fingerprint
@@ -104,8 +104,12 @@ class Executor:
         self._split = SplitModel(model, base_layers)
         self._scheduler = Scheduler(policy, layers=len(self._split.layers), max_rows=max_rows)
         self._runner = Runner(self._split.layers)
+        self._clock = DeviceClock(self._split.device) if self._split.device.type == "cuda" else None
+        self._unloaded_s = 0.0
+        """A token in base layers when nothing else goes on, for a policy that promises times."""
         if (unloaded := getattr(policy, "unloaded", None)) is not None and (walk := self._split.walk()):
-            unloaded(min(self._runner.time(walk) for _ in range(3)))
+            self._unloaded_s = min(self._runner.time(walk) for _ in range(3))
+            unloaded(self._unloaded_s)
         self._counters = Counters()
         self._timeline: Timeline | None = None
         self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"
@@ -250,11 +254,17 @@ class Executor:
                 options such as ``"noise-pool:size=64"``; by default they are sent as they are.
 
         Raises:
-            UsageError: a promise that means nothing.
+            UsageError: a promise that means nothing, or cannot be kept.
             UnknownNameError, PrivacyError: no such scheme, or options that it does not take.
         """
         name = name or f"client-{next(self._client_numbers)}"
         terms = Terms(priority, slo_ms, ttft_ms, kind, asked=False).check()
+        for what, promised in (("slo_ms", slo_ms), ("ttft_ms", ttft_ms)):
+            if promised is not None and promised < 1e3 * self._unloaded_s:
+                raise UsageError(
+                    f"{what} of {name!r} is {promised:g}, but a token takes {1e3 * self._unloaded_s:.3g} ms in base "
+                    "layers alone when nothing else goes on; promise more"
+                )
         scheme = make_privacy(privacy)
 
         async def connect(name: str) -> Channel:
@@ -496,14 +506,21 @@ class Executor:
 
     def _run(self, batch: Batch) -> None:
         calls = [self._calls[request.id] for request, _, _ in batch.slices]
-        started = _now()
+        started, clock = _now(), self._clock
+        began = clock.mark() if clock is not None else None
         try:
             self._runner.run(batch, calls)
         except Exception as error:  # noqa: BLE001 (whatever it was, it belongs to the clients of this batch)
             self._fail(batch, error)
             return
         ended = _now()
-        answered = self._scheduler.completed(batch, ended - started)
+        if clock is None or began is None:
+            answered = self._scheduler.completed(batch, ended - started)
+        else:
+            answered = self._scheduler.completed(batch, None)
+            clock.launched(batch, began)
+            for earlier, seconds in clock.done():
+                self._scheduler.measured(earlier, seconds)
         for request in answered:
             call = self._calls.pop(request.id)
             reply, results = call.reply, call.results

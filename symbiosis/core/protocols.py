@@ -127,10 +127,11 @@ class Policy(Protocol):
     :class:`symbiosis.core.scheduler.Scheduler`. A policy belongs to one executor.
 
     A policy may have more methods, by which it is told what becomes of requests: ``started(batch: Batch) -> None``, the
-    batch's rows are queued no more; ``ran(batch: Batch, seconds: float) -> None``, it has run, in so many seconds; and
-    ``cancelled(request: Request) -> None``, a request that was queued, in part at least, is not any more.
-    ``unloaded(seconds: float) -> None`` is called once, before all else: what a token takes in base layers when nothing
-    else goes on. Raises UsageError when the policy promises what cannot be kept.
+    batch's rows are queued no more; ``ran(batch: Batch, seconds: float) -> None``, it has run, in so many seconds (on a
+    GPU this is told some batches later, when it is known); and ``cancelled(request: Request) -> None``, a request that
+    was queued, in part at least, is not any more. ``unloaded(seconds: float) -> None`` is called once, before all else:
+    what a token takes in base layers when nothing else goes on. Raises UsageError when the policy promises what cannot
+    be kept.
 
     A policy with a class attribute ``lone_at_once = True`` is not asked about a request that finds nothing else
     outstanding and nobody thinking: it runs there and then, which costs half as much. All but those that ration

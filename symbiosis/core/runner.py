@@ -7,7 +7,8 @@ slice is done, so the executor's own memory stays bounded by ``max_rows`` whatev
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -15,7 +16,32 @@ from symbiosis.core.layers import BaseLayer
 from symbiosis.core.requests import Batch, Call, Key, Kind, Pass, Slice
 from symbiosis.core.rows import merge, split
 
-__all__ = ["Runner"]
+__all__ = ["DeviceClock", "Runner"]
+
+
+class DeviceClock:
+    """How long batches take on a CUDA device, where a launch returns long before its work is done. An event before and
+    one after each batch, on the stream that it runs on; read once the device has passed them, so that nobody waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._under_way: deque[tuple[Batch, torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def mark(self) -> torch.cuda.Event:
+        """Now, on the device."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def launched(self, batch: Batch, began: torch.cuda.Event) -> None:
+        """A batch is on its way since ``began``."""
+        self._under_way.append((batch, began, self.mark()))
+
+    def done(self) -> Iterator[tuple[Batch, float]]:
+        """Batches that are done and were not told of yet, and the seconds that each took."""
+        while self._under_way and self._under_way[0][2].query():  # type: ignore[no-untyped-call]
+            batch, began, ended = self._under_way.popleft()
+            yield batch, began.elapsed_time(ended) / 1e3
 
 
 class Runner:

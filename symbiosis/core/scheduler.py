@@ -181,9 +181,15 @@ class Scheduler:
             self._tell(self._cancelled, "cancelled", request)
         self._answered(request)
 
-    def completed(self, batch: Batch, seconds: float) -> list[Request]:
-        """A batch has run, in so many seconds. Returns the requests whose last row that was, in batch order."""
+    def measured(self, batch: Batch, seconds: float) -> None:
+        """How long a batch took that has run; for who knows it later than at its completion."""
         self._tell(self._ran, "ran", batch, seconds)
+
+    def completed(self, batch: Batch, seconds: float | None) -> list[Request]:
+        """A batch has run, in so many seconds, or nobody knows yet. Returns the requests whose last row that was, in
+        batch order."""
+        if seconds is not None:
+            self.measured(batch, seconds)
         answered = []
         for request, start, stop in batch.slices:
             request.done += stop - start

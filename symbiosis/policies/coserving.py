@@ -320,7 +320,9 @@ class CoServing:
             self._others += max(others, tuned, 0.0)
             self._ran += seconds
             for request, _, stop in batch.slices:
-                if stop == request.rows and request.kind is not Kind.DECODE and not request.terms.asked:
+                if request.kind is Kind.DECODE or request.terms.asked:
+                    continue
+                if stop == request.rows > request.done:  # and not answered long ago, as on a GPU
                     self._answers(request, self._now + seconds)
         line.learn(batch.rows, seconds)
 
