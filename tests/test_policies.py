@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from symbiosis.core.protocols import Policy
 from symbiosis.core.requests import Batch, Key, Kind, Pass
@@ -213,6 +215,45 @@ class TestOpportunistic:
         w.submit("b", F0, 1)
         w.cancel(first)
         assert w.decide() == WaitUntil(pytest.approx(0.003))
+
+
+class TestDeadlines:
+    """None is overrun by more than what runs already: when the executor is free, no wait outlasts a deadline. Then it
+    is a matter of order. Who is due goes next, or who is behind and costs no more, until ``max_wait_ms``; and then the
+    one that came first, whatever is due."""
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.data())
+    def test_any_script(self, data: st.DataObject) -> None:
+        wait_ms, max_wait_ms = data.draw(st.sampled_from([(0, 5), (1, 5), (0.2, 50), (20, 10)]))
+        policy = Opportunistic(wait_ms, max_wait_ms)
+        names = ["a", "b", "c", "thinker"]
+        w = world_of(policy, *names, max_rows=16)
+        for _ in range(data.draw(st.integers(1, 40))):
+            if data.draw(st.booleans()):
+                client, key = data.draw(st.sampled_from(names[:3])), data.draw(st.sampled_from(w.keys))
+                w.submit(client, key, data.draw(st.integers(1, 40)), data.draw(st.sampled_from(Kind)))
+            w.clock.advance(data.draw(st.sampled_from([0.0, 1e-4, 1e-3, 3e-3])))
+            queued = w.queued
+            if not queued:
+                continue
+            now, due = w.clock.now, min(map(policy.deadline, queued))
+            urgent = [request for request in queued if policy.deadline(request) == due]
+            oldest = w.scheduler.oldest
+            rows = {key: queue.rows for key, queue in w.scheduler.queues.items()}
+            action = w.decide()
+            if isinstance(action, WaitUntil):
+                assert now < action.time <= due
+                continue
+            assert isinstance(action, Batch)
+            taken = [request for request, _, _ in action.slices]
+            if now - oldest.arrived >= max_wait_ms / 1e3:
+                assert oldest in taken
+            elif due <= now and not any(request in taken for request in urgent):
+                assert action.reason == "catching-up"
+                assert rows[action.key] <= max(max(rows[request.key] for request in urgent), opportunistic._FLAT)
+            w.clock.advance(data.draw(st.sampled_from([1e-4, 2e-3])))
+            w.complete(action)
 
 
 class TestFurthestBehind:

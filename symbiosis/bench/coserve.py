@@ -53,7 +53,12 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None) -> Report:
     tokens = sum(arrival.tokens for arrival in found) / (found[-1].at - found[0].at)
     policies = _policies(settings.policy, slo)
     for part in LOADS:
-        load = Load(scaled(found, speed=part * peak.tokens_per_s / tokens), clients=CLIENTS, tuning=TUNING, rows=rows)
+        paced = scaled(found, speed=part * peak.tokens_per_s / tokens)
+        load = Load(paced, clients=CLIENTS, tuning=TUNING, rows=rows)
+        (without,) = await play(
+            policies["co-serving"], Load(paced, clients=CLIENTS), slo, f"no fine-tuning, load {part:g}"
+        )
+        report.rows.append(_row(part, "co-serving, no fine-tuning", [without], tuned))
         for name, spec in policies.items():
             played = await play(spec, load, slo, f"{name}, load {part:g}", settings.rounds)
             row = _row(part, name, played, tuned)

@@ -47,7 +47,8 @@ class Opportunistic:
     When the executor is busy, requests are due before their turn comes, and what counts is the order. A queue that is
     due may be passed over by one that is further behind and costs no more: they meet at the layer where the first one
     waits and share batches from there on, and a small request never waits for a large one. Nobody is passed over for
-    longer than ``max_wait_ms``.
+    longer than ``max_wait_ms``. So a batch that runs already is all that overruns a deadline: no wait outlasts
+    ``wait_ms``, and whoever has been there for ``max_wait_ms`` goes before all that came later.
 
     Args:
         wait_ms: wait per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
