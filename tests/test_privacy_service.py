@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.core.requests import Pass
+from symbiosis.core.requests import Call, Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
@@ -197,20 +197,60 @@ async def test_shares_survive_either_executor(base: Any) -> None:
     assert_near(Comparison.of(outcome, expected))
 
 
-async def test_shares_notice_that_they_have_come_together(base: Any) -> None:
-    """The one executor goes, and what comes in its place is the other."""
-    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-    async with symbiosis.Executor(copy.deepcopy(base)) as one, symbiosis.Executor(copy.deepcopy(base)) as two:
-        await one.listen(addresses[0])
-        await two.listen(addresses[1])
-        async with symbiosis.connect(addresses[0], retry=30.0, privacy=SecretShares(addresses)) as remote:
-            async with remote.client() as client:
-                await client.forward(input_ids=IDS)
-                await two.close()
-                await one.listen(addresses[1])
-                await until(lambda: len(one.status()["clients"]) == 2)
+def never_answering(executor: symbiosis.Executor) -> list[Call]:
+    """Have an executor take calls, of who joins from now on, and leave them unanswered."""
+    taken: list[Call] = []
+    join = executor.join
+
+    def joined(*arguments: Any) -> Any:
+        session: Any = join(*arguments)
+
+        def submit(call: Call) -> asyncio.Future[Any]:
+            taken.append(call)
+            return asyncio.get_running_loop().create_future()
+
+        session.submit, session.at_once = submit, lambda call: None
+        return session
+
+    setattr(executor, "join", joined)  # noqa: B010 (of this executor only)
+    return taken
+
+
+@pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "dist"])
+async def test_shares_that_would_come_together(transport: str, synchronous: bool, base: Any, tmp_path: Path) -> None:
+    """One executor goes while it has shares of a call, and what comes at its address is the other. That one gets none
+    of the shares that are outstanding, nor any later ones."""
+    addresses = []
+    for number in ("one", "two"):
+        (tmp_path / number).mkdir()
+        addresses.append(address_of(transport, tmp_path / number))
+    options = {"privacy": SecretShares(addresses), "retry": 30.0, **insecure(transport)}
+
+    async def tenant() -> None:
+        async with symbiosis.connect(addresses[0], **options) as remote, remote.client() as client:
+            for _ in range(2):
                 with pytest.raises(PrivacyError, match="lead to the same executor"):
-                    await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+                    await client.forward(input_ids=IDS)
+
+    def synchronous_tenant() -> None:
+        with symbiosis.open_model(addresses[0], **options) as model:
+            for _ in range(2):
+                with pytest.raises(PrivacyError, match="lead to the same executor"):
+                    model(IDS)
+
+    async with symbiosis.Executor(copy.deepcopy(base)) as one, symbiosis.Executor(copy.deepcopy(base)) as two:
+        taken = never_answering(two)
+        await one.listen(addresses[0], **insecure(transport))
+        await two.listen(addresses[1], **insecure(transport))
+        with Wiretap(one) as tap:
+            job = asyncio.create_task(in_thread(synchronous_tenant) if synchronous else tenant())
+            await until(lambda: taken or job.done())
+            await two.close()
+            await one.listen(addresses[1], **insecure(transport))
+            await asyncio.wait_for(job, 30)
+    assert taken
+    assert {seen.client.endswith("-elsewhere") for seen in tap.seen} == {False}
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from symbiosis.core.fibers import in_modes, modes_aside
-from symbiosis.core.protocols import Channel, Identity, Reply
+from symbiosis.core.protocols import Channel, Check, Identity, Reply
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ClientClosedError, PrivacyError
@@ -139,6 +139,9 @@ class MaskedChannel:
 
     def identity(self) -> Identity:
         return self._first.identity()
+
+    def before_return(self, check: Check) -> None:
+        self._first.before_return(check)
 
     def skeleton(self, link: Link) -> nn.Module:
         link.private = True

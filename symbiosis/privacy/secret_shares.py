@@ -16,6 +16,7 @@ than their noise show the last bits of x.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.protocols import Channel
+from symbiosis.core.protocols import Channel, Identity
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import scale_for
@@ -106,22 +107,29 @@ class Shares:
         self._stream = Keystream()
         if len({channel.identity().weights for channel in channels}) > 1:
             raise PrivacyError("secret-shares: these executors serve different base models, or other layers of one")
-        self._check_apart()
+        self._met: list[set[str]] = [set() for _ in channels]
+        """The executors that each channel has ever led to."""
+        self._meeting = threading.Lock()
+        for number, channel in enumerate(channels):
+            channel.before_return(partial(self._meet, number))
+            self._meet(number, channel.identity())
         first = channels[0]
         self._own = None
         if model is not None:
             self._own = OwnWeights(model, first.layers, first.identity().weights, "secret-shares")
 
-    def _check_apart(self) -> None:
-        """An address may lead to the very executor that another one leads to, also after it was restarted."""
-        instances = [channel.identity().instance for channel in self._channels]
-        if len(set(instances)) < len(instances):
-            raise PrivacyError(
-                "secret-shares: two of the addresses lead to the same executor, which would have all shares of a row"
-            )
+    def _meet(self, number: int, executor: Identity) -> None:
+        """Before a channel's shares go to an executor. It may be the very one that another channel leads to, or has led
+        to, also after a restart: then it has, or had, the other shares of what is outstanding."""
+        with self._meeting:
+            if any(executor.instance in met for other, met in enumerate(self._met) if other != number):
+                raise PrivacyError(
+                    "secret-shares: two of the addresses lead to the same executor, which would have all shares of a "
+                    "row; nothing was sent there"
+                )
+            self._met[number].add(executor.instance)
 
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
-        self._check_apart()
         turns = None
         if self._own is None:
             first, second = self._split(x, amplitude, asked.dtype)
