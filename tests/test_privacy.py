@@ -821,6 +821,7 @@ def test_specs() -> None:
         ({"addresses": ["a", "b", "c"]}, "give both addresses"),
         ({"addresses": "tcp://a:1"}, "give a list of two"),
         ({"addresses": ["a", "b"], "with_": "c"}, "give both addresses"),
+        ({"with_": "a", "options": "key"}, "give some by name"),
     ],
 )
 def test_wrong_shares(options: Any, why: str) -> None:

@@ -17,9 +17,10 @@ import torch
 
 import symbiosis
 from symbiosis.core.requests import Call, Pass
-from symbiosis.errors import PrivacyError
+from symbiosis.errors import PrivacyError, UsageError
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
+from symbiosis.transports.keys import SERVER, new_key
 from tests.helpers import IDS, in_thread, lora, restart, until
 from tests.service import Service, free_port, save_model
 
@@ -81,6 +82,35 @@ async def test_every_transport(transport: str, name: str, tmp_path: Path) -> Non
 
         if transport != "dist" or name == "noise-pool":
             assert_near(Comparison.of(await in_thread(tenant), expected))
+
+
+async def test_two_providers_with_keys_of_their_own(base: Any, tmp_path: Path) -> None:
+    """Each knows the tenant by another key, which names that provider's server."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    secrets = []
+    for folder in folders:
+        new_key(folder, SERVER)
+        secrets.append(new_key(folder, "alice"))
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = []
+        for folder in folders:
+            executor = await stack.enter_async_context(symbiosis.Executor(copy.deepcopy(base)))
+            addresses.append((await executor.listen("tcp://127.0.0.1:0", keys=folder)).address)
+        spec = f"secret-shares:with={addresses[1]},options.key={secrets[1]}"
+        async with symbiosis.connect(addresses[0], key=secrets[0], privacy=spec) as remote, remote.client() as client:
+            logits = (await client.forward(input_ids=IDS)).logits
+        with torch.no_grad():
+            torch.testing.assert_close(logits, base(IDS).logits, rtol=1e-2, atol=1e-3)
+
+        def tenant() -> None:
+            shares = SecretShares(addresses, options={"key": secrets[1]})
+            with symbiosis.open_model(addresses[0], key=secrets[0], privacy=shares) as model:
+                model(IDS)
+            with pytest.raises(UsageError, match="has no option lock"):
+                with symbiosis.open_model(addresses[0], key=secrets[0], privacy=f"{spec},options.lock=5"):
+                    pass
+
+        await in_thread(tenant)
 
 
 # -------------------------------------------------------------------------------------------------- restarts and deaths

@@ -24,6 +24,9 @@ class Scheme(ABC):
     scale: float
     """How far above the rows' own size (rms) the amplitude of the noise is."""
 
+    options: Mapping[str, Any] = {}
+    """Of the transport to executors elsewhere, where they differ from those of the client's own."""
+
     def elsewhere(self, address: str) -> Sequence[str]:
         """Addresses of the executors that a client at ``address`` asks besides."""
         return ()
@@ -40,7 +43,7 @@ class Scheme(ABC):
         channels = [channel]
         try:
             for other in self.elsewhere(address):
-                transport = _transport(other, options)
+                transport = self._transport(other, options)
                 channels.append(await transport.connect(other, _name(channel), terms))
             return MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
         except BaseException:
@@ -51,18 +54,18 @@ class Scheme(ABC):
         channels = [channel]
         try:
             for other in self.elsewhere(address):
-                transport = _transport(other, options)
+                transport = self._transport(other, options)
                 channels.append(transport.connect_blocking(other, _name(channel), terms))
             return MaskedChannel(channels, self.scale, self.begin)
         except BaseException:
             _close(channels)
             raise
 
-
-def _transport(address: str, options: Mapping[str, Any]) -> Transport:
-    """For an executor elsewhere: with those of the options that its transport has."""
-    known = inspect.signature(type(make_transport(address))).parameters
-    return make_transport(address, **{name: value for name, value in options.items() if name in known})
+    def _transport(self, address: str, options: Mapping[str, Any]) -> Transport:
+        """For an executor elsewhere: with its own options, and those of the client's that its transport has."""
+        known = inspect.signature(type(make_transport(address))).parameters
+        shared = {name: value for name, value in options.items() if name in known}
+        return make_transport(address, **{**shared, **self.options})
 
 
 def _name(channel: Channel) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,8 @@ class SecretShares(Scheme):
         with_: another way to say it: the address of the other one.
         model: the public base model, if it is at hand: a folder, a hub id, or a model. Shares are perfect with it, and
             say a little about rows without.
+        options: of the transport to the other one, where they differ from the client's own: with two providers,
+            ``{"key": "other.secret"}``. (``options.key=other.secret`` on the command line.)
         scale: how far the shares are above the rows. With a model it hides nothing more.
         accuracy: the relative error of results to aim at, instead of a scale.
 
@@ -65,6 +67,7 @@ class SecretShares(Scheme):
         model: str | Path | nn.Module | None = None,
         scale: float | None = None,
         accuracy: float | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.scale = scale_for(self.name, scale, accuracy)
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
@@ -76,6 +79,9 @@ class SecretShares(Scheme):
             )
         if len(set(addresses)) < len(addresses):
             raise PrivacyError(f"{self.name}: {', '.join(addresses)}: an executor that has both shares has the rows")
+        if options is not None and not isinstance(options, Mapping):
+            raise PrivacyError(f"{self.name}: options are {options!r}; give some by name: {{'key': 'other.secret'}}")
+        self.options = dict(options or {})
         self.model = model
         self._addresses = tuple(addresses)
         self._with = with_
