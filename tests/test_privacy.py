@@ -648,10 +648,15 @@ def test_out_of_pads() -> None:
         pads: Any = masking.channel.mask
         pads.prepare(asked).result(10)
         assert pads.ready()[asked.key] == 4
-        with pytest.raises(PrivacyError, match=r"5 rows for first, and 4 pads ready; nothing was sent.*when_out"):
+        with pytest.raises(
+            PrivacyError, match=r"5 rows for first in .* no more than 4 .*; nothing was sent. Give rows=5"
+        ):
             masking.ask((0,), Pass.FORWARD, torch.ones(5, 32))
         assert not masking.masked()
-        masking.ask((0,), Pass.FORWARD, torch.ones(4, 32))
+        with pads._changed:  # nothing is made meanwhile
+            masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
+            with pytest.raises(PrivacyError, match=r"4 rows for first, and 1 pads ready; nothing was sent.*when_out"):
+                masking.ask((0,), Pass.FORWARD, torch.ones(4, 32))
     with Masking(LocalPads(model, rows=4), model) as masking:
         (y,) = masking.ask((0,), Pass.FORWARD, torch.ones(500, 32))  # it waits
         assert y.shape == (500, 8)

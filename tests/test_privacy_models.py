@@ -354,16 +354,22 @@ async def test_precomputed_pools_ask_for_no_more_effects(base: Any) -> None:
 
 
 async def test_precomputed_pads_are_ready(base: Any) -> None:
+    """All that a step and a text take, so that nothing is ever out."""
     pads = LocalPads(base, rows=20, when_out="error")
     async with symbiosis.Executor(base) as executor:
-        async with executor.client(lora(), privacy=LocalPads(base, rows=20, when_out="error")) as client:
+        async with executor.client(lora(), privacy=pads) as client:
             with pytest.raises(PrivacyError, match="nothing was sent"):
                 await client.forward(input_ids=IDS)
-        async with executor.client(lora(), privacy=LocalPads(base, rows=20)) as client:
-            await client.precompute()
-            ready = client._channel.mask.ready()  # type: ignore[union-attr]
-            assert sum(count == 20 for count in ready.values()) > len(executor.layers)
-    assert pads.when_out == "error"
+        with Wiretap(executor) as tap:
+            async with executor.client(lora(), privacy=pads) as client:
+                await client.precompute()
+                assert not tap.seen
+                ready = client._channel.mask.ready()  # type: ignore[union-attr]
+                assert set(ready.values()) == {20}
+                await client.train_step(BATCH, adamw(client.model))
+                assert {seen.key for seen in tap.seen} <= ready.keys()
+                await client.precompute(training=False)
+                await client.forward(input_ids=IDS)
 
 
 # ------------------------------------------------------------------------------------------------------- interruptions

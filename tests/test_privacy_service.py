@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 
 import symbiosis
 from symbiosis.core.requests import Call, Pass
-from symbiosis.errors import PrivacyError, UsageError
+from symbiosis.errors import ClientClosedError, PrivacyError, UsageError
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap
 from symbiosis.privacy.local_pads import Pads
 from symbiosis.privacy.masks import Masked
@@ -39,7 +40,7 @@ def scheme(name: str, model: Any, other: str = "", **options: Any) -> Any:
     makers: dict[str, Callable[..., Any]] = {
         "noise-pool": lambda **options: NoisePool(size=5, refresh=40, **options),
         "mixed-noise": lambda **options: MixedNoise(rank=12, **options),
-        "local-pads": lambda **options: LocalPads(model, rows=8, **options),
+        "local-pads": lambda **options: LocalPads(model, **{"rows": 8, **options}),
         "secret-shares": lambda **options: SecretShares(with_=other, **options),
     }
     return makers[name](scale=SCALE, **options)
@@ -112,6 +113,28 @@ async def test_two_providers_with_keys_of_their_own(base: Any, tmp_path: Path) -
             with pytest.raises(UsageError, match="has no option lock"):
                 with symbiosis.open_model(addresses[0], key=secrets[0], privacy=f"{spec},options.lock=5"):
                     pass
+
+        await in_thread(tenant)
+
+
+@ALL
+async def test_synchronous_code_computes_ahead(name: str, base: Any) -> None:
+    addresses = []
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(1 + (name == "secret-shares")):
+            executor = await stack.enter_async_context(symbiosis.Executor(copy.deepcopy(base)))
+            addresses.append((await executor.listen("tcp://127.0.0.1:0")).address)
+        options = {"rows": IDS.numel(), "when_out": "error"} if name == "local-pads" else {}
+
+        def tenant() -> None:
+            with symbiosis.open_model(addresses[0], privacy=scheme(name, base, addresses[-1], **options)) as opened:
+                model = get_peft_model(opened, lora(lora_dropout=0.0))
+                model.precompute()
+                model(IDS, labels=IDS).loss.backward()
+            with pytest.raises(ClientClosedError, match="was closed"):
+                model.precompute()
+            with symbiosis.open_model(addresses[0]) as model:
+                model.precompute()  # nothing to do
 
         await in_thread(tenant)
 

@@ -329,6 +329,9 @@ class Preparing(Protocol):
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Get ready for these keys."""
 
+    def prepare_blocking(self, keys: Iterable[Key]) -> None:
+        """The same for synchronous code."""
+
 
 @runtime_checkable
 class Privacy(Protocol):

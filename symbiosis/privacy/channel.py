@@ -206,14 +206,21 @@ class MaskedChannel:
 
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Have the scheme get ready for these keys, and wait until it is."""
+        for wait in self._prepare(keys):
+            if not wait.done():
+                await _on_loop(wait)
+            wait.result()
+
+    def prepare_blocking(self, keys: Iterable[Key]) -> None:
+        """The same for synchronous code."""
+        for wait in self._prepare(keys):
+            self._wait(wait)
+
+    def _prepare(self, keys: Iterable[Key]) -> list[Future[Any]]:
         with torch.no_grad():
             waits = [self.mask.prepare(self.asked(key)) for key in keys]
         self.flush()
-        for wait in waits:
-            if wait is not None:
-                if not wait.done():
-                    await _on_loop(wait)
-                wait.result()
+        return [wait for wait in waits if wait is not None]
 
     # ---------------------------------------------------------------------------------------------- calls of our own
 

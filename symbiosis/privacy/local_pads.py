@@ -229,6 +229,11 @@ class Pads:
             if self._strict and stock.next + rows > stock.made:
                 names = ", ".join(spec.name for spec in asked.layers)
                 self._changed.notify()
+                if rows > self._rows:
+                    raise PrivacyError(
+                        f"local-pads: {rows} rows for {names} in one request, and no more than {self._rows} pads are "
+                        f"ever ready; nothing was sent. Give rows={rows} or more, or let it wait (when_out='wait')"
+                    )
                 raise PrivacyError(
                     f"local-pads: {rows} rows for {names}, and {max(0, stock.made - stock.next)} pads ready; nothing "
                     "was sent. Let the client idle, ask for more rows ahead, or let it wait (when_out='wait')"
