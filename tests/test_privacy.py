@@ -618,6 +618,31 @@ def test_a_counter_that_is_written_in_part(tmp_path: Path, monkeypatch: pytest.M
     counter.close()
 
 
+def test_the_thread_that_makes_pads_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other thread has to, also of those that start later."""
+    model = Layers(32, 8)
+    effects, threads = OwnWeights.effects, set()
+
+    def watched(*arguments: Any) -> Any:
+        threads.add(torch.get_num_threads())
+        return effects(*arguments)
+
+    monkeypatch.setattr(OwnWeights, "effects", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Masking(LocalPads(model, rows=8), model) as masking:
+            masking.channel.mask.prepare(masking.channel.asked(Key((0,), Pass.FORWARD))).result(10)  # type: ignore[union-attr]
+            later: list[int] = []
+            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+        assert threads == {1}
+        assert later == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_getting_ready_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers(32, 8)
     monkeypatch.setattr(OwnWeights, "effects", lambda *_: 1 / 0)

@@ -12,6 +12,7 @@ next one is all there is to remember.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import threading
@@ -274,7 +275,7 @@ class Pads:
     # -------------------------------------------------------------------------------------------------- the thread's
 
     def _work(self) -> None:
-        torch.set_num_threads(1)
+        _alone()
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         with torch.no_grad():
             while True:
@@ -321,6 +322,15 @@ class Pads:
             done += [(future, None) for _, future in reached]
         for future, result in done:
             future.set_result(result)
+
+
+def _alone() -> None:
+    """Have operators of this thread use no other threads. (``torch.set_num_threads`` is also for whatever thread is
+    started later.)"""
+    torch.get_num_threads()  # torch gives a thread its number when that is first asked for
+    set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_num_threads is not None:
+        set_num_threads(1)
 
 
 def _fail(stock: _Stock, error: BaseException) -> None:
