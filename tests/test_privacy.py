@@ -6,9 +6,11 @@ products have (‖x‖·rms(W)), is at most 1.5e-6 · scale in fp32, and one rou
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -567,17 +569,14 @@ def test_half_a_line_of_the_counter_is_no_line(tmp_path: Path) -> None:
     counter = PadCounter(tmp_path / "counter")
     counter.write(5)
     counter.write(9)
-    counter.close()
     whole = (tmp_path / "counter").read_bytes()
     for cut in range(16, 32):
         (tmp_path / "counter").write_bytes(whole[:cut])
         counter = PadCounter(tmp_path / "counter")
         assert counter.value == 5
         counter.write(7)
-        counter.close()
         counter = PadCounter(tmp_path / "counter")
         assert counter.value == 7
-        counter.close()
 
 
 def test_effects_that_are_damaged_are_made_again(tmp_path: Path) -> None:
@@ -615,7 +614,6 @@ def test_a_counter_that_is_written_in_part(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="written in part"):
         counter.write(5)
     assert counter.value == 0
-    counter.close()
 
 
 def test_the_thread_that_makes_pads_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -641,6 +639,120 @@ def test_the_thread_that_makes_pads_computes_alone(monkeypatch: pytest.MonkeyPat
         assert later == [2]
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_counter_whose_last_entry_is_damaged(tmp_path: Path) -> None:
+    """The one before is too low: pads beyond it were used."""
+    counter = PadCounter(tmp_path / "counter")
+    counter.write(5)
+    counter.write(9)
+    data = bytearray((tmp_path / "counter").read_bytes())
+    data[20] ^= 1
+    (tmp_path / "counter").write_bytes(data)
+    with pytest.raises(PrivacyError, match=r"counter is damaged, and with it which pads were used; use another folder"):
+        PadCounter(tmp_path / "counter")
+
+
+def test_counters_only_go_up(tmp_path: Path) -> None:
+    counter = PadCounter(tmp_path / "counter")
+    for value in (5, 3, 9, 7):
+        counter.reach(value)
+    assert counter.value == PadCounter(tmp_path / "counter").value == 9
+
+
+def _full(*_: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Effects need not be kept. Pads whose use cannot be written down are not used; with room again, they are."""
+    model = Layers(32, 8)
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(1))
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", _full)
+            (y,) = masking.ask((0,), Pass.FORWARD, x)
+            assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+            patch.setattr(os, "write", _full)
+            with pytest.raises(
+                PrivacyError, match=r"cannot be kept on disk .*No space left.*nothing was sent. Make room"
+            ):
+                masking.ask((1,), Pass.FORWARD, x)
+        for _ in range(10):
+            (y,) = masking.ask((1,), Pass.FORWARD, x)
+            assert_accurate(y, masking.channels[0].table[1], Pass.FORWARD, x, 256)
+        assert_all_different(noise_of_pads(masking, x)[2:])
+
+
+def test_pads_that_are_made_are_on_disk_as_used_before_anybody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that whoever sends a row need not wait for a disk."""
+    model = Layers(32, 8)
+    threads = []
+    fsync = os.fsync
+
+    def watched(file: int) -> None:
+        threads.append(threading.current_thread().name)
+        fsync(file)
+
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+        masking.channel.mask.prepare(masking.channel.asked(Key((0,), Pass.FORWARD))).result(10)  # type: ignore[union-attr]
+        monkeypatch.setattr(os, "fsync", watched)
+        for _ in range(8):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+            masking.channel.mask.prepare(masking.channel.asked(Key((0,), Pass.FORWARD))).result(10)  # type: ignore[union-attr]
+        monkeypatch.undo()
+    assert set(threads) == {"symbiosis-pads"}
+
+
+def test_pads_take_no_descriptors_of_files(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)]).requires_grad_(False)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with Masking(LocalPads(model, rows=2, folder=tmp_path / "pads"), model) as masking:
+        for layer in range(30):
+            masking.ask((layer,), Pass.FORWARD, torch.ones(2, 4))
+        assert len(list(Path("/proc/self/fd").iterdir())) < before + 10
+    assert len(list((tmp_path / "pads").glob("*.effects"))) == 30
+
+
+def test_a_forked_child_does_not_use_its_parents_pads(tmp_path: Path) -> None:
+    model = Layers(32, 8)
+    with Masking(LocalPads(model, rows=8, folder=tmp_path / "pads"), model) as masking:
+        masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
+        (file,) = (tmp_path / "pads").glob("*.counter")
+        before = file.read_bytes()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
+            child = os.fork()
+        if not child:
+            code = 1
+            try:
+                masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+            except PrivacyError as error:
+                code = 0 if "forked child" in str(error) else 2
+            finally:
+                masking.channel.close()
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert file.read_bytes()[: len(before)] == before
+        assert PadCounter(file).value >= 3
+        masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
+
+
+def test_clients_share_the_weights_that_they_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one path, they are loaded once."""
+    model = Layers(32, 8)
+    loaded = []
+    monkeypatch.setattr(
+        "symbiosis.privacy.own_weights.load_model", lambda path, dtype: loaded.append(path) or Layers(32, 8)
+    )
+    with Masking(LocalPads(tmp_path), model) as one, Masking(LocalPads(tmp_path), model) as two:
+        shares = SecretShares(["a", "b"], model=tmp_path)
+        with Masking(shares, model) as three:
+            for masking in (one, two, three):
+                masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+        assert loaded == [tmp_path]
 
 
 def test_getting_ready_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -819,6 +931,7 @@ def test_layers_that_are_not_linear_are_never_sent() -> None:
         ("mixed-noise:rank=x", PrivacyError, "rank is 'x'"),
         ("local-pads", UsageError, "model"),
         ("local-pads:model=/nowhere,when_out=panic", PrivacyError, "when_out is 'panic'"),
+        ("local-pads:model=/nowhere,folder=5", PrivacyError, r"folder is 5; give a path \(./5"),
         ("secret-shares", PrivacyError, "give both addresses"),
         (NoisePool, UsageError, "give an object"),
         (7, UsageError, "privacy is 7"),

@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import copy
 import random
+import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,6 +372,21 @@ async def test_precomputed_pads_are_ready(base: Any) -> None:
                 assert {seen.key for seen in tap.seen} <= ready.keys()
                 await client.precompute(training=False)
                 await client.forward(input_ids=IDS)
+
+
+async def test_weights_are_loaded_off_the_loop(base: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    threads = []
+
+    def load(path: Any, dtype: torch.dtype) -> Any:
+        threads.append(threading.get_ident())
+        return copy.deepcopy(base)
+
+    monkeypatch.setattr("symbiosis.privacy.own_weights.load_model", load)
+    async with symbiosis.Executor(base) as executor:
+        async with executor.client(privacy=LocalPads(tmp_path)), executor.client(privacy=LocalPads(tmp_path)):
+            pass
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 # ------------------------------------------------------------------------------------------------------- interruptions

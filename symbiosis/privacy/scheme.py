@@ -31,6 +31,10 @@ class Scheme(ABC):
         """Addresses of the executors that a client at ``address`` asks besides."""
         return ()
 
+    def load(self, channel: Channel) -> object:
+        """What :meth:`begin` needs and takes long to get; on a thread that may block. Kept until begin is done."""
+        return None
+
     @abstractmethod
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Mask:
         """For one client; ``channels`` lead to its executor and to those elsewhere.
@@ -45,7 +49,10 @@ class Scheme(ABC):
             for other in self.elsewhere(address):
                 transport = self._transport(other, options)
                 channels.append(await transport.connect(other, _name(channel), terms))
-            return MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
+            loaded = await asyncio.to_thread(self.load, channel)
+            masked = MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
+            del loaded
+            return masked
         except BaseException:
             _close(channels)
             raise

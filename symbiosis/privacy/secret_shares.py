@@ -32,7 +32,7 @@ from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import scale_for
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
-from symbiosis.privacy.own_weights import OwnWeights
+from symbiosis.privacy.own_weights import OwnWeights, own_weights
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Turns, unwrap, wrap
 
@@ -100,14 +100,17 @@ class SecretShares(Scheme):
             )
         return tuple(other for other in self._addresses if other != address)
 
+    def load(self, channel: Channel) -> OwnWeights | None:
+        return None if self.model is None else own_weights(self.model, channel, self.name)
+
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Shares:
-        return Shares(channels, self.model, self.scale)
+        return Shares(channels, self.load(channels[0]), self.scale)
 
 
 class Shares:
     """The shares of one client."""
 
-    def __init__(self, channels: Sequence[Channel], model: str | Path | nn.Module | None, scale: float) -> None:
+    def __init__(self, channels: Sequence[Channel], own: OwnWeights | None, scale: float) -> None:
         self._channels = channels
         self._scale = scale
         self._stream = Keystream()
@@ -119,10 +122,7 @@ class Shares:
         for number, channel in enumerate(channels):
             channel.before_return(partial(self._meet, number))
             self._meet(number, channel.identity())
-        first = channels[0]
-        self._own = None
-        if model is not None:
-            self._own = OwnWeights(model, first.layers, first.identity().weights, "secret-shares")
+        self._own = own
 
     def _meet(self, number: int, executor: Identity) -> None:
         """Before a channel's shares go to an executor. It may be the very one that another channel leads to, or has led
