@@ -31,7 +31,7 @@ from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.log import get_logger
-from symbiosis.privacy.amplitude import scale_for, whole
+from symbiosis.privacy.amplitude import whole
 from symbiosis.privacy.keystream import BITS, Keystream, blocks
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights, own_weights
@@ -61,7 +61,9 @@ class LocalPads(Scheme):
             time.
         when_out: ``"wait"`` until more are computed, or ``"error"``.
         scale: how far the amplitude is above the rows. It hides nothing more; it makes wrapped numbers rarer.
-        accuracy: the relative error of results to aim at, instead of a scale.
+        accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
+            comes to; after larger rows it may be up to 16 times that, see
+            :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
         PrivacyError: a value that means nothing.
@@ -84,10 +86,10 @@ class LocalPads(Scheme):
         if folder is not None and not isinstance(folder, str | Path):
             raise PrivacyError(f"{self.name}: folder is {folder!r}; give a path (./{folder} on the command line)")
         self.model, self.rows, self.folder, self.when_out = model, rows, folder, when_out
-        self.scale = scale_for(self.name, scale, accuracy)
+        self._aims_at(scale, accuracy)
 
     def __repr__(self) -> str:
-        return f"{self.name}:rows={self.rows},when_out={self.when_out},scale={self.scale:g}"
+        return f"{self.name}:rows={self.rows},when_out={self.when_out},{self._said()}"
 
     def load(self, channel: Channel) -> OwnWeights:
         return own_weights(self.model, channel, self.name)
@@ -96,7 +98,7 @@ class LocalPads(Scheme):
         (channel,) = channels
         own = self.load(channel)
         folder = None if self.folder is None else PadFolder(self.folder, channel.identity().weights)
-        return Pads(own, folder, self.rows, self.when_out == "error", self.scale)
+        return Pads(own, folder, self.rows, self.when_out == "error", self.scale_at(channel))
 
 
 class _Stock:

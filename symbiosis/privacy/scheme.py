@@ -8,9 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from symbiosis.core.protocols import Channel, Transport
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Terms
+from symbiosis.privacy.amplitude import DEFAULT_SCALE, scale_for
 from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Ask, Mask
 
@@ -21,11 +24,30 @@ class Scheme(ABC):
     """A privacy scheme (:class:`symbiosis.core.protocols.Privacy`), to be subclassed."""
 
     name: str
-    scale: float
+    scale: float | None = None
     """How far above the rows' own size (rms) the amplitude of the noise is."""
+    accuracy: float | None = None
+    """The error of results to aim at, instead; see :func:`symbiosis.privacy.amplitude.scale_for`."""
 
     options: Mapping[str, Any] = {}
     """Of the transport to executors elsewhere, where they differ from those of the client's own."""
+
+    def scale_at(self, channel: Channel) -> float:
+        """The scale for the executor at the other end of a channel.
+
+        Raises:
+            PrivacyError: its rows leave no room for noise at this accuracy.
+        """
+        return scale_for(self.name, self.scale, self.accuracy, channel.layers[0].dtype)
+
+    def _aims_at(self, scale: float | None, accuracy: float | None) -> None:
+        scale_for(self.name, scale, accuracy, torch.float64)  # whether they mean anything
+        self.scale = DEFAULT_SCALE if scale is None and accuracy is None else scale
+        self.accuracy = accuracy
+
+    def _said(self) -> str:
+        """The scale or accuracy, for a repr."""
+        return f"scale={self.scale:g}" if self.accuracy is None else f"accuracy={self.accuracy:g}"
 
     def elsewhere(self, address: str) -> Sequence[str]:
         """Addresses of the executors that a client at ``address`` asks besides."""
@@ -50,7 +72,7 @@ class Scheme(ABC):
                 transport = self._transport(other, options)
                 channels.append(await transport.connect(other, _name(channel), terms))
             loaded = await asyncio.to_thread(self.load, channel)
-            masked = MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
+            masked = MaskedChannel(channels, self.scale_at(channel), self.begin, asyncio.get_running_loop())
             del loaded
             return masked
         except BaseException:
@@ -63,7 +85,7 @@ class Scheme(ABC):
             for other in self.elsewhere(address):
                 transport = self._transport(other, options)
                 channels.append(transport.connect_blocking(other, _name(channel), terms))
-            return MaskedChannel(channels, self.scale, self.begin)
+            return MaskedChannel(channels, self.scale_at(channel), self.begin)
         except BaseException:
             _close(channels)
             raise

@@ -29,7 +29,6 @@ from torch import nn
 from symbiosis.core.protocols import Channel, Identity
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.amplitude import scale_for
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights, own_weights
@@ -52,7 +51,9 @@ class SecretShares(Scheme):
         options: of the transport to the other one, where they differ from the client's own: with two providers,
             ``{"key": "other.secret"}``. (``options.key=other.secret`` on the command line.)
         scale: how far the shares are above the rows. With a model it hides nothing more.
-        accuracy: the relative error of results to aim at, instead of a scale.
+        accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
+            comes to; after larger rows it may be up to 16 times that, see
+            :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
         PrivacyError: these are not two different addresses, or a value means nothing.
@@ -69,7 +70,7 @@ class SecretShares(Scheme):
         accuracy: float | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.scale = scale_for(self.name, scale, accuracy)
+        self._aims_at(scale, accuracy)
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise PrivacyError(f"{self.name}: addresses are {addresses!r}; give a list of two: [address1, address2]")
         if (with_ is None) == (not addresses) or (addresses and len(addresses) != 2):
@@ -87,7 +88,7 @@ class SecretShares(Scheme):
         self._with = with_
 
     def __repr__(self) -> str:
-        return f"{self.name}:scale={self.scale:g}, {self._with or ' '.join(self._addresses)}"
+        return f"{self.name}:{self._said()}, {self._with or ' '.join(self._addresses)}"
 
     def elsewhere(self, address: str) -> Sequence[str]:
         if self._with is not None:
@@ -104,7 +105,7 @@ class SecretShares(Scheme):
         return None if self.model is None else own_weights(self.model, channel, self.name)
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Shares:
-        return Shares(channels, self.load(channels[0]), self.scale)
+        return Shares(channels, self.load(channels[0]), self.scale_at(channels[0]))
 
 
 class Shares:
