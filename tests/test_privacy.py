@@ -6,6 +6,7 @@ products have (‖x‖·rms(W)), is at most 1.5e-6 · scale in fp32, and one rou
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import math
 import os
@@ -834,6 +835,34 @@ def test_pads_that_cannot_be_made_are_said_so(monkeypatch: pytest.MonkeyPatch) -
             masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
         with pytest.raises(PrivacyError, match="no more pads"):
             masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+
+
+async def test_the_other_share_is_cancelled_when_one_fails() -> None:
+    """Of a call from a thread, as backward passes make them."""
+
+    class OnLoop(Direct):
+        def __init__(self, model: nn.Module, instance: str) -> None:
+            super().__init__(model, instance)
+            self.sent: list[Call] = []
+            self.cancelled: list[Call] = []
+
+        def send(self, call: Call) -> asyncio.Future[Any]:
+            self.sent.append(call)
+            return asyncio.get_running_loop().create_future()
+
+        def cancel(self, call: Call) -> None:
+            self.cancelled.append(call)
+
+    model = Layers()
+    one, two = OnLoop(model, "one"), OnLoop(model, "two")
+    one.fails = lambda call: True
+    scheme = SecretShares(["a", "b"])
+    channel = MaskedChannel([one, two], 256.0, scheme.begin, asyncio.get_running_loop())  # type: ignore[list-item]
+    with pytest.raises(ExecutorClosedError, match="gone"):
+        await asyncio.to_thread(channel.call, Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.ones(1, 24),)))
+    await asyncio.sleep(0)
+    assert len(two.sent) == 1
+    assert [id(call) for call in two.cancelled] == [id(call) for call in two.sent]
 
 
 @pytest.mark.parametrize("name", ["noise-pool", "mixed-noise"])

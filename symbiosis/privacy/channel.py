@@ -164,9 +164,16 @@ class MaskedChannel:
         others = [
             self._background(channel, part) for channel, part in zip(self._channels[1:], masked.calls[1:], strict=True)
         ]
-        answers = [self._first.call(masked.calls[0]), *map(self._wait, others)]
-        for wait in masked.waits:
-            self._wait(wait)
+        try:
+            answers = [self._first.call(masked.calls[0]), *map(self._wait, others)]
+            for wait in masked.waits:
+                self._wait(wait)
+        except BaseException:
+            if self._loop is not None:  # calls of synchronous channels end by themselves
+                for channel, part in zip(self._channels[1:], masked.calls[1:], strict=True):
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        self._loop.call_soon_threadsafe(channel.cancel, part)
+            raise
         return finish(answers)
 
     def flush(self) -> None:

@@ -1,10 +1,9 @@
 """One-time pads: the tenant computes the effects of its noise itself, from its own copy of the public weights.
 
-What is sent is *exactly* uniform, whatever x is. With A the amplitude and δ = 2A / 2²⁴, x is put on a grid, q = x / δ
-rounded; n is uniform in 24 bits with a sign; and s = q + n, wrapped into 24 bits, goes out as s·δ. As n is uniform and
-used once, so is s. Then x·Wᵀ = s·δ·Wᵀ − n·δ·Wᵀ + 2A·k·Wᵀ, where k says which numbers were wrapped: about |x| / 2A of
-them, one in several hundred, so that their part is computed from a few columns of W when the answer is there. All that
-is seen of x is A, a power of two.
+What is sent is *exactly* uniform, whatever x is (:mod:`symbiosis.privacy.wrapped`): all that is seen of x is the
+amplitude A, a power of two. With n the pad in units of A, and 2A·k what was wrapped, x·Wᵀ = s·Wᵀ − A·n·Wᵀ + 2A·k·Wᵀ:
+the second is computed ahead, and the last, of one number in several hundred, from a few columns of W when the answer is
+there.
 
 Effects are computed ahead by a thread that gives way to others. Pads are drawn in order, each once; the number of the
 next one is all there is to remember.
