@@ -448,6 +448,8 @@ def test_bench(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert [row["scheme"] for row in report["rows"]][:2] == ["none", "noise-pool"]
-    assert {"overhead_noise_pool", "overhead_shares", "logit_error_local_pads"} <= report["headline"].keys()
+    assert {"overhead_shares", "logit_error_local_pads"} <= report["headline"].keys()
+    parts = [report["headline"][f"overhead_noise_pool_{job}"] for job in ("decode", "training")]
+    assert report["headline"]["overhead_noise_pool"] == pytest.approx(sum(parts) / 2)  # of one round, the median
     errors = [value for key, value in report["headline"].items() if key.startswith("logit_error")]
     assert all(0 < error < 1e-2 for error in errors)
