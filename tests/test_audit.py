@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,31 @@ import torch
 from typer.testing import CliRunner
 
 from symbiosis.cli.main import app
+from symbiosis.core.executor import Executor
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, Pass
 from symbiosis.errors import UnknownNameError, UsageError
-from symbiosis.privacy.audit import Audit, Plan, View, as_data, audit, best, markdown, plot, write_into
+from symbiosis.privacy import MixedNoise, NoisePool
+from symbiosis.privacy.audit import (
+    Audit,
+    Costs,
+    Plan,
+    View,
+    as_data,
+    audit,
+    best,
+    markdown,
+    plot,
+    summary,
+    verdict,
+    write_into,
+)
 from symbiosis.privacy.audit.attacks import complement, difference, every_vector, midrange, plausible
 from symbiosis.privacy.audit.evidence import Place, Stream, collect, random_traffic
 from symbiosis.privacy.audit.goals import Score, rank, solve_adapter
 from symbiosis.privacy.audit.public import Prior
+from symbiosis.privacy.audit.run import _Scheme, _tap
+from symbiosis.privacy.audit.scene import build
 from symbiosis.privacy.audit.verdict import Limit, _t, _tail
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.scheme import Scheme
@@ -96,22 +113,22 @@ def _rows(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def test_requests_are_sorted() -> None:
-    """By place; what came without bias where others have one, or in a telltale number backward, is noise."""
+    """By place; what was sent for its effects is noise, however many rows it has."""
     x = _rows(5, 8)
     evidence = collect(
         [
             Came(Key((1,), Pass.FORWARD_WITHOUT_BIAS), (x[:3],)),
             Came(Key((1,), Pass.FORWARD), (x[3:],)),
             Came(Key((1,), Pass.BACKWARD), (x[:3],)),
-            Came(Key((1,), Pass.BACKWARD), (x[3:],)),
+            Came(Key((1,), Pass.BACKWARD), (x[2:],)),
             Came(Key((2,), Pass.FORWARD_WITHOUT_BIAS), (x,)),
         ],
-        {3},
+        [x[:3]],
     )
     forward, backward = evidence[Place((1,), False)], evidence[Place((1,), True)]
     assert torch.equal(forward.rows, x[3:])
     assert torch.equal(forward.noise, x[:3])
-    assert torch.equal(backward.rows, x[3:])
+    assert torch.equal(backward.rows, x[2:])
     assert torch.equal(backward.noise, x[:3])
     assert torch.equal(evidence[Place((2,), False)].rows, x)  # shares of an executor that is always asked so
     assert forward.request.tolist() == [0, 0]
@@ -294,6 +311,81 @@ async def test_what_holds_and_what_does_not(tmp_path: Path) -> None:
     top = best(_view(result, "none"), "adapter")
     assert top is not None
     assert top[1].cosine >= 0.99
+
+
+async def test_vectors_are_told_from_rows_by_more_than_their_number() -> None:
+    """As many vectors as a training step has rows, in layers of that width."""
+    plan = replace(SMALL, prompts=3, length=16, repeats=2, steps=1)
+    base = build(plan)
+    async with Executor(base) as one, Executor(build(plan)) as two:
+        for privacy in (MixedNoise(rank=32), NoisePool(size=32), None):
+            played, (tap,), effects = await _tap(_Scheme("", privacy), plan, one, two)
+            evidence = collect(tap, effects)
+            assert {place: stream.rows.shape for place, stream in evidence.items()} == {
+                place: rows.shape for place, rows in played.truth.rows.items()
+            }
+            assert {len(stream.noise) for stream in evidence.values()} == {32 if privacy else 0}
+            assert privacy is None or "begin" not in vars(privacy)
+
+
+def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]], lots: list[Score]) -> Audit:
+    limits = {"as is": {goal: Limit(lots, 1e-5) for goal in bare["as is"]}}
+    views = []
+    for name, scores in (("none", bare), ("masks", masked)):
+        found = {"as is": {goal for goal, score in scores["as is"].items() if limits["as is"][goal].exceeded_by(score)}}
+        views.append(View(name, "", scores, found, {}))
+    costs = {view.scheme: Costs(1.0, 1.0, 1.0, 0.0, 0.0) for view in views}
+    return Audit(SMALL, views, costs, limits, 1e-5, len(lots), views[0], 0.9, {"none": "none", "masks": "masks"})
+
+
+def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
+    lots = [Score(0.01 * (number % 3), 0.0) for number in range(12)]
+    good, nothing = Score(0.99, 0.98, 1e-6), Score(0.01, 0.0, 0.95)
+    scores = {"as is": {"adapter": nothing, "activations": nothing}}
+    sound = _audit({"as is": {"adapter": good, "activations": good}}, scores, lots)
+    assert sound.holds("masks") is True
+    assert sound.missed == set()
+    assert verdict(sound, "masks").startswith("no attack got more")
+    headings, (_, row) = summary(sound)
+    assert dict(zip(headings, row, strict=True)) | {"adapter": "–", "activations": "–", "error": "0.95"} == dict(
+        zip(headings, row, strict=True)
+    )
+    blind = _audit({"as is": {"adapter": nothing, "activations": good}}, scores, lots)
+    assert blind.holds("masks") is None
+    assert blind.holds("none") is False
+    assert blind.missed == {"adapter"}
+    assert "shows nothing" in verdict(blind, "masks")
+    headings, (_, row) = summary(blind)
+    assert row[headings.index("adapter")] == "no power"
+    assert as_data(blind)["holds"] == {"none": False, "masks": None}
+    assert as_data(blind)["missed_in_bare_rows"] == ["adapter"]
+
+
+def test_limits_that_nothing_could_exceed_say_so() -> None:
+    """A cosine is 1 at most; of choices, all of them may still be right."""
+    wild = [Score(0.8 * (-1) ** number, 0.3 * (number % 2), choices=4) for number in range(12)]
+    limit = Limit(wild, 1e-5)
+    assert limit.cosine > 1
+    assert not limit.has_power(Score(0.2, 0.0))
+    perfect = Score(1.0, 1.0, 0.0)
+    found = _audit({"as is": {"activations": perfect}}, {"as is": {"activations": Score(0.9, 0.9, 0.1)}}, wild)
+    lines = [line for line in markdown(found).splitlines() if line.startswith("| ")]
+    assert "| none | no power |" in lines
+    assert "| masks | no power |" in lines
+    assert "| *random traffic stays below* | *no power* |" in lines
+    many = Limit([Score(0.8 * (-1) ** number, 0.02 * (number % 2), choices=400) for number in range(12)], 1e-5)
+    assert many.cosine > 1
+    assert many.has_power(Score(0.2, 0.0, choices=400))
+
+
+def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
+    """It is looked at before the work."""
+    page = tmp_path / "page.md"
+    for why in ("cannot be read", "no place for the tables"):
+        done = CliRunner().invoke(app, ["audit", "--into", str(page)])
+        assert done.exit_code != 0
+        assert why in " ".join(done.output.split())
+        page.write_text("nothing\n")
 
 
 @pytest.mark.slow

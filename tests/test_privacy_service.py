@@ -14,12 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import get_peft_model
 
 import symbiosis
-from symbiosis.core.requests import Pass
-from symbiosis.errors import PrivacyError
+from symbiosis.core.requests import Call, Pass
+from symbiosis.errors import ClientClosedError, PrivacyError, UsageError
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap
+from symbiosis.privacy.local_pads import Pads
+from symbiosis.privacy.masks import Masked
+from symbiosis.privacy.secret_shares import Shares
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
+from symbiosis.transports.keys import SERVER, new_key
 from tests.helpers import IDS, in_thread, lora, restart, until
 from tests.service import Service, free_port, save_model
 
@@ -35,7 +40,7 @@ def scheme(name: str, model: Any, other: str = "", **options: Any) -> Any:
     makers: dict[str, Callable[..., Any]] = {
         "noise-pool": lambda **options: NoisePool(size=5, refresh=40, **options),
         "mixed-noise": lambda **options: MixedNoise(rank=12, **options),
-        "local-pads": lambda **options: LocalPads(model, rows=8, **options),
+        "local-pads": lambda **options: LocalPads(model, **{"rows": 8, **options}),
         "secret-shares": lambda **options: SecretShares(with_=other, **options),
     }
     return makers[name](scale=SCALE, **options)
@@ -83,6 +88,57 @@ async def test_every_transport(transport: str, name: str, tmp_path: Path) -> Non
             assert_near(Comparison.of(await in_thread(tenant), expected))
 
 
+async def test_two_providers_with_keys_of_their_own(base: Any, tmp_path: Path) -> None:
+    """Each knows the tenant by another key, which names that provider's server."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    secrets = []
+    for folder in folders:
+        new_key(folder, SERVER)
+        secrets.append(new_key(folder, "alice"))
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = []
+        for folder in folders:
+            executor = await stack.enter_async_context(symbiosis.Executor(copy.deepcopy(base)))
+            addresses.append((await executor.listen("tcp://127.0.0.1:0", keys=folder)).address)
+        spec = f"secret-shares:with={addresses[1]},options.key={secrets[1]}"
+        async with symbiosis.connect(addresses[0], key=secrets[0], privacy=spec) as remote, remote.client() as client:
+            logits = (await client.forward(input_ids=IDS)).logits
+        with torch.no_grad():
+            torch.testing.assert_close(logits, base(IDS).logits, rtol=1e-2, atol=1e-3)
+
+        def tenant() -> None:
+            shares = SecretShares(addresses, options={"key": secrets[1]})
+            with symbiosis.open_model(addresses[0], key=secrets[0], privacy=shares) as model:
+                model(IDS)
+            with pytest.raises(UsageError, match="has no option lock"):
+                with symbiosis.open_model(addresses[0], key=secrets[0], privacy=f"{spec},options.lock=5"):
+                    pass
+
+        await in_thread(tenant)
+
+
+@ALL
+async def test_synchronous_code_computes_ahead(name: str, base: Any) -> None:
+    addresses = []
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(1 + (name == "secret-shares")):
+            executor = await stack.enter_async_context(symbiosis.Executor(copy.deepcopy(base)))
+            addresses.append((await executor.listen("tcp://127.0.0.1:0")).address)
+        options = {"rows": IDS.numel(), "when_out": "error"} if name == "local-pads" else {}
+
+        def tenant() -> None:
+            with symbiosis.open_model(addresses[0], privacy=scheme(name, base, addresses[-1], **options)) as opened:
+                model = get_peft_model(opened, lora(lora_dropout=0.0))
+                model.precompute()
+                model(IDS, labels=IDS).loss.backward()
+            with pytest.raises(ClientClosedError, match="was closed"):
+                model.precompute()
+            with symbiosis.open_model(addresses[0]) as model:
+                model.precompute()  # nothing to do
+
+        await in_thread(tenant)
+
+
 # -------------------------------------------------------------------------------------------------- restarts and deaths
 
 
@@ -110,9 +166,52 @@ def without_effects(seen: list[Seen], name: str) -> list[Seen]:
     ]
 
 
+def noise_of(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """From now on, the noise [n, w] in what pads and shares make of each request, in units of its amplitude."""
+    found: list[torch.Tensor] = []
+
+    def watched(cls: type[Pads] | type[Shares], wraps: bool) -> None:
+        mask = cls.mask
+
+        def masked(self: Any, asked: Any, x: torch.Tensor, amplitude: float, kind: Any) -> Masked:
+            made = mask(self, asked, x, amplitude, kind)
+            (sent,) = made.calls[0].tensors
+            noise = sent.double() - x.double() * (1.0 if wraps else 0.5)
+            noise /= amplitude
+            found.append((noise + 1) % 2 - 1 if wraps else noise)
+            return made
+
+        monkeypatch.setattr(cls, "mask", masked)
+
+    watched(Pads, True)
+    watched(Shares, False)
+    return found
+
+
+def assert_used_once(noise: list[torch.Tensor]) -> None:
+    """No row of it is like another."""
+    for width in {matrix.shape[1] for matrix in noise}:
+        rows = torch.cat([matrix for matrix in noise if matrix.shape[1] == width]).float()
+        rows /= rows.norm(dim=1, keepdim=True)
+        for start in range(0, len(rows), 512):
+            alike = rows[start : start + 512] @ rows.t()
+            alike[torch.arange(len(alike)), start + torch.arange(len(alike))] = 0.0
+            assert alike.abs().max() < 0.999
+
+
+def test_noise_that_is_used_twice_is_seen() -> None:
+    rows = 2 * torch.rand(600, 16, generator=torch.Generator().manual_seed(0)) - 1
+    assert_used_once([rows[:100], rows[100:]])
+    for again in (rows[5:6], 0.5 * rows[599:] + 1e-3, -rows[:1]):
+        with pytest.raises(AssertionError):
+            assert_used_once([rows, again])
+
+
 @ALL
 @pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
-async def test_what_is_sent_again_is_the_very_same(name: str, synchronous: bool, base: Any) -> None:
+async def test_what_is_sent_again_is_the_very_same(
+    name: str, synchronous: bool, base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Executors are restarted in the middle of requests. Without repetitions to the last bit, the doors saw exactly the
     requests of an undisturbed run: nothing was masked anew. And no noise was used for two different rows."""
     expected = run_job_plain(base, lora(), JOB)
@@ -120,6 +219,7 @@ async def test_what_is_sent_again_is_the_very_same(name: str, synchronous: bool,
         with Wiretap(quiet) as undisturbed:
             async with quiet.client(lora(), seed=0) as client:
                 await run_job(client, JOB)
+    noise = noise_of(monkeypatch)
     address, other = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
     options: dict[str, Any] = {"privacy": scheme(name, base, other), "retry": 30.0}
@@ -147,14 +247,12 @@ async def test_what_is_sent_again_is_the_very_same(name: str, synchronous: bool,
     assert sum(bool(tap.seen) for tap in taps) >= 3
     true = undisturbed.seen
     doors = [[seen for tap in taps for seen in tap.seen], *([beside.seen] if name == "secret-shares" else [])]
-    noise: list[torch.Tensor] = []
     for door in doors:
         rows = without_effects(once(door), name)
         assert [seen.key.layers for seen in rows] == [seen.key.layers for seen in true]
-        if name == "local-pads" or (name == "secret-shares" and door is doors[0]):
-            noise += [seen.tensors[0] for seen in rows]
-    distinct = {row.numpy().tobytes() for matrix in noise for row in matrix}
-    assert len(distinct) == sum(matrix.shape[0] for matrix in noise)
+        if name in ("local-pads", "secret-shares"):
+            assert [seen.tensors[0].shape for seen in rows] == [matrix.shape for matrix in noise]
+    assert_used_once(noise)
     if name == "noise-pool":
         count_uses(once(doors[0]), true)
 
@@ -197,20 +295,60 @@ async def test_shares_survive_either_executor(base: Any) -> None:
     assert_near(Comparison.of(outcome, expected))
 
 
-async def test_shares_notice_that_they_have_come_together(base: Any) -> None:
-    """The one executor goes, and what comes in its place is the other."""
-    addresses = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
-    async with symbiosis.Executor(copy.deepcopy(base)) as one, symbiosis.Executor(copy.deepcopy(base)) as two:
-        await one.listen(addresses[0])
-        await two.listen(addresses[1])
-        async with symbiosis.connect(addresses[0], retry=30.0, privacy=SecretShares(addresses)) as remote:
-            async with remote.client() as client:
-                await client.forward(input_ids=IDS)
-                await two.close()
-                await one.listen(addresses[1])
-                await until(lambda: len(one.status()["clients"]) == 2)
+def never_answering(executor: symbiosis.Executor) -> list[Call]:
+    """Have an executor take calls, of who joins from now on, and leave them unanswered."""
+    taken: list[Call] = []
+    join = executor.join
+
+    def joined(*arguments: Any) -> Any:
+        session: Any = join(*arguments)
+
+        def submit(call: Call) -> asyncio.Future[Any]:
+            taken.append(call)
+            return asyncio.get_running_loop().create_future()
+
+        session.submit, session.at_once = submit, lambda call: None
+        return session
+
+    setattr(executor, "join", joined)  # noqa: B010 (of this executor only)
+    return taken
+
+
+@pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "dist"])
+async def test_shares_that_would_come_together(transport: str, synchronous: bool, base: Any, tmp_path: Path) -> None:
+    """One executor goes while it has shares of a call, and what comes at its address is the other. That one gets none
+    of the shares that are outstanding, nor any later ones."""
+    addresses = []
+    for number in ("one", "two"):
+        (tmp_path / number).mkdir()
+        addresses.append(address_of(transport, tmp_path / number))
+    options = {"privacy": SecretShares(addresses), "retry": 30.0, **insecure(transport)}
+
+    async def tenant() -> None:
+        async with symbiosis.connect(addresses[0], **options) as remote, remote.client() as client:
+            for _ in range(2):
                 with pytest.raises(PrivacyError, match="lead to the same executor"):
-                    await asyncio.wait_for(client.forward(input_ids=IDS), 30)
+                    await client.forward(input_ids=IDS)
+
+    def synchronous_tenant() -> None:
+        with symbiosis.open_model(addresses[0], **options) as model:
+            for _ in range(2):
+                with pytest.raises(PrivacyError, match="lead to the same executor"):
+                    model(IDS)
+
+    async with symbiosis.Executor(copy.deepcopy(base)) as one, symbiosis.Executor(copy.deepcopy(base)) as two:
+        taken = never_answering(two)
+        await one.listen(addresses[0], **insecure(transport))
+        await two.listen(addresses[1], **insecure(transport))
+        with Wiretap(one) as tap:
+            job = asyncio.create_task(in_thread(synchronous_tenant) if synchronous else tenant())
+            await until(lambda: taken or job.done())
+            await two.close()
+            await one.listen(addresses[1], **insecure(transport))
+            await asyncio.wait_for(job, 30)
+    assert taken
+    assert {seen.client.endswith("-elsewhere") for seen in tap.seen} == {False}
 
 
 @pytest.mark.slow
@@ -310,6 +448,8 @@ def test_bench(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     assert [row["scheme"] for row in report["rows"]][:2] == ["none", "noise-pool"]
-    assert {"overhead_noise_pool", "overhead_shares", "logit_error_local_pads"} <= report["headline"].keys()
+    assert {"overhead_shares", "logit_error_local_pads"} <= report["headline"].keys()
+    parts = [report["headline"][f"overhead_noise_pool_{job}"] for job in ("decode", "training")]
+    assert report["headline"]["overhead_noise_pool"] == pytest.approx(sum(parts) / 2)  # of one round, the median
     errors = [value for key, value in report["headline"].items() if key.startswith("logit_error")]
     assert all(0 < error < 1e-2 for error in errors)

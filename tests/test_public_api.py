@@ -87,7 +87,7 @@ ALLOWED = {
     "core": {"core", "errors", "log"},
     "policies": {"core.protocols", "core.queues", "core.requests", "policies", "errors"},
     "transports": {"core.protocols", "core.requests", "transports", "errors", "log"},
-    "privacy": {"core", "privacy", "errors"},
+    "privacy": {"core", "privacy", "errors", "log"},
 }
 
 

@@ -11,7 +11,7 @@ from symbiosis.bench.models import Preset
 from symbiosis.core.client import Client
 from symbiosis.core.executor import Executor
 
-__all__ = ["Decoding", "Tuning", "adamw", "now", "random_batch"]
+__all__ = ["Decoding", "Tenant", "Tuning", "adamw", "now", "random_batch"]
 
 
 def now(device: torch.device) -> float:
@@ -106,3 +106,29 @@ class Tuning:
     def _rows(self) -> int:
         seen = self._executor.statistics().clients.get(self._client.name)
         return seen.rows if seen else 0
+
+
+class Tenant:
+    """A client that decodes and trains, to be timed."""
+
+    def __init__(self, client: Client, preset: Preset, device: torch.device) -> None:
+        self.client = client
+        self.batch = random_batch(preset, device)
+        self._device = device
+        self._steps = preset.decode_steps
+        self._decoding = Decoding(client.model, preset, device)
+        self._optimizer = adamw(client.model)
+
+    async def decode(self) -> float:
+        """Seconds for the preset's decode steps, after a prompt."""
+        self.client.model.eval()
+        await self.client.run(self._decoding.prefill)
+        start = now(self._device)
+        await self.client.run(self._decoding.steps, self._steps)
+        return now(self._device) - start
+
+    async def train(self) -> float:
+        """Seconds for a training step."""
+        start = now(self._device)
+        await self.client.train_step(self.batch, self._optimizer)
+        return now(self._device) - start

@@ -10,12 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import symbiosis
-from symbiosis.bench.jobs import Decoding, adamw, now, random_batch
+from symbiosis.bench.jobs import Decoding, Tenant, adamw, now, random_batch
 from symbiosis.bench.models import PAPER_LORA, Preset, lora, plain_peft
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import served
 from symbiosis.bench.settings import Settings
-from symbiosis.core.client import Client
 
 __all__ = ["overhead"]
 
@@ -100,54 +99,26 @@ class _Plain:
         return now(self._device) - start
 
 
-class _Coroutine:
-    """The same job as a client in the executor's process."""
-
-    def __init__(self, client: Client, preset: Preset, device: torch.device) -> None:
-        self._client = client
-        self._device = device
-        self._steps = preset.decode_steps
-        self._decoding = Decoding(client.model, preset, device)
-        self._optimizer = adamw(client.model)
-        self._batch = random_batch(preset, device)
-
-    async def decode(self) -> float:
-        self._client.model.eval()
-        await self._client.run(self._decoding.prefill)
-        start = now(self._device)
-        await self._client.run(self._decoding.steps, self._steps)
-        return now(self._device) - start
-
-    async def train(self) -> float:
-        start = now(self._device)
-        await self._client.train_step(self._batch, self._optimizer)
-        return now(self._device) - start
-
-
-Tenant = Callable[[LoraConfig, Preset, torch.device], AbstractAsyncContextManager[_Plain | _Coroutine]]
+Open = Callable[[LoraConfig, Preset, torch.device], AbstractAsyncContextManager[_Plain | Tenant]]
 
 
 @asynccontextmanager
-async def _tenants(settings: Settings, base: torch.nn.Module, transport: str) -> AsyncIterator[Tenant]:
+async def _tenants(settings: Settings, base: torch.nn.Module, transport: str) -> AsyncIterator[Open]:
     """How to open a tenant of an executor, here or in a process of its own."""
     if transport == "inproc":
         async with settings.executor(base) as executor:
 
             @asynccontextmanager
-            async def here(
-                config: LoraConfig, preset: Preset, device: torch.device
-            ) -> AsyncIterator[_Plain | _Coroutine]:
+            async def here(config: LoraConfig, preset: Preset, device: torch.device) -> AsyncIterator[_Plain | Tenant]:
                 async with executor.client(config) as client:
-                    yield _Coroutine(client, preset, device)
+                    yield Tenant(client, preset, device)
 
             yield here
     else:
         with served(settings.preset.name, transport, settings.policy, settings.base_layers) as address:
 
             @asynccontextmanager
-            async def there(
-                config: LoraConfig, preset: Preset, device: torch.device
-            ) -> AsyncIterator[_Plain | _Coroutine]:
+            async def there(config: LoraConfig, preset: Preset, device: torch.device) -> AsyncIterator[_Plain | Tenant]:
                 with symbiosis.open_model(address) as model:
                     yield _Plain(get_peft_model(model, config), preset, device)
 

@@ -54,10 +54,12 @@ def audit(
     """
     from symbiosis.bench.report import machine
     from symbiosis.cli.loop import run
-    from symbiosis.privacy.audit import SCHEMES, Plan, as_data, write_into
+    from symbiosis.privacy.audit import SCHEMES, Plan, around, as_data, write_into
     from symbiosis.privacy.audit import audit as audited
     from symbiosis.privacy.audit import plot as draw
 
+    if into is not None:
+        around(into)  # that there is a place for it is worth knowing before
     plan = Plan(hidden=hidden, intermediate=2 * hidden, prompts=prompts, repeats=repeats, seed=seed)
     out = console()
     with out.status("building a model") as status:
@@ -73,12 +75,12 @@ def audit(
 
 
 def _show(found: Audit) -> None:
-    from symbiosis.privacy.audit import summary
+    from symbiosis.privacy.audit import COSTS, summary, verdict
 
     headings, rows = summary(found)
     table = Table(title="the best attack for each goal: cosine with the truth, (recovered), attack")
     table.add_column(headings[0], overflow="fold")
-    goals = len(headings) - 6
+    goals = len(headings) - 1 - len(COSTS)
     for heading in headings[1 : 1 + goals]:
         table.add_column(heading, overflow="fold")
     for row in rows:
@@ -95,5 +97,4 @@ def _show(found: Audit) -> None:
     out.print(table)
     out.print(costs)
     for scheme in found.costs:
-        verdict = "no attack got more from it than from random traffic" if found.holds(scheme) else "does not hold"
-        out.print(f"{scheme}: {verdict}")
+        out.print(f"{scheme}: {verdict(found, scheme)}")

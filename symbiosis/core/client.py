@@ -22,7 +22,7 @@ from symbiosis.core.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.core.fibers import RandomStream, current_fiber, modes_aside, run_in_fiber
 from symbiosis.core.protocols import Channel, Preparing
 from symbiosis.core.pruning import pruned
-from symbiosis.core.virtlayer import Link, keys_of, on_thread
+from symbiosis.core.virtlayer import Link, on_thread, rehearse
 from symbiosis.core.windows import WindowedStep, check_window, tokens
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 
@@ -160,7 +160,8 @@ class Client:
     async def precompute(self, *, training: bool = True, **inputs: Any) -> None:
         """Have the client's privacy scheme compute ahead what it can; without one, nothing happens.
 
-        The model is walked once without gradients, masked like any other walk, to see which layers are asked together.
+        The model is walked once without gradients, and with zeros in the place of the executor's answers, to see which
+        layers are asked together.
 
         Args:
             training: for backward passes, too.
@@ -169,9 +170,8 @@ class Client:
         channel = self._link_channel()
         if not isinstance(channel, Preparing):
             return
-        with torch.no_grad():
-            await self.forward(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=channel.device)}))
-        await channel.prepare(keys_of(self.model, training))
+        device = self._device or channel.device
+        await channel.prepare(await self.run(rehearse, self.model, self._link, training, inputs, device))
 
     async def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """``loss.backward(*args, **kwargs)``, on this client's thread."""

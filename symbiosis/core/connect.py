@@ -10,6 +10,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symbiosis.core.client import Client
-from symbiosis.core.protocols import Channel, Look, Privacy
+from symbiosis.core.protocols import Channel, Look, Preparing, Privacy
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.requests import Kind, Terms
-from symbiosis.core.virtlayer import Link
-from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.core.virtlayer import Link, rehearse
+from symbiosis.errors import ClientClosedError, ExecutorClosedError, UsageError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -171,7 +172,8 @@ def open_model(
 
     Give it to ``get_peft_model``, ``Trainer``, ``pipeline``. Its base layers are VirtLayers, which block until the
     executor has answered. It is in evaluation mode, and frozen. It belongs to the process that opened it. Its
-    tokenizer, where the executor has one, is ``model.tokenizer()``.
+    tokenizer, where the executor has one, is ``model.tokenizer()``; ``model.precompute(training=True, **inputs)`` is as
+    :meth:`~symbiosis.core.client.Client.precompute`, and blocks. Adapters come first: they have layers asked otherwise.
 
     Args:
         address: where, such as ``shm:///run/symbiosis.sock``.
@@ -198,10 +200,19 @@ def open_model(
         model.register_forward_hook(walk.end, always_call=True)
         link.backward_began = walk.backward
         model.tokenizer = lambda: tokenizer_of(transport.look(address).tokenizer, address)
+        model.precompute = partial(_precompute, model, link)
         yield model
     finally:
         link.channel = None
         channel.close()
+
+
+def _precompute(model: Any, link: Link, *, training: bool = True, **inputs: Any) -> None:
+    channel = link.channel
+    if channel is None:
+        raise ClientClosedError("this model was closed, so there is nothing to compute ahead for")
+    if isinstance(channel, Preparing):
+        channel.prepare_blocking(rehearse(model, link, training, inputs, next(model.parameters()).device))
 
 
 class _Walk:

@@ -7,7 +7,7 @@ else of the core.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Channel",
+    "Check",
     "Decision",
     "Expected",
     "Identity",
@@ -238,6 +239,10 @@ class Reply(Protocol):
     def __await__(self) -> Generator[Any, None, tuple[torch.Tensor, ...]]: ...
 
 
+Check = Callable[[Identity], None]
+"""Raises what a client is to be told if this executor is not one for it."""
+
+
 class Channel(Protocol):
     """The client's end: carries calls to one executor and results back."""
 
@@ -251,6 +256,10 @@ class Channel(Protocol):
 
     def identity(self) -> Identity:
         """The executor at the other end, as it was when it was last connected to."""
+
+    def before_return(self, check: Check) -> None:
+        """Have ``check`` asked about an executor that is found at the address after one was lost, before it is sent any
+        call, on whatever thread. What it raises ends the channel's calls."""
 
     def send(self, call: Call) -> Reply:
         """Send from the event loop; see :meth:`Session.submit`."""
@@ -323,6 +332,9 @@ class Preparing(Protocol):
 
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Get ready for these keys."""
+
+    def prepare_blocking(self, keys: Iterable[Key]) -> None:
+        """The same for synchronous code."""
 
 
 @runtime_checkable

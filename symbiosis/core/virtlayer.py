@@ -18,7 +18,7 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -34,7 +34,16 @@ from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
 from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError, PrivacyError, RequestError
 
-__all__ = ["Link", "VirtConv1D", "VirtLayer", "VirtLinear", "VirtModule", "finetuning", "keys_of", "virtualize"]
+__all__ = [
+    "Link",
+    "VirtConv1D",
+    "VirtLayer",
+    "VirtLinear",
+    "VirtModule",
+    "finetuning",
+    "rehearse",
+    "virtualize",
+]
 
 
 on_thread = threading.local()
@@ -305,15 +314,15 @@ class VirtLayer(nn.Module):
         y: torch.Tensor | None = None
         if not x.numel():
             y = x.new_empty(0, spec.out_features)
-        elif self._link._pretend:
-            y = x.new_zeros(shape[:-1].numel(), spec.out_features)
         elif self._may_have_siblings and spec.linear and not x.is_inference():
             siblings = self._siblings
-            if siblings is not None:
-                y = siblings.forward(self, x, pass_)
-            else:
+            if siblings is None:
                 self._link.watch(self, x, pass_)
-        if y is None:
+            elif not self._link._pretend:
+                y = siblings.forward(self, x, pass_)
+        if y is None and self._link._pretend:
+            y = x.new_zeros(shape[:-1].numel(), spec.out_features)
+        elif y is None:
             (y,) = self._request(self._keys[pass_], x)
         if x.requires_grad and torch.is_grad_enabled():
             # Not a view: nn.Linear allows in-place operations on its output, torch forbids them on a view made here.
@@ -579,8 +588,19 @@ def finetuning(model: nn.Module) -> Iterator[None]:
             link.finetuning = False
 
 
-def keys_of(model: nn.Module, training: bool) -> list[Key]:
-    """What a walk of the model asks of its linear layers, as far as is known; with their backward passes or not."""
+def rehearse(
+    model: nn.Module, link: Link, training: bool, inputs: Mapping[str, Any], device: torch.device
+) -> list[Key]:
+    """What a walk of the model asks of its linear layers, with their backward passes or not.
+
+    The model is walked once, without a request and without gradients, to see which layers are asked together.
+
+    Args:
+        inputs: of the model; if there are none, one token with id 0, on ``device``.
+    """
+    with link.pretending(), torch.no_grad():
+        model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
+    link.forget()
     keys: dict[Key, None] = {}
     for layer in model.modules():
         if isinstance(layer, _VirtLinear):

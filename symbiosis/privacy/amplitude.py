@@ -21,7 +21,9 @@ __all__ = ["DEFAULT_SCALE", "SPAN", "Levels", "Size", "scale_for", "size_of", "w
 
 DEFAULT_SCALE = 256.0
 ERROR_PER_SCALE = 1.5e-6
-"""Relative error of results for each unit of scale, at most: 0.25e-6 to 1.3e-6 were measured, widths of 64 to 4096."""
+"""Error of results in fp32 for each unit of scale, at most, relative to what a row of the size that the amplitude is
+made for comes to (its norm times the weight's rms): 0.25e-6 to 1.3e-6 were measured, widths of 64 to 4096."""
+_MOST_SCALE = 2.0**20
 _MOST = 2.0**80
 """Amplitudes beyond ±80 powers of two would leave no room for products in fp32."""
 
@@ -72,8 +74,15 @@ def size_of(x: torch.Tensor, scale: float) -> Size:
     return Size(max(math.ldexp(1.0, exponent - (fraction == 0.5)), 1 / _MOST), True)
 
 
-def scale_for(name: str, scale: float | None, accuracy: float | None) -> float:
+def scale_for(name: str, scale: float | None, accuracy: float | None, dtype: torch.dtype = torch.float32) -> float:
     """The scale that was asked for, or that follows from an accuracy.
+
+    An accuracy is the greatest error of a request's results, root mean square over their columns, relative to what
+    its largest row comes to (its norm times the weight's rms). It is kept while amplitudes are as the request needs
+    them; after larger rows it may be missed by as many times as those were larger, up to :data:`SPAN` times.
+
+    Args:
+        dtype: of the rows.
 
     Raises:
         PrivacyError: both are given, or neither means anything.
@@ -83,15 +92,16 @@ def scale_for(name: str, scale: float | None, accuracy: float | None) -> float:
     if accuracy is not None:
         if not isinstance(accuracy, int | float) or not 0 < accuracy < 1:
             raise PrivacyError(f"{name}: accuracy is {accuracy!r}; give the relative error you accept, such as 1e-4")
-        scale = accuracy / ERROR_PER_SCALE
-        if scale < 1:
+        limit = ERROR_PER_SCALE * (2.0**-29 if dtype is torch.float64 else 1.0)
+        if accuracy < limit:
             raise PrivacyError(
-                f"{name}: accuracy={accuracy:g} leaves no room for noise; in fp32 {ERROR_PER_SCALE:.1e} is the limit"
+                f"{name}: accuracy={accuracy:g} leaves no room for noise; with rows in "
+                f"{'fp64' if dtype is torch.float64 else 'fp32'} {limit:.1e} is the limit"
             )
-        return scale
+        return min(accuracy / limit, _MOST_SCALE)
     scale = DEFAULT_SCALE if scale is None else scale
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1 <= scale <= 2**20:
-        raise PrivacyError(f"{name}: scale is {scale!r}; give a number from 1 to {2**20}")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1 <= scale <= _MOST_SCALE:
+        raise PrivacyError(f"{name}: scale is {scale!r}; give a number from 1 to {_MOST_SCALE:.0f}")
     return float(scale)
 
 

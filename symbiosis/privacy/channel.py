@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from symbiosis.core.fibers import in_modes, modes_aside
-from symbiosis.core.protocols import Channel, Identity, Reply
+from symbiosis.core.protocols import Channel, Check, Identity, Reply
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ClientClosedError, PrivacyError
@@ -140,6 +140,9 @@ class MaskedChannel:
     def identity(self) -> Identity:
         return self._first.identity()
 
+    def before_return(self, check: Check) -> None:
+        self._first.before_return(check)
+
     def skeleton(self, link: Link) -> nn.Module:
         link.private = True
         return self._first.skeleton(link)
@@ -161,9 +164,16 @@ class MaskedChannel:
         others = [
             self._background(channel, part) for channel, part in zip(self._channels[1:], masked.calls[1:], strict=True)
         ]
-        answers = [self._first.call(masked.calls[0]), *map(self._wait, others)]
-        for wait in masked.waits:
-            self._wait(wait)
+        try:
+            answers = [self._first.call(masked.calls[0]), *map(self._wait, others)]
+            for wait in masked.waits:
+                self._wait(wait)
+        except BaseException:
+            if self._loop is not None:  # calls of synchronous channels end by themselves
+                for channel, part in zip(self._channels[1:], masked.calls[1:], strict=True):
+                    with contextlib.suppress(RuntimeError):  # the loop is closed
+                        self._loop.call_soon_threadsafe(channel.cancel, part)
+            raise
         return finish(answers)
 
     def flush(self) -> None:
@@ -203,14 +213,21 @@ class MaskedChannel:
 
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Have the scheme get ready for these keys, and wait until it is."""
+        for wait in self._prepare(keys):
+            if not wait.done():
+                await _on_loop(wait)
+            wait.result()
+
+    def prepare_blocking(self, keys: Iterable[Key]) -> None:
+        """The same for synchronous code."""
+        for wait in self._prepare(keys):
+            self._wait(wait)
+
+    def _prepare(self, keys: Iterable[Key]) -> list[Future[Any]]:
         with torch.no_grad():
             waits = [self.mask.prepare(self.asked(key)) for key in keys]
         self.flush()
-        for wait in waits:
-            if wait is not None:
-                if not wait.done():
-                    await _on_loop(wait)
-                wait.result()
+        return [wait for wait in waits if wait is not None]
 
     # ---------------------------------------------------------------------------------------------- calls of our own
 

@@ -1,10 +1,9 @@
 """One-time pads: the tenant computes the effects of its noise itself, from its own copy of the public weights.
 
-What is sent is *exactly* uniform, whatever x is. With A the amplitude and δ = 2A / 2²⁴, x is put on a grid, q = x / δ
-rounded; n is uniform in 24 bits with a sign; and s = q + n, wrapped into 24 bits, goes out as s·δ. As n is uniform and
-used once, so is s. Then x·Wᵀ = s·δ·Wᵀ − n·δ·Wᵀ + 2A·k·Wᵀ, where k says which numbers were wrapped: about |x| / 2A of
-them, one in several hundred, so that their part is computed from a few columns of W when the answer is there. All that
-is seen of x is A, a power of two.
+What is sent is *exactly* uniform, whatever x is (:mod:`symbiosis.privacy.wrapped`): all that is seen of x is the
+amplitude A, a power of two. With n the pad in units of A, and 2A·k what was wrapped, x·Wᵀ = s·Wᵀ − A·n·Wᵀ + 2A·k·Wᵀ:
+the second is computed ahead, and the last, of one number in several hundred, from a few columns of W when the answer is
+there.
 
 Effects are computed ahead by a thread that gives way to others. Pads are drawn in order, each once; the number of the
 next one is all there is to remember.
@@ -12,6 +11,8 @@ next one is all there is to remember.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import os
 import threading
@@ -28,15 +29,18 @@ from torch import nn
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.errors import ClientClosedError, PrivacyError
-from symbiosis.privacy.amplitude import scale_for, whole
+from symbiosis.log import get_logger
+from symbiosis.privacy.amplitude import whole
 from symbiosis.privacy.keystream import BITS, Keystream, blocks
 from symbiosis.privacy.masks import Ask, Asked, Masked
-from symbiosis.privacy.own_weights import OwnWeights
+from symbiosis.privacy.own_weights import OwnWeights, own_weights
 from symbiosis.privacy.pad_folder import Counter, Effects, PadFolder
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Turns, unwrap, wrap
 
 __all__ = ["LocalPads"]
+
+log = get_logger(__name__)
 
 Results = tuple[torch.Tensor, ...]
 
@@ -56,7 +60,9 @@ class LocalPads(Scheme):
             time.
         when_out: ``"wait"`` until more are computed, or ``"error"``.
         scale: how far the amplitude is above the rows. It hides nothing more; it makes wrapped numbers rarer.
-        accuracy: the relative error of results to aim at, instead of a scale.
+        accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
+            comes to; after larger rows it may be up to 16 times that, see
+            :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
         PrivacyError: a value that means nothing.
@@ -76,18 +82,22 @@ class LocalPads(Scheme):
         whole(self.name, rows=rows)
         if when_out not in ("wait", "error"):
             raise PrivacyError(f"{self.name}: when_out is {when_out!r}; it can be 'wait' or 'error'")
+        if folder is not None and not isinstance(folder, str | Path):
+            raise PrivacyError(f"{self.name}: folder is {folder!r}; give a path (./{folder} on the command line)")
         self.model, self.rows, self.folder, self.when_out = model, rows, folder, when_out
-        self.scale = scale_for(self.name, scale, accuracy)
+        self._aims_at(scale, accuracy)
 
     def __repr__(self) -> str:
-        return f"{self.name}:rows={self.rows},when_out={self.when_out},scale={self.scale:g}"
+        return f"{self.name}:rows={self.rows},when_out={self.when_out},{self._said()}"
+
+    def load(self, channel: Channel) -> OwnWeights:
+        return own_weights(self.model, channel, self.name)
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Pads:
         (channel,) = channels
-        weights = channel.identity().weights
-        own = OwnWeights(self.model, channel.layers, weights, self.name)
-        folder = None if self.folder is None else PadFolder(self.folder, weights)
-        return Pads(own, folder, self.rows, self.when_out == "error", self.scale)
+        own = self.load(channel)
+        folder = None if self.folder is None else PadFolder(self.folder, channel.identity().weights)
+        return Pads(own, folder, self.rows, self.when_out == "error", self.scale_at(channel))
 
 
 class _Stock:
@@ -153,6 +163,7 @@ class Pads:
         self._closed = False
         self._failure: Exception | None = None
         """Why no more effects will come."""
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._work, name="symbiosis-pads", daemon=True)
         self._thread.start()
 
@@ -186,6 +197,7 @@ class Pads:
         return bare
 
     def prepare(self, asked: Asked) -> Future[Any] | None:
+        self._check_process()
         with self._changed:
             self._check()
             stock = self._stock(asked)
@@ -204,6 +216,8 @@ class Pads:
             return {key: max(0, stock.made - stock.next) for key, stock in self._stocks.items()}
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             if self._closed:
                 return
@@ -213,29 +227,40 @@ class Pads:
         error = ClientClosedError("the client of these pads was closed")
         for stock in self._stocks.values():
             _fail(stock, error)
-            if stock.counter is not None and stock.kept is not None:
-                stock.counter.write(stock.next)
-                stock.counter.close()
-                stock.kept.close()
+            if stock.counter is not None:
+                with contextlib.suppress(OSError):  # then those that are left are skipped
+                    stock.counter.write(stock.next)
         if self._folder is not None:
             self._folder.close()
 
     def _draw(self, asked: Asked, rows: int) -> tuple[torch.Tensor, Future[Results]]:
         """The next pads of a key, and their effects."""
         effects: Future[Results] = Future()
+        self._check_process()
         with self._changed:
             self._check()
             stock = self._stock(asked)
             if self._strict and stock.next + rows > stock.made:
                 names = ", ".join(spec.name for spec in asked.layers)
                 self._changed.notify()
+                if rows > self._rows:
+                    raise PrivacyError(
+                        f"local-pads: {rows} rows for {names} in one request, and no more than {self._rows} pads are "
+                        f"ever ready; nothing was sent. Give rows={rows} or more, or let it wait (when_out='wait')"
+                    )
                 raise PrivacyError(
                     f"local-pads: {rows} rows for {names}, and {max(0, stock.made - stock.next)} pads ready; nothing "
                     "was sent. Let the client idle, ask for more rows ahead, or let it wait (when_out='wait')"
                 )
             last = stock.next + rows
-            if stock.counter is not None and last > stock.counter.value:
-                stock.counter.write(last + self._rows // 4)
+            if stock.counter is not None and last > stock.counter.value:  # more than are made
+                try:
+                    stock.counter.reach(last)
+                except OSError as error:
+                    raise PrivacyError(
+                        f"local-pads: it cannot be kept on disk which pads are used ({error.strerror or error}), so "
+                        "none can be; nothing was sent. Make room, and try again"
+                    ) from error
             stock.next = last
             noise = stock.noise.integers(rows, asked.width, asked.dtype)
             if stock.demands or stock.made < last:
@@ -246,6 +271,13 @@ class Pads:
                 if stock.made - last <= self._rows // 2:
                     self._changed.notify()
         return noise, effects
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise PrivacyError(
+                "local-pads: these pads belong to the process that opened the client, and its forked child would use "
+                "the same ones; open a client of its own there"
+            )
 
     def _check(self) -> None:
         if self._closed:
@@ -269,7 +301,7 @@ class Pads:
     # -------------------------------------------------------------------------------------------------- the thread's
 
     def _work(self) -> None:
-        torch.set_num_threads(1)
+        _alone()
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         with torch.no_grad():
             while True:
@@ -284,8 +316,7 @@ class Pads:
                 try:
                     unit = noise.to(stock.asked.dtype).mul_(2.0 ** (1 - BITS[stock.asked.dtype]))
                     effects = self._own.effects(stock.asked, unit)
-                    if stock.kept is not None and stock.made + count > stock.next:
-                        stock.kept.write(stock.made, torch.cat(effects, dim=1), 2 * self._rows)
+                    self._keep(stock, effects, count)
                 except Exception as error:  # noqa: BLE001 (whoever waits for it must know)
                     with self._changed:
                         self._failure = error
@@ -293,6 +324,18 @@ class Pads:
                             _fail(broken, error)
                     return
                 self._put(stock, effects)
+
+    def _keep(self, stock: _Stock, effects: Results, count: int) -> None:
+        """On disk: effects that are new, as far as there is room for them, and that their pads may be used."""
+        if stock.kept is not None and stock.made + count > stock.next:
+            try:
+                stock.kept.write(stock.made, torch.cat(effects, dim=1), 2 * self._rows)
+            except OSError as error:
+                log.warning("pads are not kept on disk", why=str(error))
+                stock.kept = None
+        if stock.counter is not None:
+            with contextlib.suppress(OSError):  # whoever uses them tries again, and says so
+                stock.counter.reach(stock.made + count)
 
     def _job(self) -> tuple[_Stock, int] | None:
         """Whose effects come next, and how many: those that somebody waits for, then where the fewest are left."""
@@ -316,6 +359,15 @@ class Pads:
             done += [(future, None) for _, future in reached]
         for future, result in done:
             future.set_result(result)
+
+
+def _alone() -> None:
+    """Have operators of this thread use no other threads. (``torch.set_num_threads`` is also for whatever thread is
+    started later.)"""
+    torch.get_num_threads()  # torch gives a thread its number when that is first asked for
+    set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    if set_num_threads is not None:
+        set_num_threads(1)
 
 
 def _fail(stock: _Stock, error: BaseException) -> None:

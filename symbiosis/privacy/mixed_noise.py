@@ -21,7 +21,7 @@ import torch
 
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
-from symbiosis.privacy.amplitude import scale_for, whole
+from symbiosis.privacy.amplitude import whole
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.noise_pool import Asker, Vectors
@@ -38,7 +38,9 @@ class MixedNoise(Scheme):
     Args:
         rank: noise vectors k for each key; from the width of the rows on, all of them is covered.
         scale: how far the noise is above the rows.
-        accuracy: the relative error of results to aim at, instead of a scale.
+        accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
+            comes to; after larger rows it may be up to 16 times that, see
+            :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
         PrivacyError: a value that means nothing.
@@ -49,10 +51,10 @@ class MixedNoise(Scheme):
     def __init__(self, rank: int = 64, scale: float | None = None, accuracy: float | None = None) -> None:
         whole(self.name, rank=rank)
         self.rank = rank
-        self.scale = scale_for(self.name, scale, accuracy)
+        self._aims_at(scale, accuracy)
 
     def __repr__(self) -> str:
-        return f"{self.name}:rank={self.rank},scale={self.scale:g}"
+        return f"{self.name}:rank={self.rank},{self._said()}"
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Mixtures:
         return Mixtures(self.rank, channels[0].device, ask)

@@ -18,7 +18,7 @@ import torch
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.amplitude import scale_for, whole
+from symbiosis.privacy.amplitude import whole
 from symbiosis.privacy.cycle import Cycle
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
@@ -40,7 +40,9 @@ class NoisePool(Scheme):
         rotate: rows one after another that get the same vector, before it is the next one's turn.
         refresh: how many rows each vector may mask; then new ones take their place, asked for ahead of time.
         scale: how far the noise is above the rows.
-        accuracy: the relative error of results to aim at, instead of a scale.
+        accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
+            comes to; after larger rows it may be up to 16 times that, see
+            :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
         PrivacyError: a value that means nothing.
@@ -60,10 +62,10 @@ class NoisePool(Scheme):
         if refresh % rotate:
             raise PrivacyError(f"{self.name}: refresh={refresh} must be a multiple of rotate={rotate}")
         self.size, self.rotate, self.refresh = size, rotate, refresh
-        self.scale = scale_for(self.name, scale, accuracy)
+        self._aims_at(scale, accuracy)
 
     def __repr__(self) -> str:
-        return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},scale={self.scale:g}"
+        return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},{self._said()}"
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Pools:
         return Pools(self, channels[0].device, ask)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from torch import nn
 from symbiosis.core.blocks import times, times_transposed
 from symbiosis.core.layers import is_linear
 from symbiosis.core.loading import load_model
+from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import weights_fingerprint
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.masks import Asked
 
-__all__ = ["OwnWeights"]
+__all__ = ["OwnWeights", "own_weights"]
 
 
 class OwnWeights:
@@ -34,7 +37,7 @@ class OwnWeights:
     """
 
     def __init__(self, model: str | Path | nn.Module, layers: Sequence[LayerSpec], weights: str, scheme: str) -> None:
-        found = model if isinstance(model, nn.Module) else _load(model, layers[0].dtype, scheme)
+        self.model = found = model if isinstance(model, nn.Module) else _load(model, layers[0].dtype, scheme)
         modules: list[tuple[LayerSpec, nn.Module]] = []
         for spec in layers:
             try:
@@ -73,6 +76,22 @@ class OwnWeights:
         if transposed is not asked.key.pass_.is_backward:
             return factors.mm(weight.index_select(1, columns).to(factors.dtype).t())
         return factors.mm(weight.index_select(0, columns).to(factors.dtype))
+
+
+def own_weights(model: str | Path | nn.Module, channel: Channel, scheme: str) -> OwnWeights:
+    """Those for the executor at the other end of a channel; clients of one process share them, as long as one has them.
+    Loads a model, so it takes its time. Raises what :class:`OwnWeights` does."""
+    weights = channel.identity().weights
+    key = id(model) if isinstance(model, nn.Module) else str(model), weights
+    with _loading:
+        found = _loaded.get(key)
+        if found is None:
+            found = _loaded[key] = OwnWeights(model, channel.layers, weights, scheme)
+        return found
+
+
+_loading = threading.Lock()
+_loaded: weakref.WeakValueDictionary[tuple[int | str, str], OwnWeights] = weakref.WeakValueDictionary()
 
 
 def _load(model: str | Path, dtype: torch.dtype, scheme: str) -> nn.Module:

@@ -1,8 +1,9 @@
 """Where pads outlive their process: the secret key, how many of each kind are used up, effects that are ready.
 
 What must never happen is that a pad is used twice. So the counter on disk runs ahead of use: pads are reserved there,
-in blocks, and only then handed out. A process that dies leaves some reserved and unused, and those are skipped. Effects
-are only a store of work that was done: what is damaged there is found by its checksum, and computed again.
+as many as are made, and only then handed out. A process that dies leaves some reserved and unused, and those are
+skipped. Effects are only a store of work that was done: what is damaged there is found by its checksum, and computed
+again.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +40,7 @@ class PadFolder:
     """
 
     def __init__(self, path: str | Path, weights: str) -> None:
+        self._lock = -1
         self.path = Path(path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -109,25 +112,52 @@ class PadFolder:
 
 
 class Counter:
-    """A number on disk."""
+    """A number on disk.
+
+    Raises:
+        PrivacyError: what was written last is damaged, so nobody knows the number.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        data = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        entries = [_COUNT.unpack_from(data, at) for at in range(0, len(data) - _COUNT.size + 1, _COUNT.size)]
-        self.value = next((count for count, check in reversed(entries) if count ^ check == _ALL), 0)
-        if len(data) % _COUNT.size:  # it ends in half an entry: fill it up, or all later ones would be out of step
-            os.write(self._file, bytes(_COUNT.size - len(data) % _COUNT.size))
+        self._path = path
+        self._lock = threading.Lock()
+        with _opened(path, os.O_RDWR | os.O_CREAT) as file:
+            size = os.fstat(file).st_size
+            whole = size - size % _COUNT.size
+            if whole < size:  # half an entry: it was never told to be on disk
+                os.ftruncate(file, whole)
+            self.value = 0
+            if whole:
+                self.value, check = _COUNT.unpack(os.pread(file, _COUNT.size, whole - _COUNT.size))
+                if self.value ^ check != _ALL:
+                    raise PrivacyError(
+                        f"local-pads: the last entry of {path} is damaged, and with it which pads were used; use "
+                        "another folder"
+                    )
+
+    def reach(self, value: int) -> None:
+        """Go up to ``value``, if it is lower."""
+        with self._lock:
+            if self.value < value:
+                self.write(value)
 
     def write(self, value: int) -> None:
-        """On disk when this returns."""
-        if os.write(self._file, _COUNT.pack(value, value ^ _ALL)) != _COUNT.size:
-            raise OSError(errno.ENOSPC, "a counter of pads was written in part, so the next pads cannot be used")
-        os.fsync(self._file)
-        self.value = value
+        """On disk when this returns.
 
-    def close(self) -> None:
-        os.close(self._file)
+        Raises:
+            OSError: it is not, and the counter is what it was.
+        """
+        with _opened(self._path, os.O_WRONLY | os.O_APPEND) as file:
+            size = os.fstat(file).st_size
+            try:
+                if os.write(file, _COUNT.pack(value, value ^ _ALL)) != _COUNT.size:
+                    raise OSError(errno.ENOSPC, "a counter of pads was written in part")
+                os.fsync(file)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, size)
+                raise
+        self.value = value
 
 
 class Effects:
@@ -138,34 +168,41 @@ class Effects:
         self._dtype = dtype
         self._width = width
         self._size = _HEAD.size + width * dtype.itemsize
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def write(self, first: int, rows: torch.Tensor, places: int) -> None:
         """Keep rows [n, width] of pads ``first``, ``first`` + 1…"""
-        for number, row in enumerate(rows, first):
-            data = row.contiguous().view(torch.uint8).numpy().tobytes()
-            head = _HEAD.pack(number, _checksum(number, data))
-            os.pwrite(self._file, head + data, number % places * self._size)
+        with _opened(self._path, os.O_WRONLY | os.O_CREAT) as file:
+            for number, row in enumerate(rows, first):
+                data = row.contiguous().view(torch.uint8).numpy().tobytes()
+                head = _HEAD.pack(number, _checksum(number, data))
+                os.pwrite(file, head + data, number % places * self._size)
 
     def read(self, first: int) -> Iterator[torch.Tensor]:
         """The rows of pads ``first``, ``first`` + 1… as far as they are there."""
-        places = os.fstat(self._file).st_size // self._size
-        found = {}
-        for place in range(places):
-            number, check = _HEAD.unpack(os.pread(self._file, _HEAD.size, place * self._size))
-            if number >= first:
-                found[number] = place, check
-        while first in found:
-            place, check = found[first]
-            data = bytearray(os.pread(self._file, self._size - _HEAD.size, place * self._size + _HEAD.size))
-            if len(data) != self._width * self._dtype.itemsize or _checksum(first, data) != check:
-                return
-            yield torch.frombuffer(data, dtype=self._dtype)
-            first += 1
+        with _opened(self._path, os.O_RDONLY | os.O_CREAT) as file:
+            places = os.fstat(file).st_size // self._size
+            found = {}
+            for place in range(places):
+                number, check = _HEAD.unpack(os.pread(file, _HEAD.size, place * self._size))
+                if number >= first:
+                    found[number] = place, check
+            while first in found:
+                place, check = found[first]
+                data = bytearray(os.pread(file, self._size - _HEAD.size, place * self._size + _HEAD.size))
+                if len(data) != self._width * self._dtype.itemsize or _checksum(first, data) != check:
+                    return
+                yield torch.frombuffer(data, dtype=self._dtype)
+                first += 1
 
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._file)
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """Files are open for as long as they are used: of a large model there are hundreds."""
+    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _checksum(number: int, data: bytes | bytearray) -> int:

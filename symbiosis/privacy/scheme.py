@@ -8,9 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from symbiosis.core.protocols import Channel, Transport
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Terms
+from symbiosis.privacy.amplitude import DEFAULT_SCALE, scale_for
 from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Ask, Mask
 
@@ -21,12 +24,38 @@ class Scheme(ABC):
     """A privacy scheme (:class:`symbiosis.core.protocols.Privacy`), to be subclassed."""
 
     name: str
-    scale: float
+    scale: float | None = None
     """How far above the rows' own size (rms) the amplitude of the noise is."""
+    accuracy: float | None = None
+    """The error of results to aim at, instead; see :func:`symbiosis.privacy.amplitude.scale_for`."""
+
+    options: Mapping[str, Any] = {}
+    """Of the transport to executors elsewhere, where they differ from those of the client's own."""
+
+    def scale_at(self, channel: Channel) -> float:
+        """The scale for the executor at the other end of a channel.
+
+        Raises:
+            PrivacyError: its rows leave no room for noise at this accuracy.
+        """
+        return scale_for(self.name, self.scale, self.accuracy, channel.layers[0].dtype)
+
+    def _aims_at(self, scale: float | None, accuracy: float | None) -> None:
+        scale_for(self.name, scale, accuracy, torch.float64)  # whether they mean anything
+        self.scale = DEFAULT_SCALE if scale is None and accuracy is None else scale
+        self.accuracy = accuracy
+
+    def _said(self) -> str:
+        """The scale or accuracy, for a repr."""
+        return f"scale={self.scale:g}" if self.accuracy is None else f"accuracy={self.accuracy:g}"
 
     def elsewhere(self, address: str) -> Sequence[str]:
         """Addresses of the executors that a client at ``address`` asks besides."""
         return ()
+
+    def load(self, channel: Channel) -> object:
+        """What :meth:`begin` needs and takes long to get; on a thread that may block. Kept until begin is done."""
+        return None
 
     @abstractmethod
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Mask:
@@ -40,9 +69,12 @@ class Scheme(ABC):
         channels = [channel]
         try:
             for other in self.elsewhere(address):
-                transport = _transport(other, options)
+                transport = self._transport(other, options)
                 channels.append(await transport.connect(other, _name(channel), terms))
-            return MaskedChannel(channels, self.scale, self.begin, asyncio.get_running_loop())
+            loaded = await asyncio.to_thread(self.load, channel)
+            masked = MaskedChannel(channels, self.scale_at(channel), self.begin, asyncio.get_running_loop())
+            del loaded
+            return masked
         except BaseException:
             _close(channels)
             raise
@@ -51,18 +83,18 @@ class Scheme(ABC):
         channels = [channel]
         try:
             for other in self.elsewhere(address):
-                transport = _transport(other, options)
+                transport = self._transport(other, options)
                 channels.append(transport.connect_blocking(other, _name(channel), terms))
-            return MaskedChannel(channels, self.scale, self.begin)
+            return MaskedChannel(channels, self.scale_at(channel), self.begin)
         except BaseException:
             _close(channels)
             raise
 
-
-def _transport(address: str, options: Mapping[str, Any]) -> Transport:
-    """For an executor elsewhere: with those of the options that its transport has."""
-    known = inspect.signature(type(make_transport(address))).parameters
-    return make_transport(address, **{name: value for name, value in options.items() if name in known})
+    def _transport(self, address: str, options: Mapping[str, Any]) -> Transport:
+        """For an executor elsewhere: with its own options, and those of the client's that its transport has."""
+        known = inspect.signature(type(make_transport(address))).parameters
+        shared = {name: value for name, value in options.items() if name in known}
+        return make_transport(address, **{**shared, **self.options})
 
 
 def _name(channel: Channel) -> str:

@@ -16,7 +16,8 @@ than their noise show the last bits of x.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -25,13 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.protocols import Channel
+from symbiosis.core.protocols import Channel, Identity
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.amplitude import scale_for
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
-from symbiosis.privacy.own_weights import OwnWeights
+from symbiosis.privacy.own_weights import OwnWeights, own_weights
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Turns, unwrap, wrap
 
@@ -48,8 +48,12 @@ class SecretShares(Scheme):
         with_: another way to say it: the address of the other one.
         model: the public base model, if it is at hand: a folder, a hub id, or a model. Shares are perfect with it, and
             say a little about rows without.
+        options: of the transport to the other one, where they differ from the client's own: with two providers,
+            ``{"key": "other.secret"}``. (``options.key=other.secret`` on the command line.)
         scale: how far the shares are above the rows. With a model it hides nothing more.
-        accuracy: the relative error of results to aim at, instead of a scale.
+        accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
+            comes to; after larger rows it may be up to 16 times that, see
+            :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
         PrivacyError: these are not two different addresses, or a value means nothing.
@@ -64,8 +68,9 @@ class SecretShares(Scheme):
         model: str | Path | nn.Module | None = None,
         scale: float | None = None,
         accuracy: float | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.scale = scale_for(self.name, scale, accuracy)
+        self._aims_at(scale, accuracy)
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise PrivacyError(f"{self.name}: addresses are {addresses!r}; give a list of two: [address1, address2]")
         if (with_ is None) == (not addresses) or (addresses and len(addresses) != 2):
@@ -75,12 +80,15 @@ class SecretShares(Scheme):
             )
         if len(set(addresses)) < len(addresses):
             raise PrivacyError(f"{self.name}: {', '.join(addresses)}: an executor that has both shares has the rows")
+        if options is not None and not isinstance(options, Mapping):
+            raise PrivacyError(f"{self.name}: options are {options!r}; give some by name: {{'key': 'other.secret'}}")
+        self.options = dict(options or {})
         self.model = model
         self._addresses = tuple(addresses)
         self._with = with_
 
     def __repr__(self) -> str:
-        return f"{self.name}:scale={self.scale:g}, {self._with or ' '.join(self._addresses)}"
+        return f"{self.name}:{self._said()}, {self._with or ' '.join(self._addresses)}"
 
     def elsewhere(self, address: str) -> Sequence[str]:
         if self._with is not None:
@@ -93,35 +101,42 @@ class SecretShares(Scheme):
             )
         return tuple(other for other in self._addresses if other != address)
 
+    def load(self, channel: Channel) -> OwnWeights | None:
+        return None if self.model is None else own_weights(self.model, channel, self.name)
+
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Shares:
-        return Shares(channels, self.model, self.scale)
+        return Shares(channels, self.load(channels[0]), self.scale_at(channels[0]))
 
 
 class Shares:
     """The shares of one client."""
 
-    def __init__(self, channels: Sequence[Channel], model: str | Path | nn.Module | None, scale: float) -> None:
+    def __init__(self, channels: Sequence[Channel], own: OwnWeights | None, scale: float) -> None:
         self._channels = channels
         self._scale = scale
         self._stream = Keystream()
         if len({channel.identity().weights for channel in channels}) > 1:
             raise PrivacyError("secret-shares: these executors serve different base models, or other layers of one")
-        self._check_apart()
-        first = channels[0]
-        self._own = None
-        if model is not None:
-            self._own = OwnWeights(model, first.layers, first.identity().weights, "secret-shares")
+        self._met: list[set[str]] = [set() for _ in channels]
+        """The executors that each channel has ever led to."""
+        self._meeting = threading.Lock()
+        for number, channel in enumerate(channels):
+            channel.before_return(partial(self._meet, number))
+            self._meet(number, channel.identity())
+        self._own = own
 
-    def _check_apart(self) -> None:
-        """An address may lead to the very executor that another one leads to, also after it was restarted."""
-        instances = [channel.identity().instance for channel in self._channels]
-        if len(set(instances)) < len(instances):
-            raise PrivacyError(
-                "secret-shares: two of the addresses lead to the same executor, which would have all shares of a row"
-            )
+    def _meet(self, number: int, executor: Identity) -> None:
+        """Before a channel's shares go to an executor. It may be the very one that another channel leads to, or has led
+        to, also after a restart: then it has, or had, the other shares of what is outstanding."""
+        with self._meeting:
+            if any(executor.instance in met for other, met in enumerate(self._met) if other != number):
+                raise PrivacyError(
+                    "secret-shares: two of the addresses lead to the same executor, which would have all shares of a "
+                    "row; nothing was sent there"
+                )
+            self._met[number].add(executor.instance)
 
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
-        self._check_apart()
         turns = None
         if self._own is None:
             first, second = self._split(x, amplitude, asked.dtype)

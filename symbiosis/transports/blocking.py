@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from symbiosis.core.protocols import Check
 from symbiosis.core.requests import Call
 from symbiosis.errors import (
     ClientClosedError,
@@ -62,6 +63,7 @@ class BlockingChannel(SynchronousChannel, ABC):
 
     def __init__(self, address: str, client: str, retry_s: float) -> None:
         self.client = client
+        self._checks: list[Check] = []
         self._address = address
         self._retry_s = retry_s
         self._lock = threading.Lock()
@@ -88,7 +90,8 @@ class BlockingChannel(SynchronousChannel, ABC):
 
     @abstractmethod
     def _join_again(self) -> None:
-        """Another connection, in the place of the one that was lost, to an executor of the same model."""
+        """Another connection, in the place of the one that was lost, to an executor of the same model that passes
+        all checks."""
 
     @abstractmethod
     def _interrupt(self) -> None:
@@ -149,6 +152,9 @@ class BlockingChannel(SynchronousChannel, ABC):
         raise ConnectionLostError(
             f"lost the executor at {self._address} and it did not come back within {patience_s:.0f} s: {last}"
         ) from last
+
+    def before_return(self, check: Check) -> None:
+        self._checks.append(check)
 
     def begin_pass(self) -> None:
         self._say(True)

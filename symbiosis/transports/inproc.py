@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from symbiosis.core.protocols import Identity, Service, Session
+from symbiosis.core.protocols import Check, Identity, Service, Session
 from symbiosis.core.requests import NO_TERMS, Call, LayerSpec, Terms
 from symbiosis.errors import ExecutorClosedError, UsageError
 from symbiosis.transports.threads import ThreadCalls
@@ -96,6 +96,9 @@ class InProcChannel:
 
     def identity(self) -> Identity:
         return self._service.identity()
+
+    def before_return(self, check: Check) -> None:
+        pass  # who is lost is lost
 
     def call(self, call: Call) -> tuple[torch.Tensor, ...]:
         if self._ended is not None:

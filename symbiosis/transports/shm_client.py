@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from symbiosis.core.protocols import Identity
+from symbiosis.core.protocols import Check, Identity
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Hollow
 from symbiosis.core.virtlayer import Link
@@ -86,6 +86,7 @@ class _ShmChannel:
     def __init__(self, address: str, connection: Connection, hello: Hello, retry_s: float) -> None:
         self.client = str(hello.name)
         self._hello = hello
+        self._checks: list[Check] = []
         self.welcome = connection.welcome
         self._gpu_here = device.find(connection.welcome.content.get("gpu"))
         """The executor's GPU, if this process has it too."""
@@ -105,8 +106,21 @@ class _ShmChannel:
         with safe_open(f"/proc/self/fd/{self._share}", "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
+    def _check_again(self, connection: Connection) -> None:
+        """Of an executor that was found again: hang up if it will not do."""
+        try:
+            for check in self._checks:
+                check(connection.welcome.identity)
+        except BaseException:
+            connection.close()
+            raise
+        os.close(connection.share)
+
     def identity(self) -> Identity:
         return self.welcome.identity
+
+    def before_return(self, check: Check) -> None:
+        self._checks.append(check)
 
     def skeleton(self, link: Link) -> nn.Module:
         return self._hollow.skeleton(link)
@@ -235,7 +249,7 @@ class ShmBlockingChannel(_ShmChannel, BlockingChannel):
 
     def _join_again(self) -> None:
         connection = connect(self._address, self._hello, self.welcome.fingerprint)
-        os.close(connection.share)
+        self._check_again(connection)
         self._use(connection)
 
     def _interrupt(self) -> None:
@@ -464,7 +478,7 @@ class ShmChannel(_ShmChannel, asyncio.Protocol):
             await asyncio.sleep(delay)
             try:
                 connection = await connect_soon(self._address, self._hello, self.welcome.fingerprint)
-                os.close(connection.share)
+                self._check_again(connection)
                 try:
                     await self._use(connection)
                 except BaseException:

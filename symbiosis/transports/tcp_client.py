@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from symbiosis.core.protocols import Identity, Look
+from symbiosis.core.protocols import Check, Identity, Look
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Hollow
 from symbiosis.core.virtlayer import Link
@@ -104,9 +104,17 @@ def measure(call: Call, due: Expected, layers: Sequence[LayerSpec], limits: Limi
     return rows, size
 
 
-def another_model(address: str) -> RefusedError:
-    """What a client is told whose executor has come back as another."""
-    return RefusedError(f"the executor at {address} came back with another model; open a new client")
+def check_again(address: str, welcome: Welcome, before: Welcome, checks: Sequence[Check]) -> None:
+    """Whether calls may be sent to an executor that was found again.
+
+    Raises:
+        RefusedError: it has another model.
+        SymbiosisError: what a check says.
+    """
+    if welcome.fingerprint != before.fingerprint:
+        raise RefusedError(f"the executor at {address} came back with another model; open a new client")
+    for check in checks:
+        check(welcome.identity)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +142,7 @@ class TcpChannel:
     ) -> None:
         self.client = str(hello.name)
         self._hello = hello
+        self._checks: list[Check] = []
         self.device = self.device_for(welcome)
         self.welcome = welcome
         self.layers: Sequence[LayerSpec] = hollow.layers
@@ -178,6 +187,9 @@ class TcpChannel:
 
     def identity(self) -> Identity:
         return self.welcome.identity
+
+    def before_return(self, check: Check) -> None:
+        self._checks.append(check)
 
     def skeleton(self, link: Link) -> nn.Module:
         return self._hollow.skeleton(link)
@@ -337,15 +349,14 @@ class TcpChannel:
             connection = Connection(self._address, self._options)
             try:
                 welcome = await connection.open(self._hello)
+                check_again(self._address, welcome, self.welcome, self._checks)
             except MAY_RETURN as error:
+                connection.close()
                 why = error
                 continue
             except SymbiosisError as error:
-                self._end(error)
-                return
-            if welcome.fingerprint != self.welcome.fingerprint:
                 connection.close()
-                self._end(another_model(self._address))
+                self._end(error)
                 return
             self.welcome = welcome
             try:
@@ -468,14 +479,15 @@ class TcpBlockingChannel(BlockingChannel):
         async def join() -> tuple[Line, Welcome]:
             connection = Connection(self._address, self._options)
             welcome = await connection.open(self._hello)
+            try:
+                check_again(self._address, welcome, self.welcome, self._checks)
+            except BaseException:
+                connection.close()
+                raise
             return connection.detach(), welcome
 
         with LoopThread() as thread:
-            line, welcome = thread.run(join())
-        if welcome.fingerprint != self.welcome.fingerprint:
-            line.close()
-            raise another_model(self._address)
-        self._line, self.welcome = line, welcome
+            self._line, self.welcome = thread.run(join())
 
     def _interrupt(self) -> None:
         pass  # it looks every tenth of a second

@@ -145,6 +145,7 @@ class ThreadedChannel(SynchronousChannel):
         self.layers = channel.layers
         self.skeleton = channel.skeleton
         self.identity = channel.identity
+        self.before_return = channel.before_return
         self._thread = thread
         self._channel = channel
         self._in_pass = False

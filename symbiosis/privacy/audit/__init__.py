@@ -5,21 +5,24 @@ knows, who generates and fine-tunes. Then every attack on what the wiretap saw, 
 the same attacks on random traffic, which say how well one does where there is nothing to find.
 """
 
-from symbiosis.privacy.audit.report import as_data, best, markdown, plot, summary, write_into
+from symbiosis.privacy.audit.report import COSTS, around, as_data, best, markdown, plot, summary, verdict, write_into
 from symbiosis.privacy.audit.run import SCHEMES, Audit, Costs, View, audit
 from symbiosis.privacy.audit.scene import Plan
 
 __all__ = [
+    "COSTS",
     "SCHEMES",
     "Audit",
     "Costs",
     "Plan",
     "View",
+    "around",
     "as_data",
     "audit",
     "best",
     "markdown",
     "plot",
     "summary",
+    "verdict",
     "write_into",
 ]

@@ -43,7 +43,8 @@ class Stream(NamedTuple):
     request: torch.Tensor
     """[n] whole numbers: which of the place's requests a row came in."""
     noise: torch.Tensor
-    """[m, w]: rows that were sent for their effects alone. The provider knows them by their pass, or their number."""
+    """[m, w]: rows that were sent for their effects alone. The provider knows them by their pass, their number, their
+    size; here it is told."""
 
 
 Evidence = dict[Place, Stream]
@@ -61,24 +62,20 @@ class Estimate(NamedTuple):
 Estimates = Mapping[Place, Estimate]
 
 
-def collect(requests: Iterable[Request], noise_rows: Collection[int] = ()) -> Evidence:
+def collect(requests: Iterable[Request], effects: Collection[torch.Tensor] = ()) -> Evidence:
     """Sort requests by place.
 
     Args:
         requests: of one client, in the order in which they came.
-        noise_rows: how many rows the client's scheme sends at once for their effects. (It is an option of the scheme,
-            and the tenant may have asked the provider which one to take.)
+        effects: the matrices that the client's scheme has sent for their effects.
     """
-    requests = list(requests)
-    with_bias = {Place.of(request.key) for request in requests if request.key.pass_.has_bias}
+    sent = {_content(matrix) for matrix in effects}
     rows: dict[Place, list[torch.Tensor]] = {}
     noise: dict[Place, list[torch.Tensor]] = {}
     for request in requests:
         place = Place.of(request.key)
         x = request.tensors[-1]
-        bias_free = place in with_bias and not request.key.pass_.has_bias
-        for_effects = bias_free or (place.backward and len(x) in noise_rows)
-        (noise if for_effects else rows).setdefault(place, []).append(x.float())
+        (noise if _content(x) in sent else rows).setdefault(place, []).append(x.float())
     return {
         place: Stream(
             torch.cat(parts),
@@ -87,6 +84,10 @@ def collect(requests: Iterable[Request], noise_rows: Collection[int] = ()) -> Ev
         )
         for place, parts in rows.items()
     }
+
+
+def _content(matrix: torch.Tensor) -> tuple[torch.Size, bytes]:
+    return matrix.shape, matrix.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def random_traffic(

@@ -11,13 +11,19 @@ from symbiosis.errors import UsageError
 from symbiosis.privacy.audit.goals import Score
 from symbiosis.privacy.audit.provider import ATTACKS, GOALS
 from symbiosis.privacy.audit.run import Audit, View
+from symbiosis.privacy.audit.verdict import Limit
 
-__all__ = ["BEGIN", "END", "as_data", "best", "markdown", "plot", "summary", "write_into"]
+__all__ = ["BEGIN", "END", "around", "as_data", "best", "markdown", "plot", "summary", "verdict", "write_into"]
 
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 """Between these lines of a document, :func:`write_into` puts the tables."""
 
+COSTS = ("decode", "training", "traffic", "logits", "gradients ±")
+"""Columns of the summary after those of what was found."""
+
 NOTHING = "–"
+NO_POWER = "no power"
+"""Where an attack, or all of them, could not have found anything."""
 
 
 def best(view: View, goal: str) -> tuple[str, Score] | None:
@@ -26,15 +32,27 @@ def best(view: View, goal: str) -> tuple[str, Score] | None:
     return max(found, key=lambda item: (item[1].recovered, item[1].cosine), default=None)
 
 
+def verdict(audit: Audit, scheme: str) -> str:
+    """What comes of it for one scheme, in words."""
+    holds = audit.holds(scheme)
+    if holds is None:
+        return "this shows nothing: no attack finds the adapter even in bare rows (try more prompts)"
+    return "no attack got more from it than from random traffic" if holds else "does not hold"
+
+
 def summary(audit: Audit) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: of each view, the best attack for each goal; and what the scheme costs."""
-    headings = ["scheme", *GOALS, "decode", "training", "traffic", "logits", "gradients ±"]
+    """Headings and rows: of each view, the best attack for each goal, and the least error of activations; and what the
+    scheme costs."""
+    headings = ["scheme", *GOALS, "error", *COSTS]
     rows = []
     for view in audit.views:
         cells = []
         for goal in GOALS:
             top = best(view, goal)
-            cells.append(NOTHING if top is None else f"{_cell(top[1])} {top[0]}")
+            nothing = NO_POWER if goal in audit.missed else NOTHING
+            cells.append(nothing if top is None else f"{_cell(top[1])} {top[0]}")
+        errors = [scores["activations"].error for scores in view.scores.values() if "activations" in scores]
+        cells.append(f"{min(errors):.1e}" if min(errors) < 0.01 else f"{min(errors):.2f}")
         cost = audit.costs[view.scheme]
         costs = [f"{_text(cost.decode)}×", f"{_text(cost.train)}×", f"{_text(cost.traffic)}×"]
         costs += [f"{cost.logits:.1e}", f"{cost.gradients:.1e}"]
@@ -61,22 +79,18 @@ def markdown(audit: Audit) -> str:
     lines += [
         "",
         f"Cosine, and in brackets what was recovered, by the attack that got the most; {NOTHING}: no attack got more "
-        f"than from random traffic. Costs are beside bare rows, in one process, model of width {audit.plan.hidden}, "
-        "where masking weighs most; errors are relative to the largest logit, or gradient of the adapter.",
+        f"than from random traffic; {NO_POWER}: nor from bare rows. *error*: the least median relative error of a "
+        f"row that any attack came to (on random traffic, by the public model's mean: {audit.guess:.2f}). Costs are "
+        f"beside bare rows, in one process, model of width {audit.plan.hidden}, where masking weighs most; errors "
+        "are relative to the largest logit, or gradient of the adapter.",
     ]
     for goal, what in GOALS.items():
         attacks = [name for name in ATTACKS if any(goal in view.scores.get(name, {}) for view in audit.views)]
         lines += ["", f"**{goal}**: {what}", ""]
-        body = []
-        for view in audit.views:
-            cells = []
-            for attack in attacks:
-                score = view.scores.get(attack, {}).get(goal)
-                text = "" if score is None else _cell(score)
-                cells.append(f"**{text}**" if score is not None and goal in view.found[attack] else text)
-            body.append([view.name, *cells])
-        limits = [audit.limits.get(attack, audit.limits["as is"]).get(goal) for attack in attacks]
-        body.append(["*random traffic stays below*", *("" if limit is None else f"*{limit:.3f}*" for limit in limits)])
+        body = [[view.name, *(_marked(audit, view, attack, goal) for attack in attacks)] for view in audit.views]
+        choice = any(scores[goal].choices for scores in audit.bare.scores.values() if goal in scores)
+        limits = [_limit(audit.limit(attack, goal), choice) for attack in attacks]
+        body.append(["*random traffic stays below*", *(f"*{limit}*" for limit in limits)])
         lines += _table(["scheme", *attacks], body)
     lines += ["", "Attacks:", "", *(f"- *{name}*: {what}." for name, what in ATTACKS.items())]
     lines += ["", "Schemes, with all options: " + "; ".join(audit.schemes.values()) + "."]
@@ -85,6 +99,25 @@ def markdown(audit: Audit) -> str:
         f"Random traffic: {audit.baselines} lots. One table in a hundred would have something in bold that is nothing.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _marked(audit: Audit, view: View, attack: str, goal: str) -> str:
+    score, limit = view.scores.get(attack, {}).get(goal), audit.limit(attack, goal)
+    if score is None or limit is None:
+        return ""
+    if goal in view.found[attack]:
+        return f"**{_cell(score)}**"
+    return _cell(score) if limit.has_power(score) else NO_POWER
+
+
+def _limit(limit: Limit | None, choice: bool) -> str:
+    """For choices, of those that are right as well."""
+    if limit is None:
+        return NOTHING
+    texts = [f"{limit.cosine:.3f}" if limit.cosine < 1 else NO_POWER]
+    if choice:
+        texts.append(f"({_percent(limit.recovered) if limit.recovered < 1 else NO_POWER})")
+    return " ".join(texts)
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
@@ -96,17 +129,26 @@ def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def write_into(file: Path, audit: Audit) -> None:
-    """Put the tables into a document, between its two marks.
+    """Put the tables into a document, between its two marks. Raises what :func:`around` does."""
+    head, tail = around(file)
+    file.write_text(f"{head}{BEGIN}\n\n{markdown(audit)}\n{END}{tail}")
+
+
+def around(file: Path) -> tuple[str, str]:
+    """What a document has before and after the place for the tables.
 
     Raises:
-        UsageError: it has no marks.
+        UsageError: it has no such place, or cannot be read.
     """
-    document = file.read_text()
+    try:
+        document = file.read_text()
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
     head, begin, rest = document.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not begin or not end:
         raise UsageError(f"{file} has no place for the tables: lines {BEGIN} and {END}")
-    file.write_text(f"{head}{BEGIN}\n\n{markdown(audit)}\n{END}{tail}")
+    return head, tail
 
 
 def as_data(audit: Audit) -> dict[str, Any]:
@@ -129,7 +171,15 @@ def as_data(audit: Audit) -> dict[str, Any]:
     ]
     data = {
         "plan": asdict(audit.plan),
-        "random_traffic": {"lots": audit.baselines, "share": audit.share, "limits": audit.limits},
+        "random_traffic": {
+            "lots": audit.baselines,
+            "share": audit.share,
+            "limits": {
+                attack: {goal: limit.cosine for goal, limit in goals.items()} for attack, goals in audit.limits.items()
+            },
+            "error": audit.guess,
+        },
+        "missed_in_bare_rows": sorted(audit.missed),
         "views": views,
         "costs": {scheme: asdict(costs) for scheme, costs in audit.costs.items()},
         "holds": {scheme: audit.holds(scheme) for scheme in audit.costs},

@@ -6,7 +6,9 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,13 +17,17 @@ import torch
 
 from symbiosis.core.client import Client
 from symbiosis.core.executor import Executor
-from symbiosis.core.protocols import Privacy
+from symbiosis.core.protocols import Channel, Privacy
 from symbiosis.core.registry import make_privacy
+from symbiosis.core.requests import Call
 from symbiosis.privacy.audit.evidence import collect, random_traffic
+from symbiosis.privacy.audit.goals import Score
 from symbiosis.privacy.audit.provider import Provider, Scores, together
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.scene import Plan, Played, build, give_adapter, lora, play, text
 from symbiosis.privacy.audit.verdict import FALSE_FINDS, Limit
+from symbiosis.privacy.masks import Ask, Mask
+from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wiretap import Seen, Wiretap
 
 __all__ = ["SCHEMES", "Audit", "Costs", "View", "audit"]
@@ -82,16 +88,34 @@ class Audit:
     plan: Plan
     views: list[View]
     costs: dict[str, Costs]
-    limits: dict[str, dict[str, float]]
-    """Attack → goal → the cosine that random traffic would exceed with a probability of ``share`` / 2."""
+    limits: dict[str, dict[str, Limit]]
+    """Attack → goal → what it takes to be better than on random traffic."""
     share: float
     baselines: int
+    bare: View
+    """What the attacks make of bare rows: what they do not find there they would not find anywhere."""
+    guess: float
+    """The least error of activations that an attack came to on random traffic: a guess by the public model."""
     schemes: dict[str, str] = field(default_factory=dict)
     """Scheme as asked for → with all its options."""
 
-    def holds(self, scheme: str) -> bool:
-        """Whether no attack got more out of a scheme's traffic than out of random traffic."""
-        return not any(goals for view in self._of(scheme) for goals in view.found.values())
+    def holds(self, scheme: str) -> bool | None:
+        """Whether no attack got more out of a scheme's traffic than out of random traffic. None if that shows nothing:
+        the attacks do not find the adapter in bare rows, either."""
+        if any(goals for view in self._of(scheme) for goals in view.found.values()):
+            return False
+        return None if "adapter" in self.missed else True
+
+    @property
+    def missed(self) -> set[str]:
+        """Goals of which no attack gets anything out of bare rows."""
+        reached = set().union(*self.bare.found.values())
+        return {goal for scores in self.bare.scores.values() for goal in scores} - reached
+
+    def limit(self, attack: str, goal: str) -> Limit | None:
+        """What it takes of an attack. What random traffic hardly has, such as rows that are alike, is compared with
+        rows taken as they are."""
+        return self.limits.get(attack, self.limits["as is"]).get(goal)
 
     def _of(self, scheme: str) -> Iterable[View]:
         return (view for view in self.views if view.scheme == scheme and not view.control)
@@ -101,7 +125,6 @@ class Audit:
 class _Scheme:
     name: str
     privacy: Privacy | None
-    noise_rows: set[int]
 
 
 async def audit(
@@ -131,8 +154,7 @@ async def audit(
         _save(base, folder)
         other = f"audit-{os.urandom(4).hex()}"
         async with Executor(base) as one, Executor(build(plan), name=other) as two:
-            widths = {width for spec in one.layers for width in (spec.in_features, spec.out_features)}
-            chosen = [_scheme(scheme, folder, f"inproc://{other}", widths) for scheme in schemes]
+            chosen = [_scheme(scheme, folder, f"inproc://{other}") for scheme in schemes]
             return await _audit(chosen, plan, base, one, two, baselines, rounds, progress)
 
 
@@ -149,23 +171,16 @@ def _save(model: Any, folder: str) -> None:
             logging.enable_progress_bar()
 
 
-def _scheme(scheme: str | Privacy, folder: str, other: str, widths: set[int]) -> _Scheme:
+def _scheme(scheme: str | Privacy, folder: str, other: str) -> _Scheme:
     if not isinstance(scheme, str):
-        return _Scheme(scheme.name, scheme, _noise_rows(scheme, widths))
+        return _Scheme(scheme.name, scheme)
     name, _, options = scheme.partition(":")
     if name == "local-pads" and "model=" not in options:
         options = ",".join(filter(None, [options, "model=base"]))
     options = re.sub(r"\bmodel=base(?=,|$)", lambda _: f"model={folder}", options)
     if name == "secret-shares" and "with=" not in options:
         options = ",".join(filter(None, [options, f"with={other}"]))
-    privacy = make_privacy(f"{name}:{options}" if options else name)
-    return _Scheme(scheme, privacy, _noise_rows(privacy, widths))
-
-
-def _noise_rows(privacy: Privacy | None, widths: set[int]) -> set[int]:
-    """How many noise vectors a scheme sends at once: the provider is not told, but sees it."""
-    sizes = (getattr(privacy, option, None) for option in ("size", "rank"))
-    return {min(size, width) for size in sizes if isinstance(size, int) for width in widths}
+    return _Scheme(scheme, make_privacy(f"{name}:{options}" if options else name))
 
 
 async def _audit(
@@ -180,23 +195,31 @@ async def _audit(
 ) -> Audit:
     layers = list(one.layers)
     public = Public(base, layers, text(plan, 256, torch.Generator().manual_seed(plan.seed + 4)))
+    control = next((scheme for scheme in schemes if scheme.privacy is None), None) or _Scheme("none", None)
+    progress("the tenant works, with bare rows")
+    played, taps, _ = await _tap(control, plan, one, two)
+    provider, shape = Provider(public, plan, played), collect(taps[0])
+    bare_bytes = _bytes(taps[0])
+    progress("attacks on bare rows")
+    bare = View(control.name, "", provider.attack(shape), {}, provider.by_repeats(shape))
+    limits: dict[str, dict[str, list[Score]]] = {}
+    for lot in range(baselines):
+        progress(f"random traffic, lot {lot + 1} of {baselines}")
+        generator = torch.Generator().manual_seed(plan.seed + 1000 + lot)
+        for attack, scores in provider.attack(random_traffic(shape, played.truth.rows, generator)).items():
+            for goal, score in scores.items():
+                limits.setdefault(attack, {}).setdefault(goal, []).append(score)
     views: list[View] = []
     costs: dict[str, Costs] = {}
-    bare_bytes = 0
-    limits: dict[str, dict[str, list[Any]]] = {}
     for scheme in schemes:
+        if scheme is control:
+            views.append(bare)
+            costs[scheme.name] = await _costs(scheme, plan, one, rounds, bare_bytes)
+            continue
         progress(f"{scheme.name}: the tenant works")
-        played, taps = await _tap(scheme, plan, one, two)
+        played, taps, effects = await _tap(scheme, plan, one, two)
         provider = Provider(public, plan, played)
-        if not limits:
-            shape = collect(taps[0], scheme.noise_rows)
-            for lot in range(baselines):
-                progress(f"random traffic, lot {lot + 1} of {baselines}")
-                generator = torch.Generator().manual_seed(plan.seed + 1000 + lot)
-                for attack, scores in provider.attack(random_traffic(shape, played.truth.rows, generator)).items():
-                    for goal, score in scores.items():
-                        limits.setdefault(attack, {}).setdefault(goal, []).append(score)
-        evidences = [collect(tap, scheme.noise_rows) for tap in taps]
+        evidences = [collect(tap, effects) for tap in taps]
         whose = [""] if len(taps) == 1 else [f"executor {number + 1}" for number in range(len(taps))]
         for who, evidence in zip(whose, evidences, strict=True):
             progress(f"{scheme.name}: attacks {who}")
@@ -207,32 +230,31 @@ async def _audit(
             progress(f"{scheme.name}: attacks of executors that collude")
             views.append(View(scheme.name, "both together", provider.attack(together(evidences)), {}, {}, control=True))
         progress(f"{scheme.name}: costs")
-        moved = sum(_bytes(tap) for tap in taps)
-        if scheme.privacy is None:
-            bare_bytes = moved
-        costs[scheme.name] = await _costs(scheme, plan, one, rounds, moved)
-    bare_bytes = bare_bytes or await _bare_bytes(plan, one, two)
+        costs[scheme.name] = await _costs(scheme, plan, one, rounds, sum(map(_bytes, taps)))
     for cost in costs.values():
         cost.traffic /= bare_bytes
-    count = sum(len(scores) for view in views for scores in view.scores.values())
+    attacked = views if bare in views else [bare, *views]
+    count = sum(len(scores) for view in attacked for scores in view.scores.values())
     share = FALSE_FINDS / count
     found = {
         attack: {goal: Limit(scores, share) for goal, scores in goals.items()}
         for attack, goals in limits.items()
         if min(map(len, goals.values())) == baselines
     }
-    for view in views:
+    for view in attacked:
         for attack, scores in view.scores.items():
-            # What random traffic hardly has, such as rows that are alike, is compared with rows taken as they are.
             at = found.get(attack, found["as is"])
             view.found[attack] = {goal for goal, score in scores.items() if at[goal].exceeded_by(score)}
+    errors = [score.error for goals in limits.values() for score in goals.get("activations", [])]
     return Audit(
         plan,
         views,
         costs,
-        {attack: {goal: limit.cosine for goal, limit in goals.items()} for attack, goals in found.items()},
+        found,
         share,
         baselines,
+        bare,
+        min(errors),
         {scheme.name: "none" if scheme.privacy is None else _described(scheme.privacy) for scheme in schemes},
     )
 
@@ -247,20 +269,41 @@ def _described(privacy: Privacy) -> str:
     return ", ".join([privacy.name, *(f"{name} {value:g}" for name, value in values.items())])
 
 
-async def _tap(scheme: _Scheme, plan: Plan, one: Executor, two: Executor) -> tuple[Played, list[list[Seen]]]:
-    with Wiretap(one) as first, Wiretap(two) as second:
+async def _tap(
+    scheme: _Scheme, plan: Plan, one: Executor, two: Executor
+) -> tuple[Played, list[list[Seen]], list[torch.Tensor]]:
+    """What the tenant meant, what came to each executor that was asked, and what was asked for its effects alone."""
+    with Wiretap(one) as first, Wiretap(two) as second, _effects(scheme.privacy) as effects:
         async with one.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as client:
             played = await play(client, list(one.layers), plan)
-    return played, [tap.seen for tap in (first, second) if tap.seen]
+    return played, [tap.seen for tap in (first, second) if tap.seen], effects
+
+
+@contextmanager
+def _effects(privacy: Privacy | None) -> Iterator[list[torch.Tensor]]:
+    """What a scheme asks the effects of, meanwhile."""
+    asked: list[torch.Tensor] = []
+    if not isinstance(privacy, Scheme):
+        yield asked
+        return
+    begin = privacy.begin
+
+    def watched(channels: Sequence[Channel], ask: Ask) -> Mask:
+        def noted(call: Call) -> Future[tuple[torch.Tensor, ...]]:
+            asked.append(call.tensors[-1])
+            return ask(call)
+
+        return begin(channels, noted)
+
+    setattr(privacy, "begin", watched)  # noqa: B010 (of this scheme only)
+    try:
+        yield asked
+    finally:
+        delattr(privacy, "begin")
 
 
 def _bytes(seen: Iterable[Seen]) -> int:
     return sum(tensor.nbytes for one in seen for tensor in (*one.tensors, *(one.results or ())))
-
-
-async def _bare_bytes(plan: Plan, one: Executor, two: Executor) -> int:
-    _, taps = await _tap(_Scheme("none", None, set()), plan, one, two)
-    return _bytes(taps[0])
 
 
 # --------------------------------------------------------------------------------------------------------------- costs

@@ -33,7 +33,8 @@ class Limit:
         self._share = share / 2
         self.cosine = self._below([score.cosine for score in scores])
         """One more score of random traffic is above this with a probability of ``share`` / 2."""
-        self._recovered = self._below([score.recovered for score in scores])
+        self.recovered = self._below([score.recovered for score in scores])
+        """The same of what is recovered."""
         self._hits = sum(round(score.recovered * score.choices) for score in scores)
         self._choices = sum(score.choices for score in scores)
 
@@ -52,9 +53,13 @@ class Limit:
         """
         if score.cosine > self.cosine:
             return True
-        if not score.choices or score.recovered <= self._recovered:
+        if not score.choices or score.recovered <= self.recovered:
             return False
         return _tail(round(score.recovered * score.choices), score.choices, self._hits, self._choices) < self._share
+
+    def has_power(self, score: Score) -> bool:
+        """Whether the attack could have found anything: whether a perfect score, of as many choices, would count."""
+        return self.exceeded_by(score._replace(cosine=1.0, recovered=1.0))
 
 
 @cache
