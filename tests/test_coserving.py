@@ -321,3 +321,12 @@ def test_what_no_machine_can_keep_is_refused(what: str) -> None:
     executor = symbiosis.Executor(base, policy=CoServing(slo_ms=1e4))
     with pytest.raises(UsageError, match=rf"{what} of 'alice' is 1e-06, but a token takes"):
         executor.client(name="alice", **{what: 1e-6})
+
+
+def test_prefills_that_are_late_are_not_cut_for_each_others_sake() -> None:
+    """Nothing else waits: cutting them would only make them later."""
+    w = world(CoServing(slo_ms=100, ttft_ms=50, wait_ms=1e-6))
+    w.submit("prompt", F0, 120, Kind.PREFILL)
+    w.submit("text", F0, 130, Kind.PREFILL)
+    w.clock.advance(1.0)
+    assert rows_of(run(w)) == {"prompt": 120, "text": 130}

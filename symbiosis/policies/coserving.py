@@ -20,8 +20,9 @@ own towards fine-tuning, which may not make it take half as long again: texts th
 begin together, and are more then at a time than can be kept within any SLO.
 
 With F the time spent on others since the executor started and F₀ its value when the token began, the slack is
-``min(due − began − usual + F₀ − F, due − now)``; a prefill's is the same with the time spent on fine-tuning alone. What
-belongs to the token does not change, so heaps know the least slack, whatever the number of clients.
+``min(due − began − usual + F₀ − F, due − now)``; a prefill's, which is for fine-tuning only, is the same with the time
+spent on fine-tuning alone. What belongs to the token does not change, so heaps know the least slack, whatever the
+number of clients.
 """
 
 from __future__ import annotations
@@ -176,11 +177,13 @@ class CoServing:
         self._others = self._tuned = 0.0
         """Seconds of prefill and fine-tuning so far, and of fine-tuning alone."""
         self._by_due: _Heap = []
-        """due"""
+        """due, of tokens"""
         self._by_room: _Heap = []
         """due − began − usual + F₀, of tokens"""
-        self._by_reading: _Heap = []
-        """The same of prefills, with the time spent on fine-tuning."""
+        self._prefills_by_due: _Heap = []
+        """due, of prefills"""
+        self._prefills_by_room: _Heap = []
+        """due − began − usual + F₀, of prefills; with the time spent on fine-tuning, and a due of its own"""
         self._reading = Line()
         """Seconds that a prefill takes without fine-tuning, by its rows."""
         self._own = {Kind.PREFILL: LatencyModel(), Kind.FINETUNE: LatencyModel()}
@@ -273,27 +276,28 @@ class CoServing:
         if client not in self._tokens and len(self._tokens) >= _MAX_CLIENTS:
             self._tokens.popitem(last=False)[1].over = True
         self._tokens[client] = token
-        heapq.heappush(self._by_due, (due, request.id, token))
+        heapq.heappush(self._prefills_by_due if prefill else self._by_due, (due, request.id, token))
         if not prefill:
             usual = max(self._usual.get(client, 0.0), self._anybodys) or slo / 2
             heapq.heappush(self._by_room, (due - now - usual + self._others, request.id, token))
         elif self._reading.count >= _READINGS and usual_one:
             usual = self._reading.predict(request.rows)
             room = min(due - now, _STRETCH * usual) - usual
-            heapq.heappush(self._by_reading, (room + self._tuned, request.id, token))
+            heapq.heappush(self._prefills_by_room, (room + self._tuned, request.id, token))
         # Tokens that are over fall out at the top. Below one client's tight SLO those of others would never get there.
-        for heap in (self._by_due, self._by_room, self._by_reading):
+        for heap in (self._by_due, self._by_room, self._prefills_by_due, self._prefills_by_room):
             if len(heap) > 2 * len(self._tokens) + _SLACK_ENTRIES:
                 heap[:] = [entry for entry in heap if not entry[2].over]
                 heapq.heapify(heap)
         return token
 
     def slack(self, now: float, kind: Kind = Kind.PREFILL) -> float:
-        """Seconds for prefill rows, or for fine-tuning rows, that nothing that is being made would miss; ``inf`` if
-        nothing is, ≤ 0 if something is late."""
+        """Seconds for prefill rows that no token being made would miss, or for fine-tuning rows that no prefill would
+        miss either; ``inf`` if nothing is being made, ≤ 0 if something is late."""
         slack = min(self._least(self._by_due, now) - now, self._least(self._by_room, now) - self._others)
         if kind is Kind.FINETUNE:
-            slack = min(slack, self._least(self._by_reading, now) - self._tuned)
+            slack = min(slack, self._least(self._prefills_by_due, now) - now)
+            slack = min(slack, self._least(self._prefills_by_room, now) - self._tuned)
         return slack
 
     def _least(self, heap: _Heap, now: float) -> float:
@@ -390,7 +394,8 @@ class CoServing:
         rows = self._rows_within(queue.key, 0, min(slack, self.slo_ms / 1e3), view.max_rows)
         if rows < min(queue.rows, self._worth_a_batch(queue.key)) and slack < math.inf:
             if view.thinking:
-                return Wait(max(min(self._by_due[0][2].given_up, overdue), now + 1e-4))
+                until = [heap[0][2].given_up for heap in (self._by_due, self._prefills_by_due) if heap]
+                return Wait(max(min(*until, overdue), now + 1e-4))
             rows = max(rows, min(_FLAT, view.max_rows))
         return Run(queue.key, queue.take(max(rows, 1)), "budget" if rows < min(queue.rows, view.max_rows) else "all")
 
@@ -430,6 +435,8 @@ class CoServing:
         """Rows of a batch that takes ``seconds`` longer than one of ``rows``."""
         if seconds <= 0:
             return rows
+        if seconds == math.inf:
+            return most
         line = self.latency[key]
         if not line.count:
             return min(max(rows, _UNKNOWN), most)
