@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -384,6 +385,13 @@ def test_what_rows_are_for(pass_: Pass, looks: Kind, says: Kind | None, asked: b
     assert kind_of(call, Terms(kind=says, asked=asked)) is is_
 
 
+@pytest.mark.parametrize(("rows", "asked", "is_"), [(64, True, 0), (65, True, 1), (4096, True, 1), (4096, False, 0)])
+def test_a_token_each_of_how_many_texts_is_believed(rows: int, asked: bool, is_: int) -> None:
+    """Decode rows go first, whatever there are; so a prompt that passes for them would be at everybody's expense."""
+    call = Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(rows, 1),))
+    assert kind_of(call, Terms(asked=asked)) is Kind(is_)
+
+
 def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
     """Its client asks for one row and leaves: its token is given up as soon as anybody's would be."""
     policy = CoServing(slo_ms=100)
@@ -461,6 +469,23 @@ def test_a_rate() -> None:
     assert count == pytest.approx(400, abs=5)
 
 
+def test_a_debt_of_hours_is_waited_for() -> None:
+    """In parts: the scheduler takes no wait of more than an hour while nobody is thinking."""
+    world = world_of(RateLimit(NoLockstep(), tokens_per_s=0.05), "a/1", "a/2", layers=4)
+    for name in ("a/1", "a/2"):
+        world.end_pass(name)
+        world.submit(name, F0, 1000)
+    while world.queued:
+        action = world.decide()
+        if isinstance(action, WaitUntil):
+            world.clock.advance(action.time - world.clock.now)
+        else:
+            assert isinstance(action, Batch)
+            world.complete(action)
+    assert world.clock.now == pytest.approx(1000 / 4 / 0.05, rel=0.01)
+    assert not world.scheduler.policy_errors
+
+
 def test_others_have_buckets_of_their_own() -> None:
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=1, tenants={"quick": 1e6}), "slow", "quick")
     for name in ("slow", "quick"):
@@ -514,6 +539,11 @@ def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
         (lambda: Priority(RateLimit(Fair())), r"the other way round, rate-limit\+priority"),
         (lambda: Fair(weights=3), "weights is 3; give one for each by name"),
         (lambda: Priority(tenants=3), "tenants is 3; give one for each by name"),
+        (lambda: Fair(weights={"a": 1e-310}), "the weight of 'a' is 1e-310; it must be between 1e-06 and 1e"),
+        (lambda: Fair(finetune=1e300), r"finetune is 1e\+300"),
+        (lambda: Fair(weights={"alice/notebook": 2}), "goes by tenants, so give 'alice'"),
+        (lambda: Priority(tenants={"": 1}), "tenants has '', which is no name"),
+        (lambda: Fair(weights={1: 2}), "weights has 1, which is no name"),  # type: ignore[dict-item]
     ],
 )
 def test_wrong_use(make: type, why: str) -> None:

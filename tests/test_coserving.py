@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import quantiles
+from statistics import fmean, quantiles
 from typing import Any, NamedTuple
 
 import pytest
@@ -330,3 +330,38 @@ def test_prefills_that_are_late_are_not_cut_for_each_others_sake() -> None:
     w.submit("text", F0, 130, Kind.PREFILL)
     w.clock.advance(1.0)
     assert rows_of(run(w)) == {"prompt": 120, "text": 130}
+
+
+@pytest.mark.parametrize("own", [0.9, 1.2, 1.5])
+@pytest.mark.parametrize("others", [0, 4])
+def test_who_cannot_be_saved_keeps_nobody_from_tuning(own: float, others: int) -> None:
+    """A client elsewhere that spends its SLO there, computing or on the way; others' SLOs are kept all the same."""
+
+    def played(policy: Policy) -> tuple[float, float]:
+        simulation = Simulation(policy, layers=LAYERS, cost=Cost(5e-4, 2e-5).of)
+        texts, job = [Done() for _ in range(others)], Done()
+        simulation.add("slow", generate(LAYERS, 64, 10**6, own * 0.1, Done()))
+        for number, done in enumerate(texts):
+            simulation.add(f"text-{number}", generate(LAYERS, 64, 10**6, 5e-3, done))
+        simulation.add("job", finetune(LAYERS, 512, 20e-3, job))
+        simulation.run(10.0)
+        gaps = [gap for done in texts for gap in done.per_token[5:]]
+        return job.tuned, fmean(gaps) if gaps else 0.0
+
+    tuned, token_s = played(CoServing(slo_ms=100))
+    assert tuned > 0.5 * played(Opportunistic())[0]
+    assert token_s <= 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"slo_ms": 50, "max_wait_ms": 40}, "max_wait_ms is 40, less than an SLO of 50"),
+        ({"clients": {"a": (20_000.0, 1e5)}}, "max_wait_ms is 10000, less than an SLO of 20000"),
+        ({"slo_ms": 500, "wait_ms": 600}, "wait_ms is 600, more than an SLO of 500"),
+        ({"clients": {"a": (80.0, 1e5)}, "wait_ms": 90}, "wait_ms is 90, more than an SLO of 80"),
+    ],
+)
+def test_waits_that_no_slo_can_be_kept_with(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        symbiosis.Executor(tiny_model(), policy=CoServing(**options))

@@ -92,3 +92,22 @@ async def test_windows_of_synchronous_code(tmp_path: Path, window: int) -> None:
     async with symbiosis.Executor(tiny_model("llama"), policy=notes) as executor:
         listener = await executor.listen(f"shm://{tmp_path}/s")
         await asyncio.to_thread(there, listener.address)
+
+
+async def test_a_model_as_it_was_opened(tmp_path: Path) -> None:
+    """In evaluation mode, every layer of it, without a word from the tenant."""
+    notes = Notes()
+
+    def there(address: str) -> None:
+        with symbiosis.open_model(address) as model, torch.no_grad():
+            assert not any(module.training for module in model.modules())
+            model.generate(input_ids=IDS, do_sample=False, min_new_tokens=3, max_new_tokens=3)
+
+    async with symbiosis.Executor(tiny_model("llama"), policy=notes) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s")
+        await asyncio.to_thread(there, listener.address)
+        assert {kind for kind, _ in notes.taken()} == {Kind.PREFILL, Kind.DECODE}
+        async with symbiosis.connect(listener.address) as service, service.client(lora()) as client:
+            with torch.no_grad():
+                await client.forward(input_ids=IDS)
+            assert {kind for kind, _ in notes.taken()} == {Kind.PREFILL}

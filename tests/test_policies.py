@@ -208,6 +208,10 @@ class TestOpportunistic:
         with pytest.raises(UsageError, match=rf"opportunistic: {option} is {value!r}; it must be a number"):
             Opportunistic(**{option: value})  # type: ignore[arg-type]
 
+    def test_kinds_that_are_none(self) -> None:
+        with pytest.raises(UsageError, match=r"wait_ms has '?\w+'?; kinds are"):
+            Opportunistic(wait_ms={"bogus": 1, 3: 2})  # type: ignore[dict-item]
+
     def test_cancelled_requests_leave_no_deadline(self) -> None:
         w = world_of(Opportunistic(wait_ms=2), "a", "b", "thinker")
         first = w.submit("a", F0, 1)
@@ -218,9 +222,8 @@ class TestOpportunistic:
 
 
 class TestDeadlines:
-    """None is overrun by more than what runs already: when the executor is free, no wait outlasts a deadline. Then it
-    is a matter of order. Who is due goes next, or who is behind and costs no more, until ``max_wait_ms``; and then the
-    one that came first, whatever is due."""
+    """No wait outlasts one: when the executor is free and a request is due, something runs. What runs is a matter of
+    order: who is due, or who is behind and costs no more, until ``max_wait_ms``; and then the one that came first."""
 
     @settings(max_examples=200, deadline=None)
     @given(st.data())

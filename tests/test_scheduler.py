@@ -13,6 +13,7 @@ from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
 from symbiosis.core.scheduler import Idle, Scheduler, WaitUntil
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
+from tests.helpers import world_of
 
 F0, F1, B0 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD), Key((0,), Pass.BACKWARD)
 
@@ -262,3 +263,21 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
         return best
 
     assert seconds_a_request(1000) < 8 * seconds_a_request(10)
+
+
+def test_an_error_that_cannot_be_said_is_reported_all_the_same() -> None:
+    class UnspeakableError(Exception):
+        def __repr__(self) -> str:
+            raise RuntimeError("no words")
+
+    class Raises(NoLockstep):
+        def decide(self, view: View, now: float) -> Decision:
+            raise UnspeakableError
+
+    world = world_of(Raises(), "a")
+    request = world.submit("a", Key((0,), Pass.FORWARD), 1)
+    batch = world.scheduler.next_action(0.0)
+    assert isinstance(batch, Batch)
+    assert [piece.request for piece in batch.slices] == [request]
+    (error,) = world.scheduler.policy_errors
+    assert "raised in decide(): <UnspeakableError>" in str(error)

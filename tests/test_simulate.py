@@ -219,6 +219,10 @@ def test_command(tmp_path: Path) -> None:
         (["--check"], "--machine here"),
         (["--machine", "here", "--check", "--executors", "2"], "one executor"),
         (["--model", "gpt"], "no figures for gpt"),
+        (["--lengths", "inf"], "--lengths is inf"),
+        (["--rate", "inf"], "--rate is inf"),
+        (["--plot", "drawing.bogus"], "ends in .png, .svg, .pdf"),
+        (["--json", "/dev/null/o.json"], "cannot write to /dev/null/o.json"),
     ],
 )
 def test_wrong_use(arguments: list[str], why: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ import typer.core
 from rich.console import Console
 from rich.markup import escape
 
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import SymbiosisError, UsageError
 
-__all__ = ["CommandGroup", "console", "write_json"]
+__all__ = ["CommandGroup", "console", "writable", "write_json"]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -23,6 +24,22 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 110  # in a file or a log, tables need not fit the 80 columns that rich assumes
     return made
+
+
+def writable(path: Path, *, folder: bool = False) -> None:
+    """See to it that something can be written to a folder, or to a file, before there is anything to write.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    try:
+        (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path if folder else path.parent):
+            pass
+        if not folder and path.is_dir():
+            raise IsADirectoryError("it is a folder")
+    except OSError as error:
+        raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
 
 
 def write_json(file: Path, value: Any) -> None:

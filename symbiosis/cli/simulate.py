@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from symbiosis.bench.commands import LayersOption, PresetName
-from symbiosis.cli.console import console, write_json
+from symbiosis.cli.console import console, writable, write_json
 
 if TYPE_CHECKING:
     from symbiosis.simulation.costs import Costs
@@ -31,6 +32,7 @@ class Machine(StrEnum):
     HERE = "here"
 
 
+PLOTS = (".png", ".svg", ".pdf")
 COLUMNS = {
     "tokens_per_s": "tokens/s",
     "finetune_per_s": "tuning tokens/s",
@@ -106,6 +108,14 @@ def simulate(
         )
     if check and executors > 1:
         raise UsageError("--check plays the load to one executor; leave --executors out")
+    for option, value in (("rate", rate), ("speed", speed), ("lengths", lengths), ("slo-ms", slo_ms)):
+        if not value < math.inf:
+            raise UsageError(f"--{option} is {value}; it must be a finite number")
+    for file in (json, plot):
+        if file is not None:
+            writable(file)
+    if plot is not None and plot.suffix not in PLOTS:
+        raise UsageError(f"--plot {plot}: give a file that ends in {', '.join(PLOTS)}")
     policies = policy or [
         "no-lockstep",
         "lockstep",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from symbiosis.cli.console import console
+from symbiosis.cli.console import console, writable
 from symbiosis.cli.loop import wait_passively
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.errors import SymbiosisError, UsageError
@@ -138,22 +137,6 @@ def lora_config(text: str) -> LoraConfig:
     if not 0 <= options.get("lora_dropout", 0.0) < 1:
         raise UsageError(f"--lora {text}: dropout is a part, from 0 up to 1")
     return LoraConfig(task_type="CAUSAL_LM", **options)
-
-
-def writable(path: Path, *, folder: bool = False) -> None:
-    """See to it that something can be written to a folder, or to a file, before there is anything to write.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    try:
-        (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path if folder else path.parent):
-            pass
-        if not folder and path.is_dir():
-            raise IsADirectoryError("it is a folder")
-    except OSError as error:
-        raise UsageError(f"cannot write to {path}: {error.strerror or error}") from error
 
 
 def _with_adapter(base: Any, folder: Path) -> Any:

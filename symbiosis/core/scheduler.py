@@ -84,6 +84,7 @@ class Scheduler:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         _claim(policy)
         self.policy = policy
+        self._name = _said(policy.name)
         self._lone_at_once = getattr(policy, "lone_at_once", False) is True
         self._started: Callable[[Batch], None] | None = getattr(policy, "started", None)
         self._ran: Callable[[Batch, float], None] | None = getattr(policy, "ran", None)
@@ -285,7 +286,7 @@ class Scheduler:
             self.thinking += 1
 
     def _refuse(self, problem: str, so: str, cause: Exception | None = None) -> None:
-        error = PolicyError(f"policy {self.policy.name!r} {problem}{f': {cause!r}' if cause else ''}; {so}")
+        error = PolicyError(f"policy {self._name} {problem}{f': {_said(cause)}' if cause else ''}; {so}")
         error.__cause__ = cause
         self.policy_errors.append(error)
 
@@ -304,6 +305,15 @@ class Scheduler:
 
 
 _INSTEAD = "the oldest request was served instead"
+
+
+def _said(what: object) -> str:
+    """Its representation, or what it is, where that fails as well."""
+    try:
+        return repr(what)
+    except Exception:  # noqa: BLE001 (a policy may be anybody's)
+        return f"<{type(what).__name__}>"
+
 
 _claimed: set[int] = set()
 """Policies that were given to a scheduler, by identity: they need not be hashable."""

@@ -486,6 +486,7 @@ class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
         tied: SharedParameter | None = None,
     ) -> None:
         nn.Module.__init__(self)
+        self.training = module.training
         self.in_features, self.out_features = spec.in_features, spec.out_features
         self._attach(spec, link)
         self._fill(module, device, tied)
@@ -506,6 +507,7 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
         self, module: Conv1D, spec: LayerSpec, link: Link, device: torch.device, tied: SharedParameter | None = None
     ) -> None:
         nn.Module.__init__(self)
+        self.training = module.training
         self.nx, self.nf = spec.in_features, spec.out_features
         self._attach(spec, link)
         self._fill(module, device, tied)

@@ -23,6 +23,9 @@ __all__ = ["Admission", "mapping", "number", "tenant_of", "tokens"]
 
 T = TypeVar("T")
 
+LONGEST_WAIT_S = 3000.0
+"""Who holds requests back for longer is asked again in between: the scheduler takes no wait of more than an hour."""
+
 
 @lru_cache(1 << 14)
 def tenant_of(client: str) -> str:
@@ -46,14 +49,19 @@ def number(who: str, what: str, value: object) -> float:
     return float(value)
 
 
-def mapping(who: str, what: str, value: Mapping[str, T] | None) -> Mapping[str, T]:
-    """A mapping, empty for None.
+def mapping(who: str, what: str, value: Mapping[str, T] | None, *, tenants: bool = True) -> Mapping[str, T]:
+    """A mapping by the names of tenants, or of clients; empty for None.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is none, or has a name that nobody can have.
     """
     if value is not None and not isinstance(value, Mapping):
         raise UsageError(f"{who}: {what} is {value!r}; give one for each by name, as in {what}.alice=…")
+    for name in value or {}:
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"{who}: {what} has {name!r}, which is no name")
+        if tenants and "/" in name:
+            raise UsageError(f"{who}: {what} has {name!r}; it goes by tenants, so give {tenant_of(name)!r}")
     return value or {}
 
 
@@ -116,7 +124,7 @@ class Admission(ABC):
         self.hold(request)
 
     def decide(self, view: View, now: float) -> Decision:
-        until = self.release(view, now)
+        until = min(self.release(view, now), now + LONGEST_WAIT_S)
         if not len(self._view.admitted):
             return Wait(until)
         self._view.real = view

@@ -61,6 +61,9 @@ _HURRY = 0.4
 """Of the time to the first token, after which a prefill need not fit into the slack any more."""
 _LEAST, _MOST = 0.5, 2.0
 """Of what is aimed at, what a token is given if its text is late, and if it is early."""
+_LOST = 0.8
+"""Of an SLO: a client in another process that spends so much of it there, computing or on the way, misses it whatever
+is done here. Nobody waits for its sake."""
 _GIVEN_UP = 2.0
 """Of an SLO, after which a client that asks for nothing is taken to have stopped in the middle of a token."""
 _LEARN = 0.2
@@ -106,6 +109,10 @@ class _Token:
     loose SLO, and leaves, would keep others waiting for its token."""
     usual: bool
     """Whether it tells what a token of anybody's takes."""
+    away: float = 0.0
+    """Seconds in which nothing of it was here."""
+    answered: float = 0.0
+    """When its last request was, if it has not asked again."""
     over: bool = False
 
     @property
@@ -163,12 +170,19 @@ class CoServing:
             name: (_positive(f"slo_ms of {name!r}", slo), _positive(f"ttft_ms of {name!r}", first))
             for name, (slo, first) in _pairs(clients).items()
         }
+        longest = max(self.slo_ms, *(slo for slo, _ in self.clients.values()), 0.0)
+        if self.max_wait_ms < longest:
+            raise UsageError(
+                f"co-serving: max_wait_ms is {self.max_wait_ms:g}, less than an SLO of {longest:g}; whoever waited for "
+                "so long would go in the order of arrival, whatever was promised"
+            )
         self.latency = LatencyModel()
         self._decode, self._prefill, self._tuning = Index(), Index(), Index()
         self._index = {Kind.DECODE: self._decode, Kind.PREFILL: self._prefill, Kind.FINETUNE: self._tuning}
         self._tokens: OrderedDict[str, _Token] = OrderedDict()
-        self._usual: OrderedDict[str, float] = OrderedDict()
-        """Seconds that a client's token takes without prefill and fine-tuning of others."""
+        self._usual: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        """Seconds that a client's token takes without prefill and fine-tuning of others, and what of them nothing of
+        it was here."""
         self._anybodys = 0.0
         """The same of all clients: who begins a text finds others at work."""
         self._late = 0.0
@@ -205,6 +219,9 @@ class CoServing:
                     f"co-serving: {what} is {promised:g}, but a token takes {1e3 * seconds:.3g} ms in base layers "
                     "alone when nothing else goes on; promise more"
                 )
+        shortest = min(self.slo_ms, *(slo for slo, _ in self.clients.values()), math.inf)
+        if self.wait_ms > shortest:
+            raise UsageError(f"co-serving: wait_ms is {self.wait_ms:g}, more than an SLO of {shortest:g}; wait less")
 
     # ---------------------------------------------------------------------------------------------------------- tokens
 
@@ -221,6 +238,9 @@ class CoServing:
         if token is None or token.over or layer <= token.layer or token.prefill != (request.kind is Kind.PREFILL):
             follows = token is not None and self._learn(request, token)
             token = self._begin(request, token if follows else None)
+        if token.answered:
+            token.away += max(request.arrived - token.answered, 0.0)
+            token.answered = 0.0
         token.layer, token.last = layer, request
 
     def _learn(self, request: Request, token: _Token) -> bool:
@@ -232,10 +252,12 @@ class CoServing:
         if token.prefill or request.kind is Kind.PREFILL or not 0 < own <= 2 * token.patience:
             return False  # that was a pause between two requests of a user, and no token
         client = request.client
-        before = self._usual.pop(client, own)
+        if token.answered:
+            token.away += max(request.arrived - token.answered, 0.0)
+        before, away = self._usual.pop(client, (own, token.away))
         if len(self._usual) >= _MAX_CLIENTS:
             self._usual.popitem(last=False)
-        self._usual[client] = (1 - _LEARN) * before + _LEARN * own
+        self._usual[client] = (1 - _LEARN) * before + _LEARN * own, (1 - _LEARN) * away + _LEARN * token.away
         if token.usual:
             self._anybodys = (1 - _LEARN) * self._anybodys + _LEARN * own
         if token.usual and self._others > token.others:
@@ -257,7 +279,9 @@ class CoServing:
         due = min(max(text + (number + 1) * aim, now + _LEAST * aim), now + _MOST * aim)
         promised = (self.ttft_ms if prefill else self.slo_ms) / 1e3
         patience = _GIVEN_UP * (min(slo, promised) if terms.asked else slo)
-        usual_one = not terms.asked or slo <= promised
+        usual, away = self._usual.get(client, (0.0, 0.0))
+        lost = terms.asked and away >= _LOST * slo
+        usual_one = not lost and (not terms.asked or slo <= promised)
         token = _Token(
             began=now,
             slo=slo,
@@ -276,11 +300,13 @@ class CoServing:
         if client not in self._tokens and len(self._tokens) >= _MAX_CLIENTS:
             self._tokens.popitem(last=False)[1].over = True
         self._tokens[client] = token
-        heapq.heappush(self._prefills_by_due if prefill else self._by_due, (due, request.id, token))
-        if not prefill:
-            usual = max(self._usual.get(client, 0.0), self._anybodys) or slo / 2
+        if prefill:
+            heapq.heappush(self._prefills_by_due, (due, request.id, token))
+        elif not lost:
+            heapq.heappush(self._by_due, (due, request.id, token))
+            usual = max(usual, self._anybodys) or slo / 2
             heapq.heappush(self._by_room, (due - now - usual + self._others, request.id, token))
-        elif self._reading.count >= _READINGS and usual_one:
+        if prefill and self._reading.count >= _READINGS and usual_one:
             usual = self._reading.predict(request.rows)
             room = min(due - now, _STRETCH * usual) - usual
             heapq.heappush(self._prefills_by_room, (room + self._tuned, request.id, token))
@@ -324,9 +350,12 @@ class CoServing:
             self._others += max(others, tuned, 0.0)
             self._ran += seconds
             for request, _, stop in batch.slices:
-                if request.kind is Kind.DECODE or request.terms.asked:
+                if stop < request.rows or request.done == request.rows:  # or answered long ago, as on a GPU
                     continue
-                if stop == request.rows > request.done:  # and not answered long ago, as on a GPU
+                if request.kind is Kind.DECODE:
+                    if (token := self._tokens.get(request.client)) is not None:
+                        token.answered = self._now + seconds
+                elif not request.terms.asked:
                     self._answers(request, self._now + seconds)
         line.learn(batch.rows, seconds)
 
@@ -456,7 +485,7 @@ def _rows_of(batch: Batch) -> tuple[int, int, int]:
 
 def _pairs(clients: Mapping[str, tuple[float, float]] | None) -> Mapping[str, tuple[float, float]]:
     """What was promised to single clients, if it has the right form."""
-    for name, pair in mapping("co-serving", "clients", clients).items():
+    for name, pair in mapping("co-serving", "clients", clients, tenants=False).items():
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
             raise UsageError(
                 f"co-serving: clients has {pair!r} for {name!r}; give (slo_ms, ttft_ms), on a command line "

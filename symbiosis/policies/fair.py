@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.protocols import Policy, View
 from symbiosis.core.requests import Kind, Request
+from symbiosis.errors import UsageError
 from symbiosis.policies.admission import Admission, mapping, number, tenant_of, tokens
 
 __all__ = ["Fair"]
@@ -49,6 +50,10 @@ class _Tenant:
     in_queued: bool = False
     in_held: bool = False
     """Those with as many rows inside as fill a batch may be left out."""
+
+
+_MOST = 1e6
+"""Times as much as another, or as little."""
 
 
 class Fair(Admission):
@@ -80,12 +85,12 @@ class Fair(Admission):
         super().__init__(policy)
         self.quantum = number("fair", "quantum", quantum)
         self._kinds = {
-            Kind.PREFILL: number("fair", "prompt", prompt),
-            Kind.DECODE: number("fair", "output", output),
-            Kind.FINETUNE: number("fair", "finetune", finetune),
+            Kind.PREFILL: _weight("prompt", prompt),
+            Kind.DECODE: _weight("output", output),
+            Kind.FINETUNE: _weight("finetune", finetune),
         }
         self.weights = {
-            name: number("fair", f"the weight of {name!r}", weight)
+            name: _weight(f"the weight of {name!r}", weight)
             for name, weight in mapping("fair", "weights", weights).items()
         }
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
@@ -194,3 +199,11 @@ class Fair(Admission):
 
     def __repr__(self) -> str:
         return f"Fair({self.policy!r}, quantum={self.quantum:g})"
+
+
+def _weight(what: str, value: object) -> float:
+    """A weight that counters can be counted with."""
+    weight = number("fair", what, value)
+    if not 1 / _MOST <= weight <= _MOST:
+        raise UsageError(f"fair: {what} is {value!r}; it must be between {1 / _MOST:g} and {_MOST:g}")
+    return weight

@@ -47,8 +47,8 @@ class Opportunistic:
     When the executor is busy, requests are due before their turn comes, and what counts is the order. A queue that is
     due may be passed over by one that is further behind and costs no more: they meet at the layer where the first one
     waits and share batches from there on, and a small request never waits for a large one. Nobody is passed over for
-    longer than ``max_wait_ms``. So a batch that runs already is all that overruns a deadline: no wait outlasts
-    ``wait_ms``, and whoever has been there for ``max_wait_ms`` goes before all that came later.
+    longer than ``max_wait_ms``. So no wait outlasts a deadline by more than a batch that runs already, but the order
+    may: who is due is served after those that came earlier, or may pass it over, and ``max_wait_ms`` ends the latter.
 
     Args:
         wait_ms: wait per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
@@ -70,7 +70,7 @@ class Opportunistic:
         if isinstance(wait_ms, Mapping):
             unknown = set(wait_ms) - set(_KINDS)
             if unknown:
-                raise UsageError(f"opportunistic: wait_ms has {min(unknown)!r}; kinds are {', '.join(_KINDS)}")
+                raise UsageError(f"opportunistic: wait_ms has {min(map(repr, unknown))}; kinds are {', '.join(_KINDS)}")
             wait_ms = {**WAIT_MS, **wait_ms}
             waits = {kind: _milliseconds(f"wait_ms of {name}", wait_ms[name]) for name, kind in _KINDS.items()}
         else:
