@@ -101,7 +101,11 @@ class LocalPads(Scheme):
 
 
 class _Stock:
-    """The pads of one key. Numbers below ``next`` are used; effects are there up to ``made``."""
+    """The pads of one key. Numbers below ``next`` are used; effects are there up to ``made``.
+
+    A draw may end anywhere in the middle (Ctrl-C), so pads and their effects are found by their number alone: whatever
+    was left behind, ``next`` is beyond all that was used, and what belongs to a number stays so.
+    """
 
     def __init__(self, asked: Asked, secret: bytes, counter: Counter | None, kept: Effects | None) -> None:
         self.asked = asked
@@ -110,41 +114,36 @@ class _Stock:
         self.next = 0 if counter is None else counter.value
         rows = [] if kept is None else list(kept.read(self.next))
         self.made = self.next + len(rows)
-        self.given = self.next
-        """Effects below are handed out."""
-        self._effects: deque[Results] = deque()
-        """From ``given`` up to ``made``, in matrices of some rows."""
+        self._effects: deque[tuple[int, Results]] = deque()
+        """Matrices of some rows, and the number of the pad that each begins with."""
         if rows:
-            self._effects.append(torch.stack(rows).split(asked.results, dim=1))  # type: ignore[no-untyped-call]
-        self.demands: deque[tuple[int, Future[Results]]] = deque()
-        """How many effects are waited for, in the order of their pads."""
+            effects = torch.stack(rows).split(asked.results, dim=1)  # type: ignore[no-untyped-call]
+            self._effects.append((self.next, effects))
+        self.demands: deque[tuple[int, int, Future[Results]]] = deque()
+        """Whose effects are waited for: the first pad, and how many."""
         self.goals: list[tuple[int, Future[None]]] = []
         """Up to where effects are to be there."""
-        self.noise = self._stream(secret, self.next)
-        self.ahead = self._stream(secret, self.made)
-        """The same pads, for their effects."""
+        self._secret = secret
 
-    def _stream(self, secret: bytes, first: int) -> Keystream:
-        return Keystream(secret, first * blocks(self.asked.width, self.asked.dtype))
+    def pads(self, first: int, rows: int) -> torch.Tensor:
+        """[rows, width] of whole numbers: pads ``first``, ``first`` + 1…"""
+        width, dtype = self.asked.width, self.asked.dtype
+        return Keystream(self._secret, first * blocks(width, dtype)).integers(rows, width, dtype)
 
     def put(self, effects: Results) -> None:
-        self._effects.append(effects)
+        self._effects.append((self.made, effects))
         self.made += effects[0].shape[0]
 
-    def take(self, rows: int) -> Results:
-        """The next effects, which are there."""
+    def take(self, first: int, rows: int) -> Results:
+        """The effects of pads ``first``, ``first`` + 1…, which are there. Those of earlier ones are dropped."""
+        last = first + rows
         parts = []
-        wanted = rows
-        while wanted:
-            effects = self._effects.popleft()
-            have = effects[0].shape[0]
-            if have > wanted:
-                self._effects.appendleft(tuple([effect[wanted:] for effect in effects]))
-                effects = tuple([effect[:wanted] for effect in effects])
-                have = wanted
-            parts.append(effects)
-            wanted -= have
-        self.given += rows
+        for start, effects in self._effects:
+            low, high = max(first - start, 0), min(last - start, effects[0].shape[0])
+            if low < high:
+                parts.append(tuple([effect[low:high] for effect in effects]))
+        while self._effects and self._effects[0][0] + self._effects[0][1][0].shape[0] <= last:
+            self._effects.popleft()
         return parts[0] if len(parts) == 1 else tuple([torch.cat(column) for column in zip(*parts, strict=True)])
 
 
@@ -159,7 +158,9 @@ class Pads:
         self._scale = scale
         self._secret = os.urandom(32) if folder is None else folder.key
         self._stocks: dict[Key, _Stock] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Taken as it is by whoever may be interrupted: a Ctrl-C as a condition is entered would leave it locked."""
+        self._changed = threading.Condition(self._lock)
         self._closed = False
         self._failure: Exception | None = None
         """Why no more effects will come."""
@@ -198,7 +199,7 @@ class Pads:
 
     def prepare(self, asked: Asked) -> Future[Any] | None:
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._check()
             stock = self._stock(asked)
             goal = stock.next + self._rows
@@ -212,13 +213,13 @@ class Pads:
 
     def ready(self) -> dict[Key, int]:
         """How many pads of each key are computed and unused."""
-        with self._changed:
+        with self._lock:
             return {key: max(0, stock.made - stock.next) for key, stock in self._stocks.items()}
 
     def close(self) -> None:
         if os.getpid() != self._pid:
             return
-        with self._changed:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -237,7 +238,7 @@ class Pads:
         """The next pads of a key, and their effects."""
         effects: Future[Results] = Future()
         self._check_process()
-        with self._changed:
+        with self._lock:
             self._check()
             stock = self._stock(asked)
             if self._strict and stock.next + rows > stock.made:
@@ -257,17 +258,14 @@ class Pads:
                 try:
                     stock.counter.reach(last)
                 except OSError as error:
-                    raise PrivacyError(
-                        f"local-pads: it cannot be kept on disk which pads are used ({error.strerror or error}), so "
-                        "none can be; nothing was sent. Make room, and try again"
-                    ) from error
-            stock.next = last
-            noise = stock.noise.integers(rows, asked.width, asked.dtype)
+                    raise _not_kept(error) from error
+            first, stock.next = stock.next, last
+            noise = stock.pads(first, rows)
             if stock.demands or stock.made < last:
-                stock.demands.append((rows, effects))
+                stock.demands.append((first, rows, effects))
                 self._changed.notify()
             else:
-                effects.set_result(stock.take(rows))
+                effects.set_result(stock.take(first, rows))
                 if stock.made - last <= self._rows // 2:
                     self._changed.notify()
         return noise, effects
@@ -293,7 +291,10 @@ class Pads:
             secret = hashlib.blake2b(name.encode(), key=self._secret, digest_size=32).digest()
             counter = kept = None
             if self._folder is not None:
-                counter = self._folder.counter(name)
+                try:
+                    counter = self._folder.counter(name)
+                except OSError as error:
+                    raise _not_kept(error) from error
                 kept = self._folder.effects(name, sum(asked.results), asked.dtype)
             stock = self._stocks[asked.key] = _Stock(asked, secret, counter, kept)
         return stock
@@ -301,29 +302,33 @@ class Pads:
     # -------------------------------------------------------------------------------------------------- the thread's
 
     def _work(self) -> None:
-        _alone()
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        with torch.no_grad():
-            while True:
-                with self._changed:
-                    while not self._closed and (job := self._job()) is None:
-                        self._changed.wait()
-                    if self._closed:
-                        return
-                    assert job is not None
-                    stock, count = job
-                    noise = stock.ahead.integers(count, stock.asked.width, stock.asked.dtype)
-                try:
-                    unit = noise.to(stock.asked.dtype).mul_(2.0 ** (1 - BITS[stock.asked.dtype]))
-                    effects = self._own.effects(stock.asked, unit)
-                    self._keep(stock, effects, count)
-                except Exception as error:  # noqa: BLE001 (whoever waits for it must know)
-                    with self._changed:
-                        self._failure = error
-                        for broken in self._stocks.values():
-                            _fail(broken, error)
-                    return
-                self._put(stock, effects)
+        try:
+            _alone()
+            _give_way()
+            with torch.no_grad():
+                while self._make():
+                    pass
+        except Exception as error:  # noqa: BLE001 (whoever waits for it must know)
+            with self._changed:
+                self._failure = error
+                for broken in self._stocks.values():
+                    _fail(broken, error)
+
+    def _make(self) -> bool:
+        """Compute the next effects, when there are some to compute. False when the client is closed."""
+        with self._changed:
+            while not self._closed and (job := self._job()) is None:
+                self._changed.wait()
+            if self._closed:
+                return False
+            assert job is not None
+            stock, count = job
+        noise = stock.pads(stock.made, count)
+        unit = noise.to(stock.asked.dtype).mul_(2.0 ** (1 - BITS[stock.asked.dtype]))
+        effects = self._own.effects(stock.asked, unit)
+        self._keep(stock, effects, count)
+        self._put(stock, effects)
+        return True
 
     def _keep(self, stock: _Stock, effects: Results, count: int) -> None:
         """On disk: effects that are new, as far as there is room for them, and that their pads may be used."""
@@ -351,14 +356,21 @@ class Pads:
         done: list[tuple[Future[Any], Any]] = []
         with self._changed:
             stock.put(effects)
-            while stock.demands and stock.given + stock.demands[0][0] <= stock.made:
-                rows, future = stock.demands.popleft()
-                done.append((future, stock.take(rows)))
+            while stock.demands and sum(stock.demands[0][:2]) <= stock.made:
+                first, rows, future = stock.demands.popleft()
+                done.append((future, stock.take(first, rows)))
             reached = [goal for goal in stock.goals if goal[0] <= stock.made]
             stock.goals = [goal for goal in stock.goals if goal[0] > stock.made]
             done += [(future, None) for _, future in reached]
         for future, result in done:
             future.set_result(result)
+
+
+def _not_kept(error: OSError) -> PrivacyError:
+    return PrivacyError(
+        f"local-pads: it cannot be kept on disk which pads are used ({error.strerror or error}), so none can be; "
+        "nothing was sent. Make room, and try again"
+    )
 
 
 def _alone() -> None:
@@ -370,9 +382,17 @@ def _alone() -> None:
         set_num_threads(1)
 
 
+def _give_way() -> None:
+    """Have this thread run when others do not, as far as that can be said here."""
+    thread = threading.get_native_id()
+    with contextlib.suppress(OSError):  # one that gives way more already may not be let back
+        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), _NICENESS)
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
 def _fail(stock: _Stock, error: BaseException) -> None:
     """Whoever waits for effects of this stock gets an error."""
-    waiting: list[Future[Any]] = [future for _, future in stock.demands]
+    waiting: list[Future[Any]] = [future for *_, future in stock.demands]
     waiting += [future for _, future in stock.goals]
     stock.demands.clear()
     stock.goals.clear()

@@ -4,6 +4,9 @@ What must never happen is that a pad is used twice. So the counter on disk runs 
 as many as are made, and only then handed out. A process that dies leaves some reserved and unused, and those are
 skipped. Effects are only a store of work that was done: what is damaged there is found by its checksum, and computed
 again.
+
+A counter is one entry in one place, so it is whole or it is refused. It is less than a sector of a disk, which is
+written whole or not at all; where it is not, the folder is lost, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ __all__ = ["Counter", "PadFolder"]
 
 _KEY_BYTES = 32
 _COUNT = struct.Struct("<QQ")
-"""A counter, and the same with all bits turned: half a write is none."""
+"""A counter, and the same with all bits turned: the whole of its file."""
 _HEAD = struct.Struct("<QI")
 """Before each row of effects: the number of its pad, and the checksum of both."""
 _ALL = (1 << 64) - 1
@@ -41,6 +44,7 @@ class PadFolder:
 
     def __init__(self, path: str | Path, weights: str) -> None:
         self._lock = -1
+        self._pid = os.getpid()
         self.path = Path(path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,72 +72,53 @@ class PadFolder:
             raise
 
     def _once(self, name: str, content: bytes) -> bytes:
-        """The content of a file that is written once, whole or not at all."""
+        """The content of a file that is written once, before there are pads."""
         path = self.path / name
         if not path.exists():
-            new = self.path / f"{name}.new"
-            file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(file, content)
-                os.fsync(file)
-            finally:
-                os.close(file)
-            new.rename(path)
-            self._sync()
+            if any(path.suffix in (".counter", ".effects") for path in self.path.iterdir()):
+                raise PrivacyError(
+                    f"local-pads: {path} is gone, and there are pads that were made with it; use another folder"
+                )
+            _create(path, content)
         return path.read_bytes()
-
-    def _sync(self) -> None:
-        """Have the names of new files on disk, too."""
-        folder = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def counter(self, name: str) -> Counter:
         """How many pads of a kind are used up."""
         path = self.path / f"{name}.counter"
-        new = not path.exists()
-        if new and (self.path / f"{name}.effects").exists():
+        if not path.exists() and (self.path / f"{name}.effects").exists():
             raise PrivacyError(f"local-pads: {path} is gone, and with it which pads were used; use another folder")
-        counter = Counter(path)
-        if new:
-            self._sync()
-        return counter
+        return Counter(path)
 
     def effects(self, name: str, width: int, dtype: torch.dtype) -> Effects:
         """The effects of a kind that are ready."""
         return Effects(self.path / f"{name}.effects", width, dtype)
 
     def close(self) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        if self._lock < 0:
+            return
+        if os.getpid() == self._pid:  # a forked child has the same lock, and would keep it
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_UN)
+        os.close(self._lock)
+        self._lock = -1
 
 
 class Counter:
     """A number on disk.
 
     Raises:
-        PrivacyError: what was written last is damaged, so nobody knows the number.
+        PrivacyError: the file is damaged, so nobody knows the number.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        with _opened(path, os.O_RDWR | os.O_CREAT) as file:
-            size = os.fstat(file).st_size
-            whole = size - size % _COUNT.size
-            if whole < size:  # half an entry: it was never told to be on disk
-                os.ftruncate(file, whole)
-            self.value = 0
-            if whole:
-                self.value, check = _COUNT.unpack(os.pread(file, _COUNT.size, whole - _COUNT.size))
-                if self.value ^ check != _ALL:
-                    raise PrivacyError(
-                        f"local-pads: the last entry of {path} is damaged, and with it which pads were used; use "
-                        "another folder"
-                    )
+        if not path.exists():
+            _create(path, _entry(0))
+        data = path.read_bytes()
+        self.value = _COUNT.unpack(data)[0] if len(data) == _COUNT.size else 0
+        if data != _entry(self.value):
+            raise PrivacyError(f"local-pads: {path} is damaged, and with it which pads were used; use another folder")
 
     def reach(self, value: int) -> None:
         """Go up to ``value``, if it is lower."""
@@ -145,18 +130,12 @@ class Counter:
         """On disk when this returns.
 
         Raises:
-            OSError: it is not, and the counter is what it was.
+            OSError: it may not be, and counts as what it was.
         """
-        with _opened(self._path, os.O_WRONLY | os.O_APPEND) as file:
-            size = os.fstat(file).st_size
-            try:
-                if os.write(file, _COUNT.pack(value, value ^ _ALL)) != _COUNT.size:
-                    raise OSError(errno.ENOSPC, "a counter of pads was written in part")
-                os.fsync(file)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(file, size)
-                raise
+        with _opened(self._path, os.O_WRONLY) as file:
+            if os.write(file, _entry(value)) != _COUNT.size:
+                raise OSError(errno.EIO, "a counter of pads was written in part")
+            os.fsync(file)
         self.value = value
 
 
@@ -193,6 +172,22 @@ class Effects:
                     return
                 yield torch.frombuffer(data, dtype=self._dtype)
                 first += 1
+
+
+def _entry(value: int) -> bytes:
+    return _COUNT.pack(value, value ^ _ALL)
+
+
+def _create(path: Path, content: bytes) -> None:
+    """A new file that is there whole or not at all, and on disk with its name."""
+    new = path.with_name(f"{path.name}.new")
+    with _opened(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
+        if os.write(file, content) != len(content):
+            raise OSError(errno.ENOSPC, f"{new} was written in part")
+        os.fsync(file)
+    new.rename(path)
+    with _opened(path.parent, os.O_RDONLY) as folder:
+        os.fsync(folder)
 
 
 @contextlib.contextmanager
