@@ -8,6 +8,7 @@ import copy
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ async def test_every_transport(transport: str, name: str, tmp_path: Path) -> Non
             address = address_of(transport, folder)
             await executor.listen(address, **insecure(transport))
             addresses.append(address)
-        options = {"privacy": scheme(name, base, addresses[-1]), **insecure(transport)}
+        own = {"options": insecure(transport)} if name == "secret-shares" else {}
+        options = {"privacy": scheme(name, base, addresses[-1], **own), **insecure(transport)}
         async with symbiosis.connect(addresses[0], **options) as remote:
             async with remote.client(lora("gpt2"), seed=0) as client:
                 assert_near(Comparison.of(await run_job(client, JOB), expected))
@@ -137,6 +139,86 @@ async def test_synchronous_code_computes_ahead(name: str, base: Any) -> None:
                 model.precompute()  # nothing to do
 
         await in_thread(tenant)
+
+
+async def test_getting_ready_beside_a_forward_pass(base: Any) -> None:
+    """Only the walk that gets ready is answered with zeros, and not one on another thread in the meantime."""
+    async with symbiosis.Executor(copy.deepcopy(base)) as executor:
+        address = (await executor.listen("tcp://127.0.0.1:0")).address
+
+        def tenant() -> None:
+            with symbiosis.open_model(address, privacy=scheme("local-pads", base, address)) as model, torch.no_grad():
+                alone = model(IDS).logits
+                beside: list[torch.Tensor] = []
+
+                def walk() -> None:
+                    with torch.no_grad():
+                        beside.append(model(IDS).logits)
+
+                def in_the_middle(*_: Any) -> None:
+                    if threading.current_thread() is here:
+                        thread = threading.Thread(target=walk)
+                        thread.start()
+                        thread.join()
+
+                here = threading.current_thread()
+                model.model.layers[0].register_forward_pre_hook(in_the_middle)
+                model.precompute()
+                torch.testing.assert_close(beside[0], alone, rtol=1e-2, atol=1e-3)
+
+        await in_thread(tenant)
+
+
+@pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
+async def test_getting_ready_draws_no_random_numbers(synchronous: bool, base: Any) -> None:
+    """Dropout comes out as it would have."""
+    config = lora(lora_dropout=0.3)
+
+    def synchronous_tenant(address: str, ready: bool) -> list[float]:
+        with symbiosis.open_model(address, privacy=LocalPads(base, rows=8, scale=SCALE)) as opened:
+            torch.manual_seed(0)
+            model = get_peft_model(opened, copy.deepcopy(config)).train()
+            if ready:
+                opened.precompute()
+            with torch.no_grad():
+                return [model(IDS, labels=IDS).loss.item() for _ in range(2)] + [torch.rand(()).item()]
+
+    async def tenant(executor: symbiosis.Executor, ready: bool) -> list[float]:
+        async with executor.client(
+            copy.deepcopy(config), seed=0, privacy=LocalPads(base, rows=8, scale=SCALE)
+        ) as client:
+            client.model.train()
+            if ready:
+                await client.precompute()
+            with torch.no_grad():
+                losses = [(await client.forward(input_ids=IDS, labels=IDS)).loss.item() for _ in range(2)]
+            return [*losses, (await client.run(torch.rand, ())).item()]
+
+    async with symbiosis.Executor(copy.deepcopy(base)) as executor:
+        address = (await executor.listen("tcp://127.0.0.1:0")).address
+        came = []
+        for ready in (False, True):
+            if synchronous:
+                came.append(await asyncio.to_thread(synchronous_tenant, address, ready))
+            else:
+                came.append(await tenant(executor, ready))
+    assert came[1][:2] == pytest.approx(came[0][:2], rel=1e-3)
+    assert came[1][2] == came[0][2]
+
+
+def test_whom_to_trust_is_said_for_each_address() -> None:
+    """The client's own key, and that its network may be trusted, hold for its own executor."""
+    own = {"key": "one.secret", "insecure": True, "retry": 5.0}
+    shares = SecretShares(with_="tcp://other:7000")
+    plain: Any = shares._transport("tcp://other:7000", {"retry": 5.0})
+    inherited: Any = shares._transport("tcp://other:7000", own)
+    assert _settings(inherited) == _settings(plain)
+    told: Any = SecretShares(with_="tcp://other:7000", options={"insecure": True})._transport("tcp://other:7000", own)
+    assert _settings(told) == {**_settings(plain), "_insecure": True}
+
+
+def _settings(transport: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(transport).items() if isinstance(value, str | bool | float | None)}
 
 
 # -------------------------------------------------------------------------------------------------- restarts and deaths
@@ -323,7 +405,7 @@ async def test_shares_that_would_come_together(transport: str, synchronous: bool
     for number in ("one", "two"):
         (tmp_path / number).mkdir()
         addresses.append(address_of(transport, tmp_path / number))
-    options = {"privacy": SecretShares(addresses), "retry": 30.0, **insecure(transport)}
+    options = {"privacy": SecretShares(addresses, options=insecure(transport)), "retry": 30.0, **insecure(transport)}
 
     async def tenant() -> None:
         async with symbiosis.connect(addresses[0], **options) as remote, remote.client() as client:

@@ -106,6 +106,10 @@ class _Threads(threading.local):
         self.here = Here()
 
 
+class _Pretending(threading.local):
+    now = False
+
+
 class Link:
     """What the VirtLayers of one client share: the channel, how to wait on it, and which layers are siblings."""
 
@@ -127,7 +131,7 @@ class Link:
         """Called before each backward request, where nobody else says when a backward pass begins."""
         self._threads = _Threads()
         self._grouping = threading.Lock()
-        self._pretend = False
+        self._pretending = _Pretending()
 
     @property
     def here(self) -> Here:
@@ -136,19 +140,25 @@ class Link:
 
     @contextlib.contextmanager
     def pretending(self) -> Iterator[None]:
-        """Meanwhile requests are answered with zeros, and not sent."""
-        self._pretend = True
+        """Meanwhile requests of this thread are answered with zeros, and not sent."""
+        self._pretending.now = True
         try:
             yield
         finally:
-            self._pretend = False
+            self._pretending.now = False
+            self.forget_here()
 
     def forget(self) -> None:
         """Drop what a pass that ended, or was interrupted, left behind on whatever thread."""
+        self.forget_here()
+        self._threads = _Threads()
+
+    def forget_here(self) -> None:
+        """The same for this thread alone."""
         run = self._threads.here.run
         if len(run) > 1:
             self._group(run)
-        self._threads = _Threads()
+        self._threads.here = Here()
 
     def request(self, key: Key, kind: Kind, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[torch.Tensor, ...]:
         """Send a request and wait for its results."""
@@ -318,9 +328,9 @@ class VirtLayer(nn.Module):
             siblings = self._siblings
             if siblings is None:
                 self._link.watch(self, x, pass_)
-            elif not self._link._pretend:
+            elif not self._link._pretending.now:
                 y = siblings.forward(self, x, pass_)
-        if y is None and self._link._pretend:
+        if y is None and self._link._pretending.now:
             y = x.new_zeros(shape[:-1].numel(), spec.out_features)
         elif y is None:
             (y,) = self._request(self._keys[pass_], x)
@@ -352,7 +362,7 @@ class VirtLayer(nn.Module):
         shape = (*dy.shape[:-1], spec.in_features)
         if dy.numel() == 0:
             return dy.new_empty(shape)
-        if self._link._pretend:
+        if self._link._pretending.now:
             return dy.new_zeros(shape)
         rows = dy.reshape(-1, spec.out_features).as_subclass(torch.Tensor)
         tensors = (rows,) if x is None else (x.reshape(-1, spec.in_features).as_subclass(torch.Tensor), rows)
@@ -595,14 +605,19 @@ def rehearse(
 ) -> list[Key]:
     """What a walk of the model asks of its linear layers, with their backward passes or not.
 
-    The model is walked once, without a request and without gradients, to see which layers are asked together.
+    The model is walked once, without a request and without gradients, to see which layers are asked together. What it
+    draws (dropout) is drawn from a copy of the stream of random numbers, which stays where it is.
 
     Args:
         inputs: of the model; if there are none, one token with id 0, on ``device``.
     """
-    with link.pretending(), torch.no_grad():
-        model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
-    link.forget()
+    stream = RandomStream(device)
+    stream.enter()
+    try:
+        with link.pretending(), torch.no_grad():
+            model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
+    finally:
+        stream.leave()
     keys: dict[Key, None] = {}
     for layer in model.modules():
         if isinstance(layer, _VirtLinear):

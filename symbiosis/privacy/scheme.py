@@ -91,10 +91,14 @@ class Scheme(ABC):
             raise
 
     def _transport(self, address: str, options: Mapping[str, Any]) -> Transport:
-        """For an executor elsewhere: with its own options, and those of the client's that its transport has."""
+        """For an executor elsewhere: with its own options, and those of the client's that its transport has. What says
+        whom to trust is for one address only."""
         known = inspect.signature(type(make_transport(address))).parameters
-        shared = {name: value for name, value in options.items() if name in known}
+        shared = {name: value for name, value in options.items() if name in known and name not in _OF_ONE_ADDRESS}
         return make_transport(address, **{**shared, **self.options})
+
+
+_OF_ONE_ADDRESS = ("key", "insecure")
 
 
 def _name(channel: Channel) -> str:
