@@ -61,6 +61,10 @@ _HURRY = 0.4
 """Of the time to the first token, after which a prefill need not fit into the slack any more."""
 _LEAST, _MOST = 0.5, 2.0
 """Of what is aimed at, what a token is given if its text is late, and if it is early."""
+_STARVED, _PATIENCE, _CRUMB = 20.0, 2.0, 0.25
+"""Of an SLO: fine-tuning that has had no slack for the first gets a batch every second that takes no longer than the
+third, whatever is late. A client that computes for as long as its SLO would let nobody tune at all otherwise."""
+_STARVING = "starving"
 _LOST = 0.8
 """Of an SLO: a client in another process that spends so much of it there, computing or on the way, misses it whatever
 is done here. Nobody waits for its sake."""
@@ -204,6 +208,8 @@ class CoServing:
         """Seconds that a client in this process computes with an answer, by its key and rows."""
         self._answered: OrderedDict[str, _Answer] = OrderedDict()
         """To clients in this process, the last; until they ask again."""
+        self._last_tuned = -math.inf
+        """When fine-tuning last ran because there was time for it."""
         self._now = 0.0
         """When the batch that runs, or ran last, was decided on."""
         self._ran = 0.0
@@ -347,6 +353,8 @@ class CoServing:
             tuned = seconds - (line.predict(served) if served else 0.0) if tuning else 0.0
             others = seconds - (line.predict(decode) if decode else 0.0) if prefill + tuning else 0.0
             self._tuned += max(tuned, 0.0)
+            if tuning and batch.reason != _STARVING:
+                self._last_tuned = self._now
             self._others += max(others, tuned, 0.0)
             self._ran += seconds
             for request, _, stop in batch.slices:
@@ -388,6 +396,11 @@ class CoServing:
         if first is None:
             assert tuning is not None
             return self._tune(tuning, view, now, overdue)
+        slo = self.slo_ms / 1e3
+        if tuning is not None and now >= max(tuning.arrived + _PATIENCE * slo, self._last_tuned + _STARVED * slo):
+            rows = self._rows_within(tuning.key, 0, _CRUMB * slo, view.max_rows)
+            takes = view.queues[tuning.key].take(max(rows, min(_FLAT, view.max_rows)), first=tuning)
+            return Run(tuning.key, takes, _STARVING)
         if decode is not None and prefill is not None and decode.key != prefill.key:
             tuning = None  # fine-tuning waits while a prefill does
             alone = view.queues[prefill.key]
