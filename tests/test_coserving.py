@@ -365,3 +365,14 @@ def test_who_cannot_be_saved_keeps_nobody_from_tuning(own: float, others: int) -
 def test_waits_that_no_slo_can_be_kept_with(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         symbiosis.Executor(tiny_model(), policy=CoServing(**options))
+
+
+def test_fine_tuning_gets_crumbs_where_a_client_here_spends_its_slo_itself() -> None:
+    """No slack is ever left, and nobody can tell from here whether there could be; it goes on all the same."""
+    simulation = Simulation(CoServing(slo_ms=20), layers=LAYERS, cost=Cost(5e-4, 2e-5).of, local=True)
+    text, job = Done(), Done()
+    simulation.add("text", generate(LAYERS, 64, 10**6, 30e-3, text))
+    simulation.add("job", finetune(LAYERS, 512, 20e-3, job))
+    simulation.run(20.0)
+    assert job.tuned > 20 * 64  # without: one request every 10 s, of 32 for 512 tokens
+    assert fmean(text.per_token) < 2 * 0.04

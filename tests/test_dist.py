@@ -362,7 +362,10 @@ async def test_lanes_that_cannot_be_opened(base: Any, monkeypatch: pytest.Monkey
                 type_, content = await in_thread(receive, mallory)
                 assert (type_, content[0]) == (Type.ENDED, "BusyError")
                 assert "Too many open files" in content[1]
-            await until(lambda: children() == before and descriptors() <= open_before)
+            try:
+                await until(lambda: children() == before and descriptors() <= open_before)
+            except TimeoutError:
+                pytest.fail(f"processes {children()} after {before}, descriptors {descriptors()} after {open_before}")
             await alice.forward(input_ids=IDS)
 
 
