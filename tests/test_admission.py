@@ -381,7 +381,7 @@ def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
 )
 def test_what_rows_are_for(pass_: Pass, looks: Kind, says: Kind | None, asked: bool, is_: Kind) -> None:
     """Who provides the executor may say so; from elsewhere rows are only more patient than they look."""
-    call = Call(Key((0,), pass_), looks, ())
+    call = Call(Key((0,), pass_), looks, (torch.zeros(3, 1),))
     assert kind_of(call, Terms(kind=says, asked=asked)) is is_
 
 

@@ -96,8 +96,13 @@ def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
 
 @given(st.one_of(st.none(), st.text(max_size=3)), plain)
 def test_any_terms_are_terms_or_refused(name: str | None, terms: Any) -> None:
-    with contextlib.suppress(WireError):
-        wire.read_hello([wire.MAGIC, wire.VERSION, name, terms])
+    try:
+        hello = wire.read_hello([wire.MAGIC, wire.VERSION, name, terms])
+    except WireError:
+        return
+    assert hello.name is None or isinstance(hello.name, str)
+    assert hello.terms.check() is hello.terms
+    assert hello.terms.asked
 
 
 @given(st.lists(plain, max_size=9))

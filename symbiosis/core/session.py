@@ -27,7 +27,7 @@ def kind_of(call: Call, terms: Terms) -> Kind:
     """What a call's rows are for. Kinds ascend from the most urgent to the most patient; a client from another process
     is believed that its rows are more patient than they look, and not that they are less."""
     kind = Kind.FINETUNE if call.key.pass_.is_backward else call.kind
-    if kind is Kind.DECODE and terms.asked and call.tensors and call.tensors[0].shape[0] > _MOST_DECODED:
+    if kind is Kind.DECODE and terms.asked and call.tensors[0].shape[0] > _MOST_DECODED:
         kind = Kind.PREFILL
     if terms.kind is None:
         return kind

@@ -37,7 +37,7 @@ from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.errors import UsageError
 from symbiosis.policies.admission import mapping
-from symbiosis.policies.latency import LatencyModel, Line
+from symbiosis.policies.latency import LONGEST_S, LatencyModel, Line
 from symbiosis.policies.order import Index
 
 __all__ = ["CoServing"]
@@ -79,9 +79,6 @@ _UNKNOWN = 64
 _MAX_CLIENTS = 4096
 _SLACK_ENTRIES = 64
 """Beyond two for each client, that a heap may have before what is over is taken out."""
-
-_LONGEST_S = 3600.0
-"""No batch takes an hour."""
 
 Takes = list[tuple[Request, int]]
 _Heap = list[tuple[float, int, "_Token"]]
@@ -347,7 +344,7 @@ class CoServing:
 
     def ran(self, batch: Batch, seconds: float) -> None:
         line = self.latency[batch.key]
-        if 0 < seconds < _LONGEST_S:
+        if 0 < seconds < LONGEST_S:
             decode, prefill, tuning = _rows_of(batch)
             served = decode + prefill
             tuned = seconds - (line.predict(served) if served else 0.0) if tuning else 0.0
@@ -432,7 +429,7 @@ class CoServing:
         queue = view.queues[tuning.key]
         slack = _TUNE * self.slack(now, Kind.FINETUNE) - self.own(tuning)
         if not view.thinking:  # nobody can come but who begins a pass: a little is always right
-            slack = max(slack, self.slo_ms / 4e3)
+            slack = max(slack, _CRUMB * self.slo_ms / 1e3)
         rows = self._rows_within(queue.key, 0, min(slack, self.slo_ms / 1e3), view.max_rows)
         if rows < min(queue.rows, self._worth_a_batch(queue.key)) and slack < math.inf:
             if view.thinking:

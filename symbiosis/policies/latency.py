@@ -13,7 +13,7 @@ from statistics import median
 
 from symbiosis.core.requests import Key
 
-__all__ = ["LatencyModel", "Line"]
+__all__ = ["LONGEST_S", "LatencyModel", "Line"]
 
 _KEEP = 0.98
 """What a measurement counts for after the next one has come."""
@@ -21,7 +21,7 @@ _ENOUGH = 8
 """Measurements after which one is held against those before."""
 _OUTLIER = 8.0
 """A batch that took so many times longer, or shorter, than expected counts as if it had taken no more than that."""
-_LONGEST_S = 3600.0
+LONGEST_S = 3600.0
 """No batch takes an hour."""
 _MAX_KEYS = 20_000
 
@@ -41,7 +41,7 @@ class Line:
 
     def learn(self, rows: int, seconds: float) -> None:
         """A batch of ``rows`` took ``seconds``. What cannot be true is ignored."""
-        if rows < 1 or not 0 < seconds < _LONGEST_S:  # NaN is neither
+        if rows < 1 or not 0 < seconds < LONGEST_S:  # NaN is neither
             return
         if self.count >= _ENOUGH:
             expected = self.predict(rows)
