@@ -20,6 +20,7 @@ from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, Pass
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.privacy import MixedNoise, NoisePool
+from symbiosis.privacy.amplitude import Levels
 from symbiosis.privacy.audit import (
     Audit,
     Costs,
@@ -217,6 +218,7 @@ class OneMask(Scheme):
 
 class OneMasks:
     def __init__(self, ask: Ask) -> None:
+        self.levels = Levels(256.0)
         self._ask = ask
         self._masks: dict[Key, tuple[torch.Tensor, Future[tuple[torch.Tensor, ...]]]] = {}
 
@@ -283,9 +285,12 @@ async def test_what_holds_and_what_does_not(tmp_path: Path) -> None:
     assert _view(result, "one-mask").scores["difference"]["tokens"].recovered >= 0.99
     assert not result.holds("one-mask")
 
+    beginnings = {("first sizes", "links")}  # but who has the weights has no need to show the size of first requests
+    for scheme in ("none", "noise-pool:size=20", "mixed-noise:rank=20", "one-mask"):
+        assert beginnings <= _found(result, scheme)
     assert _found(result, "local-pads") == set()
     for scheme in SHARES:
-        assert _found(result, scheme) == set()
+        assert _found(result, scheme) == (beginnings if scheme == "secret-shares" else set())
         both = next(view for view in result.views if view.control and view.scheme == scheme)
         assert [view.who for view in result.views if view.scheme == scheme] == ["executor 1", "executor 2", both.who]
         assert both.scores["as is"]["adapter"].cosine >= 0.99

@@ -4,7 +4,8 @@ Masked rows are x + n with noise of half-width A = scale · rms(x), rounded up t
 carries an error of A's size in the last bit, so a larger scale hides more and costs accuracy.
 
 A is seen. If it followed every call, the amplitudes over the layers of a model would tell which requests are for the
-same text, so it stays where it is while it will do.
+same text, so it stays where it is while it will do; and whoever has the public weights has it begin where the public
+model's own rows would.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from symbiosis.core.requests import Key, Kind
 from symbiosis.errors import PrivacyError
+from symbiosis.privacy.usual import Usual
 
 __all__ = ["DEFAULT_SCALE", "SPAN", "Levels", "Size", "scale_for", "size_of", "whole"]
 
@@ -43,20 +45,49 @@ cost in accuracy, at the worst."""
 
 class Levels:
     """The amplitudes of one client: for each key, and each kind of work (prompts have first tokens, which some models
-    make hundreds of times as large as others; decoding has not)."""
+    make hundreds of times as large as others; decoding has not).
 
-    def __init__(self, scale: float) -> None:
+    They begin with what the client's first requests need, which is seen of them; or, where it is known how large rows
+    usually are, in the middle of what will do for those, and go from there in steps of :data:`SPAN`.
+
+    Args:
+        scale: how far above the rows an amplitude is: at least, if the first request tells; at most, beyond rounding
+            up to powers of two, with ``usual``.
+        usual: how large rows usually are.
+    """
+
+    def __init__(self, scale: float, usual: Usual | None = None) -> None:
+        self.least = scale if usual is None else scale / SPAN
+        """How far above the rows an amplitude is, at least."""
+        self._usual = usual
         self._first = 2.0 ** math.ceil(math.log2(scale))
         self._levels: dict[tuple[Key, Kind], float] = {}
 
-    def at(self, key: Key, kind: Kind, amplitude: float) -> float:
-        """What to take for rows that need ``amplitude``, a power of two, or 0 for rows that are all zero."""
+    def at(self, key: Key, kind: Kind, rows: int, needed: float) -> float:
+        """What to take for ``rows`` rows that need an amplitude of ``needed``, which is a power of two, or 0 for rows
+        that are all zero."""
+        size = None if self._usual is None else self._usual.size(key, kind)
         level = self._levels.get((key, kind))
-        if not amplitude:
-            return level or self._first
-        if level is None or not level / SPAN <= amplitude <= level:
-            level = self._levels[key, kind] = amplitude
-        return level
+        if not size:
+            if not needed:
+                return level or self._first
+            if level is None or not level / SPAN <= needed <= level:
+                level = self._levels[key, kind] = needed
+            return level
+        if key.pass_.is_backward:  # of a loss that is a mean over tokens
+            size /= rows
+        middle = _power(size * self.least * math.sqrt(SPAN))
+        level = level or 1.0
+        if needed and not level / SPAN <= needed / middle <= level:
+            steps = math.ceil(math.log2(needed / middle) / math.log2(SPAN))
+            level = self._levels[key, kind] = SPAN**steps
+        return level * middle
+
+
+def _power(size: float) -> float:
+    """The power of two at or above a size."""
+    fraction, exponent = math.frexp(size)
+    return min(max(math.ldexp(1.0, exponent - (fraction == 0.5)), 1 / _MOST), _MOST)
 
 
 def size_of(x: torch.Tensor, scale: float) -> Size:
@@ -70,8 +101,7 @@ def size_of(x: torch.Tensor, scale: float) -> Size:
         size = x.abs().amax().item() * scale
         if size == 0.0:
             return Size(0.0, True)
-    fraction, exponent = math.frexp(size)
-    return Size(max(math.ldexp(1.0, exponent - (fraction == 0.5)), 1 / _MOST), True)
+    return Size(_power(size), True)
 
 
 def scale_for(name: str, scale: float | None, accuracy: float | None, dtype: torch.dtype = torch.float32) -> float:

@@ -27,7 +27,7 @@ from symbiosis.core.protocols import Channel, Check, Identity, Reply
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.virtlayer import Link
 from symbiosis.errors import ClientClosedError, PrivacyError
-from symbiosis.privacy.amplitude import Levels, size_of
+from symbiosis.privacy.amplitude import size_of
 from symbiosis.privacy.masks import Ask, Asked, Mask, Masked
 
 __all__ = ["MaskedChannel"]
@@ -47,7 +47,6 @@ class MaskedChannel:
 
     Args:
         channels: to the executor, and to those that the scheme asks besides.
-        scale: how far above the rows' own size the amplitude of the noise is.
         begin: makes the scheme's mask for these channels.
         loop: the event loop that the channels live on; None for channels of synchronous code.
     """
@@ -55,7 +54,6 @@ class MaskedChannel:
     def __init__(
         self,
         channels: Sequence[Channel],
-        scale: float,
         begin: Callable[[Sequence[Channel], Ask], Mask],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
@@ -66,10 +64,8 @@ class MaskedChannel:
         self.client = self._first.client
         self.device = self._first.device
         self.layers: Sequence[LayerSpec] = self._first.layers
-        self._scale = scale
         self._asked: dict[Key, tuple[Asked, torch.dtype]] = {}
         """How keys are asked with masked rows, and the dtype that the client wants back."""
-        self._levels = Levels(scale)
         self._sent: dict[Call, tuple[Call, ...]] = {}
         self._helpers: ThreadPoolExecutor | None = None
         """Threads that wait for synchronous channels besides the one that calls."""
@@ -125,13 +121,14 @@ class MaskedChannel:
         (x,) = call.tensors
         if x.dtype is not asked.dtype:
             x = x.to(asked.dtype)
-        amplitude, finite = size_of(x, self._scale)
+        levels = self.mask.levels
+        needed, finite = size_of(x, levels.least)
         lost = None
         if not finite:
             lost = ~(size_of_each(x) < _TOO_LARGE)
             x = x.masked_fill(lost[:, None], 0.0)
-            amplitude, _ = size_of(x, self._scale)
-        amplitude = self._levels.at(call.key, call.kind, amplitude)
+            needed, _ = size_of(x, levels.least)
+        amplitude = levels.at(call.key, call.kind, x.shape[0], needed)
         masked = self.mask.mask(asked, x, amplitude, call.kind)
         return masked, _Finish(masked.unmask, dtype if dtype is not asked.dtype else None, lost)
 

@@ -30,7 +30,7 @@ from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.log import get_logger
-from symbiosis.privacy.amplitude import whole
+from symbiosis.privacy.amplitude import Levels, whole
 from symbiosis.privacy.keystream import BITS, Keystream, blocks
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights, own_weights
@@ -97,7 +97,7 @@ class LocalPads(Scheme):
         (channel,) = channels
         own = self.load(channel)
         folder = None if self.folder is None else PadFolder(self.folder, channel.identity().weights)
-        return Pads(own, folder, self.rows, self.when_out == "error", self.scale_at(channel))
+        return Pads(own, folder, self.rows, self.when_out == "error", Levels(self.scale_at(channel), own.usual))
 
 
 class _Stock:
@@ -150,12 +150,12 @@ class _Stock:
 class Pads:
     """The pads of one client, and the thread that computes their effects."""
 
-    def __init__(self, own: OwnWeights, folder: PadFolder | None, rows: int, strict: bool, scale: float) -> None:
+    def __init__(self, own: OwnWeights, folder: PadFolder | None, rows: int, strict: bool, levels: Levels) -> None:
         self._own = own
         self._folder = folder
         self._rows = rows
         self._strict = strict
-        self._scale = scale
+        self.levels = levels
         self._secret = os.urandom(32) if folder is None else folder.key
         self._stocks: dict[Key, _Stock] = {}
         self._lock = threading.RLock()
@@ -173,7 +173,7 @@ class Pads:
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
         rows = x.shape[0]
         noise, effects = self._draw(asked, rows)
-        sent, turns = wrap(asked, x, noise, amplitude, self._scale)
+        sent, turns = wrap(asked, x, noise, amplitude, self.levels.least)
         waits = () if effects.done() else (effects,)
         unmask = partial(self._unmask, asked, effects, amplitude, turns)
         return Masked((Call(asked.key, kind, (sent,)),), waits, unmask)

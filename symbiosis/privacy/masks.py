@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from symbiosis.core.requests import Call, Key, Kind, LayerSpec
+from symbiosis.privacy.amplitude import Levels
 
 __all__ = ["Ask", "Asked", "Mask", "Masked"]
 
@@ -44,6 +45,9 @@ class Masked(NamedTuple):
 
 class Mask(Protocol):
     """A privacy scheme at work for one client. Called on any of its threads, several at a time."""
+
+    levels: Levels
+    """The amplitudes of its noise."""
 
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
         """Mask finite rows [n, width], each number of which is far below ``amplitude``, a power of two."""

@@ -21,7 +21,7 @@ import torch
 
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
-from symbiosis.privacy.amplitude import whole
+from symbiosis.privacy.amplitude import Levels, whole
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.noise_pool import Asker, Vectors
@@ -57,13 +57,14 @@ class MixedNoise(Scheme):
         return f"{self.name}:rank={self.rank},{self._said()}"
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Mixtures:
-        return Mixtures(self.rank, channels[0].device, ask)
+        return Mixtures(self.rank, Levels(self.scale_at(channels[0])), channels[0].device, ask)
 
 
 class Mixtures:
     """The noise vectors of one client, and its coefficients."""
 
-    def __init__(self, rank: int, device: torch.device, ask: Ask) -> None:
+    def __init__(self, rank: int, levels: Levels, device: torch.device, ask: Ask) -> None:
+        self.levels = levels
         self._rank = rank
         self._asker = Asker(device, ask)
         self._coefficients = Keystream()

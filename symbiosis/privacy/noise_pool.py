@@ -18,7 +18,7 @@ import torch
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.amplitude import whole
+from symbiosis.privacy.amplitude import Levels, whole
 from symbiosis.privacy.cycle import Cycle
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
@@ -68,7 +68,7 @@ class NoisePool(Scheme):
         return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},{self._said()}"
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Pools:
-        return Pools(self, channels[0].device, ask)
+        return Pools(self, Levels(self.scale_at(channels[0])), channels[0].device, ask)
 
 
 class Vectors:
@@ -134,7 +134,8 @@ class _Piece(NamedTuple):
 class Pools:
     """The pools of one client."""
 
-    def __init__(self, options: NoisePool, device: torch.device, ask: Ask) -> None:
+    def __init__(self, options: NoisePool, levels: Levels, device: torch.device, ask: Ask) -> None:
+        self.levels = levels
         self._size, self._rotate, self._uses = options.size, options.rotate, options.size * options.refresh
         self._asker = Asker(device, ask)
         self._lock = threading.Lock()

@@ -19,6 +19,7 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import weights_fingerprint
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.masks import Asked
+from symbiosis.privacy.usual import Usual
 
 __all__ = ["OwnWeights", "own_weights"]
 
@@ -54,10 +55,11 @@ class OwnWeights:
             )
         self._weights: dict[int, tuple[torch.Tensor, bool]] = {}
         """[o, i] and True, or for a Conv1D [i, o] and False."""
-        for spec, module in modules:
-            if spec.linear and is_linear(module):
-                weight: Any = module.weight
-                self._weights[spec.layer] = weight.detach().to(spec.dtype), isinstance(module, nn.Linear)
+        linear = {spec.layer: module for spec, module in modules if spec.linear and is_linear(module)}
+        for layer, module in linear.items():
+            weight: Any = module.weight
+            self._weights[layer] = weight.detach().to(layers[layer].dtype), isinstance(module, nn.Linear)
+        self.usual = Usual(found, layers, linear)
 
     def effects(self, asked: Asked, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What noise [n, width] becomes at the executor, for each layer of a key: [n, out]."""

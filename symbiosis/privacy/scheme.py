@@ -72,7 +72,7 @@ class Scheme(ABC):
                 transport = self._transport(other, options)
                 channels.append(await transport.connect(other, _name(channel), terms))
             loaded = await asyncio.to_thread(self.load, channel)
-            masked = MaskedChannel(channels, self.scale_at(channel), self.begin, asyncio.get_running_loop())
+            masked = MaskedChannel(channels, self.begin, asyncio.get_running_loop())
             del loaded
             return masked
         except BaseException:
@@ -85,7 +85,7 @@ class Scheme(ABC):
             for other in self.elsewhere(address):
                 transport = self._transport(other, options)
                 channels.append(transport.connect_blocking(other, _name(channel), terms))
-            return MaskedChannel(channels, self.scale_at(channel), self.begin)
+            return MaskedChannel(channels, self.begin)
         except BaseException:
             _close(channels)
             raise

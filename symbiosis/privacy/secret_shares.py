@@ -29,6 +29,7 @@ from torch import nn
 from symbiosis.core.protocols import Channel, Identity
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
+from symbiosis.privacy.amplitude import Levels
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights, own_weights
@@ -105,15 +106,16 @@ class SecretShares(Scheme):
         return None if self.model is None else own_weights(self.model, channel, self.name)
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Shares:
-        return Shares(channels, self.load(channels[0]), self.scale_at(channels[0]))
+        own = self.load(channels[0])
+        return Shares(channels, own, Levels(self.scale_at(channels[0]), None if own is None else own.usual))
 
 
 class Shares:
     """The shares of one client."""
 
-    def __init__(self, channels: Sequence[Channel], own: OwnWeights | None, scale: float) -> None:
+    def __init__(self, channels: Sequence[Channel], own: OwnWeights | None, levels: Levels) -> None:
         self._channels = channels
-        self._scale = scale
+        self.levels = levels
         self._stream = Keystream()
         if len({channel.identity().weights for channel in channels}) > 1:
             raise PrivacyError("secret-shares: these executors serve different base models, or other layers of one")
@@ -142,7 +144,7 @@ class Shares:
             first, second = self._split(x, amplitude, asked.dtype)
         else:
             noise = self._stream.integers(x.shape[0], asked.width, asked.dtype)
-            first, turns = wrap(asked, x, noise, amplitude, self._scale)
+            first, turns = wrap(asked, x, noise, amplitude, self.levels.least)
             second = noise.neg().to(asked.dtype).mul_(amplitude * 2.0 ** (1 - BITS[asked.dtype]))
         second = second.to(self._channels[1].device)
         calls = Call(asked.key, kind, (first,)), Call(asked.effects, kind, (second,))

@@ -32,17 +32,17 @@ class Turns(NamedTuple):
 
 
 def wrap(
-    asked: Asked, x: torch.Tensor, noise: torch.Tensor, amplitude: float, scale: float
+    asked: Asked, x: torch.Tensor, noise: torch.Tensor, amplitude: float, least: float
 ) -> tuple[torch.Tensor, Turns | None]:
     """x + noise [n, width], on the grid and within ±A; and what was wrapped.
 
     Args:
         noise: whole numbers of as many bits as the dtype holds; see :meth:`Keystream.integers`.
-        scale: how far the amplitude is above the rows, which says how large their numbers can be.
+        least: how far the amplitude is above the rows at least, which says how large their numbers can be.
     """
     bits = BITS[asked.dtype]
     step = amplitude * 2.0 ** (1 - bits)
-    wide = torch.int64 if math.sqrt(asked.width) > 32 * scale else noise.dtype
+    wide = torch.int64 if math.sqrt(asked.width) > 32 * least else noise.dtype
     total = x.to("cpu").mul(1 / step).round_().to(wide).add_(noise)
     spare = wide.itemsize * 8 - bits
     wrapped = total.bitwise_left_shift(spare).bitwise_right_shift_(spare)

@@ -5,14 +5,15 @@ Legend: n rows; w columns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from symbiosis.core.requests import Key
 
-__all__ = ["Estimate", "Estimates", "Evidence", "Place", "Request", "Stream", "collect", "random_traffic"]
+__all__ = ["Estimate", "Estimates", "Evidence", "Place", "Request", "Stream", "Visits", "collect", "random_traffic"]
 
 
 class Place(NamedTuple):
@@ -48,6 +49,30 @@ class Stream(NamedTuple):
 
 
 Evidence = dict[Place, Stream]
+
+
+class Visits(NamedTuple):
+    """What came of clients that were opened for one text each: v of them, each text twice, and r requests of each."""
+
+    prompts: dict[int, int]
+    """Visit → text."""
+    sizes: torch.Tensor
+    """[v, r] mean squares of the requests' numbers."""
+    numbers: torch.Tensor
+    """[r] how many numbers each has."""
+
+    @classmethod
+    def collect(cls, prompts: Sequence[int], visits: Sequence[Sequence[Request]]) -> Visits:
+        return cls(
+            dict(enumerate(prompts)),
+            torch.tensor([[float(one.tensors[-1].double().square().mean()) for one in visit] for visit in visits]),
+            torch.tensor([one.tensors[-1].numel() for one in visits[0]]),
+        )
+
+    def random(self, generator: torch.Generator) -> Visits:
+        """The same of independent uniform noise of one size."""
+        spread = math.sqrt(0.8) / self.numbers.sqrt()  # of the mean of so many squares of uniform numbers
+        return self._replace(sizes=1 + spread * torch.randn(self.sizes.shape, generator=generator))
 
 
 class Estimate(NamedTuple):

@@ -14,11 +14,11 @@ import torch
 from torch.nn import functional as F
 
 from symbiosis.privacy.audit.attacks import midrange
-from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, Place, Stream
+from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, Place, Stream, Visits
 from symbiosis.privacy.audit.goals import Score, Truth, adapter_score, first_place, link, prompts, rank
 from symbiosis.privacy.audit.public import Public
 
-__all__ = ["amplitudes", "averaged", "guess_prompts", "guess_tokens", "known_text", "moments"]
+__all__ = ["amplitudes", "averaged", "beginnings", "guess_prompts", "guess_tokens", "known_text", "moments"]
 
 
 # ------------------------------------------------------------------------------------------------------------- guesses
@@ -130,6 +130,12 @@ def amplitudes(evidence: Evidence, truth: Truth, stage: int, walks: Mapping[int,
             mine = torch.unique(stream.request[here & (truth.walk[place] == walk)])
             features[walk].append(0.5 * size[mine].clamp_min(1e-30).log2())
     return link({walk: torch.cat(parts) for walk, parts in features.items()}, walks)
+
+
+def beginnings(visits: Visits) -> Score:
+    """The same of requests that are the first of their client."""
+    sizes = 0.5 * visits.sizes.clamp_min(1e-30).log2()
+    return link(dict(enumerate(sizes)), visits.prompts)
 
 
 # ------------------------------------------------------------------------------------------------------------- adapter

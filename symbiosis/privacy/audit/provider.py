@@ -7,7 +7,7 @@ import math
 import torch
 
 from symbiosis.privacy.audit import attacks, guesses
-from symbiosis.privacy.audit.evidence import Estimates, Evidence, Stream
+from symbiosis.privacy.audit.evidence import Estimates, Evidence, Stream, Visits
 from symbiosis.privacy.audit.goals import Score, activations, adapter, linking, tokens
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.scene import Plan, Played, Stage, text
@@ -37,6 +37,7 @@ ATTACKS = {
     "guess, bounds": "guessed tokens and prompts from which a row is further than noise can be are excluded",
     "moments": "mean products of rows of two layers, in which independent masks cancel",
     "sizes": "how large the rows of each request are, whatever is in them",
+    "first sizes": "the same where a client is opened for each request, and its first ones are compared",
 }
 
 Scores = dict[str, dict[str, Score]]
@@ -54,8 +55,11 @@ class Provider:
         self.played = played
         self.decoys = text(plan, DECOYS, torch.Generator().manual_seed(plan.seed + 3))
 
-    def attack(self, evidence: Evidence) -> Scores:
+    def attack(self, evidence: Evidence, visits: Visits | None = None) -> Scores:
         """All attacks.
+
+        Args:
+            visits: what came of clients for one text each.
 
         Raises:
             ValueError: the traffic is not that of this tenant: rows are missing, or there are more.
@@ -96,6 +100,8 @@ class Provider:
             found[name] = {"tokens": token, "prompts": prompt}
         found["moments"] = {"adapter": guesses.moments(evidence, truth, self.public, generating, rank)}
         found["sizes"] = {"links": guesses.amplitudes(evidence, truth, generating, walks)}
+        if visits is not None:
+            found["first sizes"] = {"links": guesses.beginnings(visits)}
         return {
             name: {goal: score for goal, score in scores.items() if not math.isnan(score.cosine)}
             for name, scores in found.items()

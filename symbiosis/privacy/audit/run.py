@@ -20,11 +20,11 @@ from symbiosis.core.executor import Executor
 from symbiosis.core.protocols import Channel, Privacy
 from symbiosis.core.registry import make_privacy
 from symbiosis.core.requests import Call
-from symbiosis.privacy.audit.evidence import collect, random_traffic
+from symbiosis.privacy.audit.evidence import Visits, collect, random_traffic
 from symbiosis.privacy.audit.goals import Score
 from symbiosis.privacy.audit.provider import Provider, Scores, together
 from symbiosis.privacy.audit.public import Public
-from symbiosis.privacy.audit.scene import Plan, Played, build, give_adapter, lora, play, text
+from symbiosis.privacy.audit.scene import Plan, Played, build, give_adapter, lora, play, text, visit
 from symbiosis.privacy.audit.verdict import FALSE_FINDS, Limit
 from symbiosis.privacy.masks import Ask, Mask
 from symbiosis.privacy.scheme import Scheme
@@ -199,14 +199,16 @@ async def _audit(
     progress("the tenant works, with bare rows")
     played, taps, _ = await _tap(control, plan, one, two)
     provider, shape = Provider(public, plan, played), collect(taps[0])
+    (came,) = await _visits(control, plan, played, one, two)
     bare_bytes = _bytes(taps[0])
     progress("attacks on bare rows")
-    bare = View(control.name, "", provider.attack(shape), {}, provider.by_repeats(shape))
+    bare = View(control.name, "", provider.attack(shape, came), {}, provider.by_repeats(shape))
     limits: dict[str, dict[str, list[Score]]] = {}
     for lot in range(baselines):
         progress(f"random traffic, lot {lot + 1} of {baselines}")
         generator = torch.Generator().manual_seed(plan.seed + 1000 + lot)
-        for attack, scores in provider.attack(random_traffic(shape, played.truth.rows, generator)).items():
+        noise = random_traffic(shape, played.truth.rows, generator)
+        for attack, scores in provider.attack(noise, came.random(generator)).items():
             for goal, score in scores.items():
                 limits.setdefault(attack, {}).setdefault(goal, []).append(score)
     views: list[View] = []
@@ -218,14 +220,15 @@ async def _audit(
             continue
         progress(f"{scheme.name}: the tenant works")
         played, taps, effects = await _tap(scheme, plan, one, two)
+        visits = await _visits(scheme, plan, played, one, two)
         provider = Provider(public, plan, played)
         evidences = [collect(tap, effects) for tap in taps]
         whose = [""] if len(taps) == 1 else [f"executor {number + 1}" for number in range(len(taps))]
-        for who, evidence in zip(whose, evidences, strict=True):
+        for who, evidence, came in zip(whose, evidences, visits, strict=True):
             progress(f"{scheme.name}: attacks {who}")
             # A share of several is centered on its part of the row.
             whole = {place: stream._replace(rows=len(taps) * stream.rows) for place, stream in evidence.items()}
-            views.append(View(scheme.name, who, provider.attack(whole), {}, provider.by_repeats(whole)))
+            views.append(View(scheme.name, who, provider.attack(whole, came), {}, provider.by_repeats(whole)))
         if len(taps) > 1:
             progress(f"{scheme.name}: attacks of executors that collude")
             views.append(View(scheme.name, "both together", provider.attack(together(evidences)), {}, {}, control=True))
@@ -277,6 +280,19 @@ async def _tap(
         async with one.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as client:
             played = await play(client, list(one.layers), plan)
     return played, [tap.seen for tap in (first, second) if tap.seen], effects
+
+
+async def _visits(scheme: _Scheme, plan: Plan, played: Played, one: Executor, two: Executor) -> list[Visits]:
+    """What comes to each executor that is asked, where a client is opened for each text, and each comes twice."""
+    prompts = 2 * list(range(len(played.texts)))
+    seen: list[list[list[Seen]]] = [[], []]
+    for prompt in prompts:
+        with Wiretap(one) as first, Wiretap(two) as second:
+            async with one.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as client:
+                await visit(client, plan, played.texts[prompt])
+        seen[0].append(first.seen)
+        seen[1].append(second.seen)
+    return [Visits.collect(prompts, visits) for visits in seen if visits[0]]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from symbiosis.core.requests import Call, LayerSpec
 from symbiosis.privacy.audit.evidence import Place
 from symbiosis.privacy.audit.goals import Truth
 
-__all__ = ["Plan", "Recorder", "Stage", "build", "give_adapter", "lora", "play", "text"]
+__all__ = ["Plan", "Recorder", "Stage", "build", "give_adapter", "lora", "play", "text", "visit"]
 
 
 class Stage(IntEnum):
@@ -167,14 +167,7 @@ async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Played:
     for prompt in order.tolist():
         with recorder.at(Stage.GENERATE):
             prompts[recorder.walk] = prompt
-            ids = texts[prompt][None]
-            await client.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=plan.new_tokens,
-                min_new_tokens=plan.new_tokens,
-                do_sample=False,
-            )
+            await _generate(client, plan, texts[prompt][None])
     for _ in range(plan.repeats):
         with recorder.at(Stage.REPEAT), torch.no_grad():
             await client.forward(input_ids=texts[:1])
@@ -186,6 +179,22 @@ async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Played:
     hook.remove()
     client._link.channel = recorder._channel
     return Played(_truth(recorder, torch.cat(read), adapter), prompts, texts)
+
+
+async def visit(client: Client, plan: Plan, prompt: torch.Tensor) -> None:
+    """What somebody does who opens a client for one text [length]."""
+    give_adapter(client.model, plan)
+    await _generate(client, plan, prompt[None])
+
+
+async def _generate(client: Client, plan: Plan, ids: torch.Tensor) -> None:
+    await client.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=plan.new_tokens,
+        min_new_tokens=plan.new_tokens,
+        do_sample=False,
+    )
 
 
 def _adapter(model: Any, layers: list[LayerSpec]) -> dict[int, torch.Tensor]:

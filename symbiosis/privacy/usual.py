@@ -1,0 +1,127 @@
+"""How large rows usually are, by the public model: known before a tenant's first request, and to everybody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from symbiosis.core.requests import Key, Kind, LayerSpec
+from symbiosis.log import get_logger
+
+__all__ = ["Usual"]
+
+log = get_logger(__name__)
+
+_TOKENS = 64
+_BEGINNING = 4
+"""Tokens at the beginning of a text, which many models make hundreds of times as large as others."""
+
+
+class Usual:
+    """Sizes (root mean square) of rows in one walk of the public model, forward and back, over one constant text.
+
+    Layers that the walk did not reach are taken to be like others that read rows of their width. A model that takes no
+    token ids, or fails, is known nothing about, and a warning says so. Its weights, their gradients and torch's
+    generators stay as they are.
+
+    Args:
+        model: with all its weights.
+        layers: the layer table.
+        modules: the linear ones of these layers, by their numbers.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[LayerSpec], modules: Mapping[int, nn.Module]) -> None:
+        self._layers = layers
+        self._decode: dict[int, float] = {}
+        """Of the rows that a layer reads, the median."""
+        self._largest: dict[int, float] = {}
+        """Of the rows that a layer reads, the largest."""
+        self._gradients: dict[int, float] = {}
+        """Of the gradients of a layer's results, the largest, for a loss that is a sum over tokens."""
+        try:
+            self._walk(model, modules)
+        except Exception as error:  # noqa: BLE001 (whatever a model of the tenant's raises)
+            log.warning("the public model could not be walked; first requests show how large they are", why=str(error))
+        self.size = cache(self._size)
+
+    def _size(self, key: Key, kind: Kind) -> float | None:
+        """Of a request's largest row; of gradients, for a loss that is a sum over tokens. None if nothing is known."""
+        backward = key.pass_.is_backward
+        sizes = self._gradients if backward else self._decode if kind is Kind.DECODE else self._largest
+        known = [sizes[layer] for layer in key.layers if sizes.get(layer)]
+        if not known:
+            width = self._width(key.layers[0], backward)
+            alike = [size for layer, size in sizes.items() if size and self._width(layer, backward) == width]
+            return median(alike) if alike else None
+        return max(known)
+
+    def _width(self, layer: int, backward: bool) -> int:
+        return self._layers[layer].out_features if backward else self._layers[layer].in_features
+
+    def _walk(self, model: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+        thread = threading.get_ident()
+        leaves: list[torch.Tensor] = []
+
+        def reads(layer: int) -> Callable[..., Any]:
+            def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
+                if threading.get_ident() != thread:  # somebody else's, who uses the same model
+                    return None
+                (x,) = arguments
+                sizes = _sizes(x)
+                self._largest[layer] = max(self._largest.get(layer, 0.0), *sizes)
+                self._decode[layer] = median(sizes[_BEGINNING:] or sizes)
+                if x.requires_grad:
+                    return None
+                leaves.append(x.detach().requires_grad_())
+                return (leaves[-1],)
+
+            return hook
+
+        def gives(layer: int) -> Callable[..., None]:
+            def gradient(dy: torch.Tensor) -> None:
+                self._gradients[layer] = max(self._gradients.get(layer, 0.0), *_sizes(dy))
+
+            def hook(module: nn.Module, arguments: Any, y: torch.Tensor) -> None:
+                if threading.get_ident() == thread:
+                    y.register_hook(gradient)  # type: ignore[no-untyped-call]
+
+            return hook
+
+        with ExitStack() as hooks, torch.enable_grad():
+            for layer, module in modules.items():
+                hooks.callback(module.register_forward_pre_hook(reads(layer)).remove)
+                hooks.callback(module.register_forward_hook(gives(layer)).remove)
+            torch.autograd.grad(_loss(model), leaves, allow_unused=True)
+
+
+def _sizes(x: torch.Tensor) -> list[float]:
+    """The rms of each row that is finite."""
+    sizes: list[float] = x.detach().flatten(0, -2).float().square().mean(1).sqrt().tolist()
+    return [size for size in sizes if size < float("inf")] or [0.0]
+
+
+def _loss(model: nn.Module) -> torch.Tensor:
+    """Of the constant text: tokens that are frequent, by Zipf's law, in vocabularies that begin with frequent ones."""
+    config: Any = model.config
+    text = config.get_text_config()
+    many = text.vocab_size
+    ids = (many ** torch.linspace(0.1, 0.99, _TOKENS)).long()
+    ids = ids[torch.randperm(_TOKENS, generator=torch.Generator().manual_seed(0))][None]
+    begin = getattr(text, "bos_token_id", None)
+    if begin is not None:
+        ids[0, 0] = begin
+    ids = ids.to(next(model.parameters()).device)
+    more = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
+    logits = model(input_ids=ids, **more)[0].float()
+    classes = logits.shape[-1]
+    if logits.shape[:2] == ids.shape:
+        return F.cross_entropy(logits[0, :-1], ids[0, 1:] % classes, reduction="sum")
+    return F.cross_entropy(logits.flatten(0, -2), ids.new_zeros(logits[..., 0].numel()), reduction="sum")
