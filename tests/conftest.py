@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -23,6 +24,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ci")
+
+# Where a shell began the tests in the background, they and the processes that they start would not hear a Ctrl-C.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # the models are tiny; a second thread costs more than it brings
 

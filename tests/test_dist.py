@@ -583,9 +583,9 @@ async def test_who_announces_and_does_not_send(base: Any) -> None:
                 await in_thread(receive, mallory)
                 for id_ in range(3):
                     mallory.send(a_call(id_, 3000))
-                await alice.forward(input_ids=IDS)
                 while (await in_thread(receive, mallory))[0] is Type.RENDEZVOUS:
                     pass
+                await alice.forward(input_ids=IDS)
                 await until(lambda: executor.status()["clients"] == ["alice"])
             await alice.forward(input_ids=IDS)
 

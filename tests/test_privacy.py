@@ -336,7 +336,8 @@ def test_threads_share_a_channel(name: str) -> None:
 @given(data=st.data())
 def test_accuracy_is_kept(name: str, data: st.DataObject) -> None:
     """``accuracy=`` is the error that comes out at most, relative to what the largest row of the request comes to;
-    after larger rows, to what those came to, or 16 times this request's, whichever is less."""
+    after larger rows, to what those came to, or 16 times this request's, whichever is less; or never more than this
+    request's, where the weights are at hand."""
     dtype, accuracy = data.draw(
         st.sampled_from([(torch.float32, 1e-5), (torch.float32, 1e-4), (torch.float32, 1e-2), (torch.float64, 1e-9)])
     )
@@ -355,7 +356,7 @@ def test_accuracy_is_kept(name: str, data: st.DataObject) -> None:
             (y,) = masking.ask((1,), Pass.FORWARD, x)
             error = (y.double() - reference(masking.channels[0].table[1], Pass.FORWARD, x)).square().mean(dim=1).sqrt()
             largest = x.double().norm(dim=1).amax().item()
-            size = min(16 * largest, max(largest, before))
+            size = largest if name in WRAPPED else min(16 * largest, max(largest, before))
             assert error.max() <= accuracy * size * weight.double().square().mean().sqrt()
             before = max(before, largest)
 

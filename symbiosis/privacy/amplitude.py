@@ -109,7 +109,8 @@ def scale_for(name: str, scale: float | None, accuracy: float | None, dtype: tor
 
     An accuracy is the greatest error of a request's results, root mean square over their columns, relative to what
     its largest row comes to (its norm times the weight's rms). It is kept while amplitudes are as the request needs
-    them; after larger rows it may be missed by as many times as those were larger, up to :data:`SPAN` times.
+    them; after larger rows it may be missed by as many times as those were larger, up to :data:`SPAN` times, by schemes
+    without the public weights at hand.
 
     Args:
         dtype: of the rows.

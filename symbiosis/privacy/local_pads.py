@@ -59,10 +59,10 @@ class LocalPads(Scheme):
         folder: where pads, their key and their counters outlive the process; by default they do not. One client at a
             time.
         when_out: ``"wait"`` until more are computed, or ``"error"``.
-        scale: how far the amplitude is above the rows. It hides nothing more; it makes wrapped numbers rarer.
+        scale: how far the amplitude is above the rows at most; at least it is a sixteenth of that. A larger one hides
+            nothing more; it makes wrapped numbers rarer.
         accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
-            comes to; after larger rows it may be up to 16 times that, see
-            :func:`~symbiosis.privacy.amplitude.scale_for`.
+            comes to; see :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
         PrivacyError: a value that means nothing.

@@ -51,9 +51,9 @@ class SecretShares(Scheme):
             say a little about rows without.
         options: of the transport to the other one, where they differ from the client's own: with two providers,
             ``{"key": "other.secret"}``. (``options.key=other.secret`` on the command line.)
-        scale: how far the shares are above the rows. With a model it hides nothing more.
+        scale: how far the shares are above the rows. With a model, at most; a larger one hides nothing more then.
         accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
-            comes to; after larger rows it may be up to 16 times that, see
+            comes to; without a model, after larger rows, it may be up to 16 times that, see
             :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
