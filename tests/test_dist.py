@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireE
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lane_process, rendezvous, wire
 from symbiosis.transports.keys import new_key
-from symbiosis.transports.lane_process import LaneProcess
+from symbiosis.transports.lane_process import LaneProcess, LaneProcesses
 from symbiosis.transports.lanes import Lanes
 from symbiosis.transports.rendezvous import EXECUTOR, TENANT, Note
 from symbiosis.transports.tcp_connection import Connection
@@ -45,6 +46,23 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lanes of hostile clients end within the test."""
     monkeypatch.setattr(rendezvous, "WITHIN_S", 10.0)
     monkeypatch.setattr(rendezvous, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _held() -> Iterator[list[LaneProcesses]]:
+    """The process that forks lanes stays from one test to the next: it takes a second to load torch."""
+    held = [LaneProcesses.take()]
+    yield held
+    for processes in held:
+        processes.close()
+
+
+@pytest.fixture
+def _not_held(_held: list[LaneProcesses]) -> Iterator[None]:
+    """It ends with the test's last listener."""
+    _held.pop().close()
+    yield
+    _held.append(LaneProcesses.take())
 
 
 # --------------------------------------------------------------------------------------------------------- equivalence
@@ -244,6 +262,7 @@ def children() -> set[int]:
     return found
 
 
+@pytest.mark.usefixtures("_not_held")
 async def test_reconnects_pile_nothing_up(base: Any) -> None:
     """Lanes whose client does not come to the rendezvous end with its connection, not with gloo's patience."""
     async with symbiosis.Executor(base) as executor:
@@ -401,6 +420,26 @@ async def test_a_lane_is_not_told_to_remember_without_end(base: Any, monkeypatch
         await vandal.wait()
 
 
+@pytest.mark.usefixtures("_not_held")
+async def test_listeners_share_the_process_that_forks(base: Any) -> None:
+    """It ends with the last of them."""
+    before = children()
+    async with symbiosis.Executor(base, name="one") as one, symbiosis.Executor(base, name="two") as two:
+        first, second = await one.listen(LOCAL, insecure=True), await two.listen(LOCAL, insecure=True)
+        forks = children() - before
+        assert len(forks) == 1
+        await first.close()
+        async with symbiosis.connect(second.address) as remote, remote.client() as client:
+            await client.forward(input_ids=IDS)
+            assert forks <= children()
+        await second.close()
+        await until(lambda: not children() - before)
+        third = await two.listen(LOCAL, insecure=True)
+        async with symbiosis.connect(third.address) as remote, remote.client() as client:
+            await client.forward(input_ids=IDS)
+
+
+@pytest.mark.usefixtures("_not_held")
 async def test_the_process_that_forks_may_be_killed(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         before = children()

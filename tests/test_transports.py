@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from symbiosis.testing.transport import TransportConformance
 from symbiosis.transports import rendezvous
 from symbiosis.transports.keys import new_key
+from symbiosis.transports.lane_process import LaneProcesses
 
 _names = itertools.count(1)
 
@@ -73,7 +75,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.fixture(scope="module")
+def forks() -> Iterator[None]:
+    """The process that forks lanes stays from one test to the next: it takes a second to load torch."""
+    processes = LaneProcesses.take()
+    yield
+    processes.close()
+
+
+@pytest.mark.usefixtures("impatient", "forks")
 class TestDist(TestTcp):
     """Over gloo; NCCL takes two GPUs."""
 
@@ -84,7 +94,7 @@ class TestDist(TestTcp):
         return {"insecure": True}
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("impatient", "forks")
 class TestDistWithKeys(TestTcpWithKeys):
     def address(self, folder: Path) -> str:
         return "dist://127.0.0.1:0"

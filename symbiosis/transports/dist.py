@@ -209,7 +209,7 @@ class DistListener(TcpListener):
     def open(self, address: str) -> None:
         super().open(address)
         if self.backend == "gloo":
-            self.processes = LaneProcesses()
+            self.processes = LaneProcesses.take()
 
     async def close(self) -> None:
         await super().close()

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -51,13 +51,28 @@ ORDER, DONE, PORT, FAILED = b"o", b"d", b"p", b"f"
 
 
 class LaneProcesses:
-    """Forks lanes, from a process that has nothing but torch in its memory."""
+    """Forks lanes, from a process that has nothing but torch in its memory: one for all listeners of this process, as
+    torch takes a second to load. Used by any thread."""
+
+    _here: ClassVar[LaneProcesses | None] = None
+    _taking: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._closed = False
+        self._users = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
         self._start()
+
+    @classmethod
+    def take(cls) -> LaneProcesses:
+        """Those of this process, until :meth:`close`."""
+        with cls._taking:
+            if cls._here is None or cls._here._pid != os.getpid():
+                cls._here = cls()
+            cls._here._users += 1
+            return cls._here
 
     def _start(self) -> None:
         self._stop()
@@ -83,17 +98,18 @@ class LaneProcesses:
         Raises:
             BrokenError: that cannot be done here.
         """
-        for last in (False, True):
-            try:
-                if self._closed:
-                    raise OSError("the listener is closed")
-                assert self._control is not None
-                socket.send_fds(self._control, [order], list(descriptors), socket.MSG_DONTWAIT)
-                return
-            except OSError as error:
-                if last or self._closed:
-                    raise BrokenError(f"cannot start a process for a lane: {error.strerror or error}") from error
-                self._start()  # somebody has ended it
+        with self._lock:
+            for last in (False, True):
+                try:
+                    if not self._users:
+                        raise OSError("the listener is closed")
+                    assert self._control is not None
+                    socket.send_fds(self._control, [order], list(descriptors), socket.MSG_DONTWAIT)
+                    return
+                except OSError as error:
+                    if last or not self._users:
+                        raise BrokenError(f"cannot start a process for a lane: {error.strerror or error}") from error
+                    self._start()  # somebody has ended it
 
     def _stop(self) -> None:
         if self._control is not None and self._server is not None:
@@ -102,9 +118,16 @@ class LaneProcesses:
             self._server.wait()
 
     def close(self) -> None:
-        """End the process that forks; lanes are closed by those who opened them. Blocks, for a moment."""
-        self._closed = True
-        self._stop()
+        """When nobody else has taken it, end the process that forks; lanes are closed by those who opened them. Blocks,
+        for a moment."""
+        with self._taking:
+            self._users -= 1
+            if self._users:
+                return
+            if type(self)._here is self:
+                type(self)._here = None
+        with self._lock:
+            self._stop()
 
 
 class _Job(NamedTuple):
