@@ -247,3 +247,26 @@ async def test_client_on_another_device_name(executor: symbiosis.Executor) -> No
     async with executor.client(lora(), device="cpu") as client:
         assert next(client.model.parameters()).device == torch.device("cpu")
         await client.train_step(BATCH, adamw(client.model))
+
+
+async def test_cores_are_left_to_others(executor: symbiosis.Executor) -> None:
+    """A client's own thread takes all that torch gives it while nobody else is there, and half beside others."""
+    seen: list[int] = []
+
+    class Looking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(torch.get_num_threads())
+            super().step(closure)
+
+    torch.set_num_threads(6)
+    try:
+        async with executor.client(lora(), seed=0) as client:
+            optimizer = Looking(client.model.parameters(), lr=1e-3)
+            await client.train_step(BATCH, optimizer)
+            async with executor.client():
+                await client.train_step(BATCH, optimizer)
+            await client.train_step(BATCH, optimizer)
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [6, 3, 6]

@@ -731,9 +731,9 @@ def test_a_process_that_gives_way_already(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_thread_of_pads_that_ends_anywhere_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Layers(32, 8)
-    for name in ("_alone", "_give_way"):
+    for name in ("use_cores", "_give_way"):
         with monkeypatch.context() as patch:
-            patch.setattr(local_pads, name, lambda: 1 / 0)
+            patch.setattr(local_pads, name, lambda *_: 1 / 0)
             with Masking(LocalPads(model, rows=4), model) as masking:
                 masking.channel.mask._thread.join(300)  # type: ignore[attr-defined]
                 with pytest.raises(PrivacyError, match="no more pads"):

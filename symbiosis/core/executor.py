@@ -273,7 +273,9 @@ class Executor:
             channel = await make_transport(self._address).connect(self._address, name, terms)
             return channel if scheme is None else await scheme.wrap(channel, self._address, terms, {})
 
-        return Client(connect, peft_config, name=name, seed=seed, device=device)
+        return Client(
+            connect, peft_config, name=name, seed=seed, device=device, crowded=lambda: len(self._sessions) > 1
+        )
 
     def statistics(self) -> Statistics:
         """Requests, batches, rows and waits so far, per layer and per client."""

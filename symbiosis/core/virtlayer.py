@@ -47,7 +47,7 @@ __all__ = [
 
 
 on_thread = threading.local()
-"""``link``: whose backward thread this is."""
+"""``link``: whose backward thread this is. ``cores``: how many its operators use when it has the process to itself."""
 
 
 class _Model:

@@ -12,7 +12,6 @@ next one is all there is to remember.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from symbiosis.core.cores import use_cores
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.errors import ClientClosedError, PrivacyError
@@ -303,7 +303,7 @@ class Pads:
 
     def _work(self) -> None:
         try:
-            _alone()
+            use_cores(1)
             _give_way()
             with torch.no_grad():
                 while self._make():
@@ -371,15 +371,6 @@ def _not_kept(error: OSError) -> PrivacyError:
         f"local-pads: it cannot be kept on disk which pads are used ({error.strerror or error}), so none can be; "
         "nothing was sent. Make room, and try again"
     )
-
-
-def _alone() -> None:
-    """Have operators of this thread use no other threads. (``torch.set_num_threads`` is also for whatever thread is
-    started later.)"""
-    torch.get_num_threads()  # torch gives a thread its number when that is first asked for
-    set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
-    if set_num_threads is not None:
-        set_num_threads(1)
 
 
 def _give_way() -> None:
