@@ -36,7 +36,7 @@ from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass, expected
 from symbiosis.core.share import weights_fingerprint
 from symbiosis.errors import ExecutorClosedError, PrivacyError, UnknownNameError, UsageError
 from symbiosis.privacy import LocalPads, MaskedChannel, MixedNoise, NoisePool, SecretShares, keystream, local_pads
-from symbiosis.privacy.amplitude import ERROR_PER_SCALE, Levels, size_of
+from symbiosis.privacy.amplitude import Levels, error_per_scale, size_of
 from symbiosis.privacy.cycle import Cycle
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.masks import Asked, Masked
@@ -195,7 +195,7 @@ def assert_accurate(
     # Of the result itself, and of a sum that begins with the bias and goes on, term after term, at its size.
     rounding = wanted.norm() * (2 * torch.finfo(result.dtype).eps + math.sqrt(x.shape[1]) * torch.finfo(work).eps)
     rounding += math.sqrt(wanted.numel()) * torch.finfo(result.dtype).tiny * torch.finfo(result.dtype).eps  # subnormal
-    unit = ERROR_PER_SCALE * (2.0**-29 if result.dtype is torch.float64 else 1.0)
+    unit = error_per_scale(x.shape[1], result.dtype)
     assert error <= (scale + 1) * unit * size + rounding, (error / size, scale * unit)
 
 
@@ -361,13 +361,31 @@ def test_accuracy_is_kept(name: str, data: st.DataObject) -> None:
             before = max(before, largest)
 
 
+@ALL
+@pytest.mark.parametrize("width", [16_384, 53_248])
+def test_accuracy_is_kept_by_wide_layers(name: str, width: int) -> None:
+    model = Layers(width, 16)
+    generator = torch.Generator().manual_seed(1)
+    with Masking(SCHEMES[name](model, accuracy=1e-3), model) as masking:
+        weight: Any = masking.channels[0].table[1].module.weight
+        for rows in (1, 4, 20):
+            x = torch.randn(rows, width, generator=generator)
+            (y,) = masking.ask((1,), Pass.FORWARD, x)
+            error = (y.double() - reference(masking.channels[0].table[1], Pass.FORWARD, x)).square().mean(dim=1).sqrt()
+            size = x.double().norm(dim=1).amax() * weight.double().square().mean().sqrt()
+            assert 1e-5 * size < error.max() <= 1e-3 * size  # as much as that it may be, to hide the more
+
+
 def test_accuracy_depends_on_what_rows_are_in() -> None:
     """In fp64 it can be far better; in fp32 it is refused, when it is known that rows are."""
-    assert NoisePool(accuracy=1e-4).scale_at(Direct(Layers())) == pytest.approx(1e-4 / ERROR_PER_SCALE)  # type: ignore[arg-type]
+    assert NoisePool(accuracy=1e-4).scale_at(Direct(Layers())) == pytest.approx(1e-4 / 1.5e-6)  # type: ignore[arg-type]
     fine = LocalPads(Layers(dtype=torch.float64), accuracy=1e-9)
     with Masking(fine, Layers(dtype=torch.float64)):
         pass
-    with pytest.raises(PrivacyError, match=r"accuracy=1e-09 leaves no room for noise; with rows in fp32 1.5e-06"):
+    with pytest.raises(
+        PrivacyError,
+        match=r"accuracy=1e-09 leaves no room for noise; with rows in fp32, up to 80 columns wide, 1.5e-06",
+    ):
         Masking(LocalPads(Layers(), accuracy=1e-9), Layers())
     assert repr(fine).endswith("accuracy=1e-09")
 
@@ -508,6 +526,18 @@ def test_amplitudes_of_who_has_the_weights_begin_where_rows_usually_are() -> Non
     ]
     for rows in (1, 7, 64):
         assert levels.at(backward, Kind.FINETUNE, rows, 16 / rows) == 64 / 2.0 ** math.floor(math.log2(rows))
+
+
+def test_a_model_that_cannot_be_walked(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """First requests show their size then, and the tenant is told."""
+    model = Layers()
+    del model.config
+    x = torch.randn(2, 24, generator=torch.Generator().manual_seed(1))
+    with Masking(LocalPads(model, rows=4), model) as masking:
+        (y,) = masking.ask((0,), Pass.FORWARD, x)
+        assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
+        assert masking.amplitudes == [size_of(x, 128).amplitude]
+    assert "first requests show how large they are" in caplog.text + capsys.readouterr().out
 
 
 def test_mixed_noise_leaves_the_rest_bare_and_says_so() -> None:

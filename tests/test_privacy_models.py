@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import random
 import threading
 from collections.abc import AsyncIterator
@@ -18,14 +19,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import T5Config, T5ForConditionalGeneration
 
 import symbiosis
-from symbiosis.core.requests import Pass
+from symbiosis.core.layers import base_layer, is_linear
+from symbiosis.core.requests import Key, Kind, Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap, keystream, local_pads
 from symbiosis.privacy.amplitude import DEFAULT_SCALE
 from symbiosis.privacy.audit.evidence import Place
 from symbiosis.privacy.audit.scene import Recorder
+from symbiosis.privacy.usual import Usual
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora, until
 
@@ -311,6 +316,58 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
         # On average x goes along with x + n as |x| / |n| at most; the rest is chance, for rows of 32 numbers or more.
         bound = 3**0.5 / scale + 6 / (32 * len(alike)) ** 0.5
         assert alike.mean().abs() < (bound if name != "noise-pool" else 0.1)  # a pool has few vectors, used often
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
+async def test_first_requests_show_no_sizes(architecture: str, name: str) -> None:
+    """With a client for each text, amplitudes would tell which ones are alike. They are the same for all."""
+    model = tiny_model(architecture)
+    generator = torch.Generator().manual_seed(7)
+    config = LoraConfig(fan_in_fan_out=architecture == "gpt2")  # begins as the base model, and moves away from it
+    amplitudes = set()
+    async with executors(model, name) as (one, *_):
+        for _ in range(6):
+            ids = torch.randint(2, 60, (2, 9), generator=generator)
+            with Wiretap(one) as tap:
+                async with one.client(config, seed=0, privacy=scheme(name, model)) as client:
+                    await client.generate(input_ids=ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
+                    await client.train_step({"input_ids": ids, "labels": ids}, adamw(client.model))
+            # Of 32 uniform numbers and more, the largest is in the upper half.
+            largest = [float(seen.tensors[-1].abs().max()) for seen in tap.seen]
+            amplitudes.add(tuple(math.ceil(math.log2(size)) for size in largest))
+    assert len(amplitudes) == 1
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
+def test_how_large_rows_usually_are(architecture: str) -> None:
+    """Every layer is known, for rows and gradients, and the tenant's model is left as it was."""
+    if architecture == "t5":
+        config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
+        model: Any = T5ForConditionalGeneration(config).eval()
+    else:
+        model = tiny_model(architecture)
+    model.requires_grad_(True)
+    modules = {index: module for index, module in enumerate(model.modules()) if is_linear(module)}
+    specs = {index: base_layer(index, "", module).spec for index, module in modules.items()}
+    random_state = torch.get_rng_state()
+    usual = Usual(model, specs, modules)  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules.values())
+    for index in modules:
+        largest, token, gradient = (
+            usual.size(Key((index,), pass_), kind)
+            for pass_, kind in (
+                (Pass.FORWARD, Kind.PREFILL),
+                (Pass.FORWARD, Kind.DECODE),
+                (Pass.BACKWARD, Kind.FINETUNE),
+            )
+        )
+        assert largest
+        assert token
+        assert gradient
+        assert token <= largest
 
 
 async def test_the_wiretap_sees_what_a_client_sends(base: Any) -> None:

@@ -47,6 +47,7 @@ COLUMNS = {
 
 
 def simulate(
+    context: typer.Context,
     trace: Annotated[
         Path | None,
         typer.Argument(
@@ -96,26 +97,12 @@ def simulate(
         symbiosis simulate --machine here --requests 24 --lengths 0.05 --clients 8 --no-paced --check
     """
     from symbiosis.core.registry import make_policy
-    from symbiosis.errors import UsageError
     from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.outcome import SLO
     from symbiosis.simulation.replay import Load
     from symbiosis.simulation.trace import read_trace, scaled, synthetic
 
-    if check and machine is not Machine.HERE:
-        raise UsageError(
-            "--check plays the load to a real executor, so the costs must be measured here: --machine here"
-        )
-    if check and executors > 1:
-        raise UsageError("--check plays the load to one executor; leave --executors out")
-    for option, value in (("rate", rate), ("speed", speed), ("lengths", lengths), ("slo-ms", slo_ms)):
-        if not value < math.inf:
-            raise UsageError(f"--{option} is {value}; it must be a finite number")
-    for file in (json, plot):
-        if file is not None:
-            writable(file)
-    if plot is not None and plot.suffix not in PLOTS:
-        raise UsageError(f"--plot {plot}: give a file that ends in {', '.join(PLOTS)}")
+    _check_options(context)
     policies = policy or [
         "no-lockstep",
         "lockstep",
@@ -137,6 +124,48 @@ def simulate(
         write_json(json, _as_data(costs, load, results, real))
     if plot is not None:
         _plot(plot, results, slo)
+
+
+def _check_options(context: typer.Context) -> None:
+    """Before any work.
+
+    Raises:
+        UsageError: an option that cannot be, or that would mean nothing beside the others.
+    """
+    from symbiosis.errors import UsageError
+
+    given = context.params
+    here = given["machine"] is Machine.HERE
+    if given["check"] and not here:
+        raise UsageError(
+            "--check plays the load to a real executor, so the costs must be measured here: --machine here"
+        )
+    if given["check"] and given["executors"] > 1:
+        raise UsageError("--check plays the load to one executor; leave --executors out")
+    means_nothing = {
+        "rate": "the trace has its own" if given["trace"] else "",
+        "seed": "the trace is not made up" if given["trace"] else "",
+        "model": "the costs are measured here; --preset says on which model" if here else "",
+        "preset": "it is for --machine here" if not here else "",
+        "base_layers": "it is for --machine here" if not here else "",
+        "rows": "nobody fine-tunes; give --finetune too" if not given["finetune"] else "",
+    }
+    for name, why in means_nothing.items():
+        source = context.get_parameter_source(name)
+        if why and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{name.replace('_', '-')} means nothing here: {why}")
+    for name in ("rate", "speed", "lengths", "slo_ms", "ttft_ms"):
+        if not given[name] < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} is {given[name]}; it must be a finite number")
+    policies = given["policy"] or []
+    for spec in policies:
+        if policies.count(spec) > 1:
+            raise UsageError(f"--policy {spec} is given {policies.count(spec)} times; once is enough")
+    for file in (given["json"], given["plot"]):
+        if file is not None:
+            writable(file)
+    if given["plot"] is not None and given["plot"].suffix not in PLOTS:
+        raise UsageError(f"--plot {given['plot']}: give a file that ends in {', '.join(PLOTS)}")
 
 
 def _calibrate(preset: str, base_layers: str) -> Costs:

@@ -19,12 +19,34 @@ from symbiosis.core.requests import Key, Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.usual import Usual
 
-__all__ = ["DEFAULT_SCALE", "SPAN", "Levels", "Size", "scale_for", "size_of", "whole"]
+__all__ = [
+    "DEFAULT_SCALE",
+    "SPAN",
+    "WRAPPED_SCALE",
+    "Levels",
+    "Size",
+    "error_per_scale",
+    "scale_for",
+    "size_of",
+    "whole",
+]
 
 DEFAULT_SCALE = 256.0
-ERROR_PER_SCALE = 1.5e-6
-"""Error of results in fp32 for each unit of scale, at most, relative to what a row of the size that the amplitude is
-made for comes to (its norm times the weight's rms): 0.25e-6 to 1.3e-6 were measured, widths of 64 to 4096."""
+WRAPPED_SCALE = 2048.0
+"""For who has the public weights: the most, where the usual is an eighth to a sixteenth of it. Logits are as accurate
+then as with the other default (3.6e-4; 4.5e-5 with that, and a third more time for decoding, as more is wrapped)."""
+_ERROR = 1.5e-6
+_WIDE = 4096
+
+
+def error_per_scale(width: int, dtype: torch.dtype = torch.float32) -> float:
+    """Error of results for each unit of scale, at most, relative to what a row of the size that the amplitude is made
+    for comes to (its norm times the weight's rms). In fp32 0.25e-6 to 1.3e-6 were measured at widths of 64 to 4096; and
+    times 2.7 from there to 53,248, a little less than the square root of the width says."""
+    error = _ERROR * math.sqrt(max(1.0, width / _WIDE))
+    return error * 2.0**-29 if dtype is torch.float64 else error
+
+
 _MOST_SCALE = 2.0**20
 _MOST = 2.0**80
 """Amplitudes beyond ±80 powers of two would leave no room for products in fp32."""
@@ -104,7 +126,9 @@ def size_of(x: torch.Tensor, scale: float) -> Size:
     return Size(_power(size), True)
 
 
-def scale_for(name: str, scale: float | None, accuracy: float | None, dtype: torch.dtype = torch.float32) -> float:
+def scale_for(
+    name: str, scale: float | None, accuracy: float | None, dtype: torch.dtype = torch.float32, width: int = 1
+) -> float:
     """The scale that was asked for, or that follows from an accuracy.
 
     An accuracy is the greatest error of a request's results, root mean square over their columns, relative to what
@@ -114,6 +138,7 @@ def scale_for(name: str, scale: float | None, accuracy: float | None, dtype: tor
 
     Args:
         dtype: of the rows.
+        width: columns of the widest rows.
 
     Raises:
         PrivacyError: both are given, or neither means anything.
@@ -123,11 +148,12 @@ def scale_for(name: str, scale: float | None, accuracy: float | None, dtype: tor
     if accuracy is not None:
         if not isinstance(accuracy, int | float) or not 0 < accuracy < 1:
             raise PrivacyError(f"{name}: accuracy is {accuracy!r}; give the relative error you accept, such as 1e-4")
-        limit = ERROR_PER_SCALE * (2.0**-29 if dtype is torch.float64 else 1.0)
+        limit = error_per_scale(width, dtype)
         if accuracy < limit:
+            precision = "fp64" if dtype is torch.float64 else "fp32"
             raise PrivacyError(
-                f"{name}: accuracy={accuracy:g} leaves no room for noise; with rows in "
-                f"{'fp64' if dtype is torch.float64 else 'fp32'} {limit:.1e} is the limit"
+                f"{name}: accuracy={accuracy:g} leaves no room for noise; with rows in {precision}, up to {width:,} "
+                f"columns wide, {limit:.1e} is the limit"
             )
         return min(accuracy / limit, _MOST_SCALE)
     scale = DEFAULT_SCALE if scale is None else scale

@@ -30,7 +30,7 @@ from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.log import get_logger
-from symbiosis.privacy.amplitude import Levels, whole
+from symbiosis.privacy.amplitude import WRAPPED_SCALE, Levels, whole
 from symbiosis.privacy.keystream import BITS, Keystream, blocks
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights, own_weights
@@ -85,7 +85,7 @@ class LocalPads(Scheme):
         if folder is not None and not isinstance(folder, str | Path):
             raise PrivacyError(f"{self.name}: folder is {folder!r}; give a path (./{folder} on the command line)")
         self.model, self.rows, self.folder, self.when_out = model, rows, folder, when_out
-        self._aims_at(scale, accuracy)
+        self._aims_at(scale, accuracy, WRAPPED_SCALE)
 
     def __repr__(self) -> str:
         return f"{self.name}:rows={self.rows},when_out={self.when_out},{self._said()}"

@@ -38,11 +38,13 @@ class Scheme(ABC):
         Raises:
             PrivacyError: its rows leave no room for noise at this accuracy.
         """
-        return scale_for(self.name, self.scale, self.accuracy, channel.layers[0].dtype)
+        linear = [spec for spec in channel.layers if spec.linear] or list(channel.layers)
+        widest = max(max(spec.in_features, spec.out_features) for spec in linear)
+        return scale_for(self.name, self.scale, self.accuracy, linear[0].dtype, widest)
 
-    def _aims_at(self, scale: float | None, accuracy: float | None) -> None:
+    def _aims_at(self, scale: float | None, accuracy: float | None, default: float = DEFAULT_SCALE) -> None:
         scale_for(self.name, scale, accuracy, torch.float64)  # whether they mean anything
-        self.scale = DEFAULT_SCALE if scale is None and accuracy is None else scale
+        self.scale = default if scale is None and accuracy is None else scale
         self.accuracy = accuracy
 
     def _said(self) -> str:

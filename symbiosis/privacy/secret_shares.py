@@ -29,7 +29,7 @@ from torch import nn
 from symbiosis.core.protocols import Channel, Identity
 from symbiosis.core.requests import Call, Kind
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.amplitude import Levels
+from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE, Levels
 from symbiosis.privacy.keystream import BITS, Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked
 from symbiosis.privacy.own_weights import OwnWeights, own_weights
@@ -71,7 +71,7 @@ class SecretShares(Scheme):
         accuracy: float | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._aims_at(scale, accuracy)
+        self._aims_at(scale, accuracy, DEFAULT_SCALE if model is None else WRAPPED_SCALE)
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
             raise PrivacyError(f"{self.name}: addresses are {addresses!r}; give a list of two: [address1, address2]")
         if (with_ is None) == (not addresses) or (addresses and len(addresses) != 2):

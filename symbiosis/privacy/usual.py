@@ -68,7 +68,8 @@ class Usual:
 
     def _walk(self, model: nn.Module, modules: Mapping[int, nn.Module]) -> None:
         thread = threading.get_ident()
-        leaves: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
+        """Of layers: enough for gradients to come to all of them."""
 
         def reads(layer: int) -> Callable[..., Any]:
             def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
@@ -78,10 +79,10 @@ class Usual:
                 sizes = _sizes(x)
                 self._largest[layer] = max(self._largest.get(layer, 0.0), *sizes)
                 self._decode[layer] = median(sizes[_BEGINNING:] or sizes)
-                if x.requires_grad:
+                if x.requires_grad and inputs:
                     return None
-                leaves.append(x.detach().requires_grad_())
-                return (leaves[-1],)
+                inputs.append(x if x.requires_grad else x.detach().requires_grad_())
+                return (inputs[-1],)
 
             return hook
 
@@ -99,7 +100,7 @@ class Usual:
             for layer, module in modules.items():
                 hooks.callback(module.register_forward_pre_hook(reads(layer)).remove)
                 hooks.callback(module.register_forward_hook(gives(layer)).remove)
-            torch.autograd.grad(_loss(model), leaves, allow_unused=True)
+            torch.autograd.grad(_loss(model), inputs, allow_unused=True)
 
 
 def _sizes(x: torch.Tensor) -> list[float]:
