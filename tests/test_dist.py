@@ -424,11 +424,14 @@ async def test_a_lane_is_not_told_to_remember_without_end(base: Any, monkeypatch
 async def test_listeners_share_the_process_that_forks(base: Any) -> None:
     """It ends with the last of them."""
     before = children()
-    async with symbiosis.Executor(base, name="one") as one, symbiosis.Executor(base, name="two") as two:
-        first, second = await one.listen(LOCAL, insecure=True), await two.listen(LOCAL, insecure=True)
+    async with symbiosis.Executor(base, name="two") as two:
+        second = await two.listen(LOCAL, insecure=True)
         forks = children() - before
         assert len(forks) == 1
-        await first.close()
+        async with symbiosis.Executor(base, name="one") as one:
+            first = await one.listen(LOCAL, insecure=True)
+            assert children() - before == forks
+            await first.close()  # and once more by its executor
         async with symbiosis.connect(second.address) as remote, remote.client() as client:
             await client.forward(input_ids=IDS)
             assert forks <= children()

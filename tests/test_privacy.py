@@ -529,15 +529,15 @@ def test_amplitudes_of_who_has_the_weights_begin_where_rows_usually_are() -> Non
 
 
 def test_a_model_that_cannot_be_walked(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    """First requests show their size then, and the tenant is told."""
+    """Amplitudes begin at a constant then, and the tenant is told."""
     model = Layers()
     del model.config
     x = torch.randn(2, 24, generator=torch.Generator().manual_seed(1))
     with Masking(LocalPads(model, rows=4), model) as masking:
         (y,) = masking.ask((0,), Pass.FORWARD, x)
         assert_accurate(y, masking.channels[0].table[0], Pass.FORWARD, x, 256)
-        assert masking.amplitudes == [size_of(x, 128).amplitude]
-    assert "first requests show how large they are" in caplog.text + capsys.readouterr().out
+        assert masking.amplitudes == [512.0]
+    assert "how large rows usually are is guessed" in caplog.text + capsys.readouterr().out
 
 
 def test_mixed_noise_leaves_the_rest_bare_and_says_so() -> None:

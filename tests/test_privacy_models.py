@@ -341,18 +341,19 @@ async def test_first_requests_show_no_sizes(architecture: str, name: str) -> Non
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
 def test_how_large_rows_usually_are(architecture: str) -> None:
-    """Every layer is known, for rows and gradients, and the tenant's model is left as it was."""
+    """Every layer has a size, for rows and gradients, and the tenant's model is left as it was."""
     if architecture == "t5":
         config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
         model: Any = T5ForConditionalGeneration(config).eval()
     else:
         model = tiny_model(architecture)
-    model.requires_grad_(True)
+    model.requires_grad_(True).train()
     modules = {index: module for index, module in enumerate(model.modules()) if is_linear(module)}
     specs = {index: base_layer(index, "", module).spec for index, module in modules.items()}
     random_state = torch.get_rng_state()
     usual = Usual(model, specs, modules)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules.values())
     for index in modules:

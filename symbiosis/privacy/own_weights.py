@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class OwnWeights:
         for layer, module in linear.items():
             weight: Any = module.weight
             self._weights[layer] = weight.detach().to(layers[layer].dtype), isinstance(module, nn.Linear)
-        self.usual = Usual(found, layers, linear)
+        self.usual = _usual(found, weights, layers, linear)
 
     def effects(self, asked: Asked, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What noise [n, width] becomes at the executor, for each layer of a key: [n, out]."""
@@ -85,6 +85,9 @@ def own_weights(model: str | Path | nn.Module, channel: Channel, scheme: str) ->
     Loads a model, so it takes its time. Raises what :class:`OwnWeights` does."""
     weights = channel.identity().weights
     key = id(model) if isinstance(model, nn.Module) else str(model), weights
+    found = _loaded.get(key)
+    if found is not None:  # without a wait for who loads another one
+        return found
     with _loading:
         found = _loaded.get(key)
         if found is None:
@@ -92,6 +95,15 @@ def own_weights(model: str | Path | nn.Module, channel: Channel, scheme: str) ->
         return found
 
 
+def _usual(model: nn.Module, weights: str, layers: Sequence[LayerSpec], modules: Mapping[int, nn.Module]) -> Usual:
+    """A model is walked once, however many clients come and go."""
+    known = _walked.setdefault(model, {})
+    if weights not in known:
+        known[weights] = Usual(model, layers, modules)
+    return known[weights]
+
+
+_walked: weakref.WeakKeyDictionary[nn.Module, dict[str, Usual]] = weakref.WeakKeyDictionary()
 _loading = threading.Lock()
 _loaded: weakref.WeakValueDictionary[tuple[int | str, str], OwnWeights] = weakref.WeakValueDictionary()
 

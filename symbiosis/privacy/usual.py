@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from symbiosis.core.fibers import modes_aside
 from symbiosis.core.requests import Key, Kind, LayerSpec
 from symbiosis.log import get_logger
 
@@ -28,9 +30,9 @@ _BEGINNING = 4
 class Usual:
     """Sizes (root mean square) of rows in one walk of the public model, forward and back, over one constant text.
 
-    Layers that the walk did not reach are taken to be like others that read rows of their width. A model that takes no
-    token ids, or fails, is known nothing about, and a warning says so. Its weights, their gradients and torch's
-    generators stay as they are.
+    Layers that the walk did not reach are taken to be like others that read rows of their width, or like all others;
+    and rows to be of size 1 where nothing is known, as of a model that takes no token ids, or fails: a warning says so.
+    The model's weights, their gradients and torch's generators stay as they are.
 
     Args:
         model: with all its weights.
@@ -49,18 +51,18 @@ class Usual:
         try:
             self._walk(model, modules)
         except Exception as error:  # noqa: BLE001 (whatever a model of the tenant's raises)
-            log.warning("the public model could not be walked; first requests show how large they are", why=str(error))
+            log.warning("the public model could not be walked; how large rows usually are is guessed", why=str(error))
         self.size = cache(self._size)
 
-    def _size(self, key: Key, kind: Kind) -> float | None:
-        """Of a request's largest row; of gradients, for a loss that is a sum over tokens. None if nothing is known."""
+    def _size(self, key: Key, kind: Kind) -> float:
+        """Of a request's largest row; of gradients, for a loss that is a sum over tokens."""
         backward = key.pass_.is_backward
         sizes = self._gradients if backward else self._decode if kind is Kind.DECODE else self._largest
         known = [sizes[layer] for layer in key.layers if sizes.get(layer)]
         if not known:
             width = self._width(key.layers[0], backward)
             alike = [size for layer, size in sizes.items() if size and self._width(layer, backward) == width]
-            return median(alike) if alike else None
+            return median(alike or list(filter(None, sizes.values())) or [1.0])
         return max(known)
 
     def _width(self, layer: int, backward: bool) -> int:
@@ -74,6 +76,8 @@ class Usual:
         def reads(layer: int) -> Callable[..., Any]:
             def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> Any:
                 if threading.get_ident() != thread:  # somebody else's, who uses the same model
+                    return None
+                if len(arguments) != 1 or arguments[0].ndim < 2:
                     return None
                 (x,) = arguments
                 sizes = _sizes(x)
@@ -91,12 +95,16 @@ class Usual:
                 self._gradients[layer] = max(self._gradients.get(layer, 0.0), *_sizes(dy))
 
             def hook(module: nn.Module, arguments: Any, y: torch.Tensor) -> None:
-                if threading.get_ident() == thread:
+                if threading.get_ident() == thread and y.requires_grad:
                     y.register_hook(gradient)  # type: ignore[no-untyped-call]
 
             return hook
 
-        with ExitStack() as hooks, torch.enable_grad():
+        with ExitStack() as hooks, modes_aside(), torch.inference_mode(False), torch.enable_grad():
+            for module in model.modules():  # no dropout: it would draw from the tenant's generators
+                if module.training:
+                    hooks.callback(setattr, module, "training", True)
+                    module.training = False
             for layer, module in modules.items():
                 hooks.callback(module.register_forward_pre_hook(reads(layer)).remove)
                 hooks.callback(module.register_forward_hook(gives(layer)).remove)
@@ -114,12 +122,15 @@ def _loss(model: nn.Module) -> torch.Tensor:
     config: Any = model.config
     text = config.get_text_config()
     many = text.vocab_size
-    ids = (many ** torch.linspace(0.1, 0.99, _TOKENS)).long()
-    ids = ids[torch.randperm(_TOKENS, generator=torch.Generator().manual_seed(0))][None]
+    embedded = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "num_embeddings", many)
+    many = min(many, embedded)  # on a GPU an id beyond it would be the end of more than this walk
+    length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    order = random.Random(0).sample(range(length), length)
     begin = getattr(text, "bos_token_id", None)
-    if begin is not None:
-        ids[0, 0] = begin
-    ids = ids.to(next(model.parameters()).device)
+    tokens = [int(many ** (0.1 + 0.89 * place / length)) for place in order]
+    if isinstance(begin, int) and 0 <= begin < many:
+        tokens[0] = begin
+    ids = torch.tensor([tokens], device=next(model.parameters()).device)
     more = {"decoder_input_ids": ids} if config.is_encoder_decoder else {}
     logits = model(input_ids=ids, **more)[0].float()
     classes = logits.shape[-1]

@@ -197,6 +197,7 @@ class DistListener(TcpListener):
     _encrypts = False
     processes: LaneProcesses | None = None
     """Where gloo's lanes run."""
+    _taken = False
 
     def __init__(
         self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None, backend: str
@@ -210,10 +211,12 @@ class DistListener(TcpListener):
         super().open(address)
         if self.backend == "gloo":
             self.processes = LaneProcesses.take()
+            self._taken = True
 
     async def close(self) -> None:
         await super().close()
-        if self.processes is not None:
+        taken, self._taken = self._taken, False
+        if taken and self.processes is not None:
             await asyncio.to_thread(self.processes.close)
 
 

@@ -107,7 +107,7 @@ class LaneProcesses:
                     socket.send_fds(self._control, [order], list(descriptors), socket.MSG_DONTWAIT)
                     return
                 except OSError as error:
-                    if last or not self._users:
+                    if last or not self._users or isinstance(error, BlockingIOError):
                         raise BrokenError(f"cannot start a process for a lane: {error.strerror or error}") from error
                     self._start()  # somebody has ended it
 
