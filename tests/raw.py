@@ -20,7 +20,7 @@ def raw(address: str, key: Path | None = None, identity: bytes | None = None) ->
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.linger = 0
     socket.sndtimeo = 5000
-    socket.reconnect_ivl = -1
+    socket.reconnect_ivl = 600_000  # never; with -1 what has come and was not read yet is lost with the connection
     if identity is not None:
         socket.setsockopt(zmq.ROUTING_ID, identity)
     if key is not None:
