@@ -626,9 +626,10 @@ async def test_who_announces_and_does_not_send(base: Any) -> None:
                 await in_thread(receive, mallory)
                 for id_ in range(3):
                     mallory.send(a_call(id_, 3000))
-                while (await in_thread(receive, mallory))[0] is Type.RENDEZVOUS:
-                    pass
                 await alice.forward(input_ids=IDS)
+                while (answer := await in_thread(receive, mallory))[0] is Type.RENDEZVOUS:
+                    pass
+                assert answer[0] is Type.ENDED
                 await until(lambda: executor.status()["clients"] == ["alice"])
             await alice.forward(input_ids=IDS)
 
