@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
 from collections.abc import Callable
@@ -65,17 +66,18 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
     uneven = load == "uneven"
     forward = [Key((layer,), Pass.FORWARD) for layer in range(LAYERS)]
     backward = [Key((layer,), Pass.BACKWARD) for layer in reversed(range(LAYERS))]
+    tune = [(key, 256, Kind.FINETUNE) for key in forward + backward]
+    read = [(key, MAX_ROWS // 8 if uneven else 64, Kind.PREFILL) for key in forward]
+    write = [(key, 1, Kind.DECODE) for key in forward]
     for number in range(count):
         name = f"client-{number}"
         terms[name] = Terms(priority=number % 1000, asked=False) if uneven else NO_TERMS
-        tuning, prompting = number % 4 == 3, number % 32 == 0
-        steps = [(key, 256 if tuning else 1, Kind.FINETUNE if tuning else Kind.DECODE) for key in forward]
-        if tuning:
-            steps += [(key, 256, Kind.FINETUNE) for key in backward]
+        if number % 4 == 3:
+            steps = tune
         elif uneven:
-            steps = [(key, MAX_ROWS // 8, Kind.PREFILL) for key in forward]
-        elif prompting:
-            steps = [(key, 64, Kind.PREFILL) for key in forward] + 8 * steps
+            steps = read
+        else:
+            steps = read + 8 * write if number % 32 == 0 else write
         # They do not all begin at the same layer.
         walks[name] = itertools.cycle(steps[number % LAYERS :] + steps[: number % LAYERS])
         scheduler.client_joined(name)
@@ -87,6 +89,7 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
         key, rows, kind = next(walks[name])
         scheduler.submit(Request(next(ids), name, key, rows, kind, now, terms=terms[name]))
 
+    gc.collect()  # or what was made so far, and all that was imported, is looked through while the time is taken
     began = time.process_time()
     for name in walks:
         ask(name)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from symbiosis.core.requests import Key, Request
+from symbiosis.core.requests import Batch, Key, Request
 
 __all__ = ["Queue", "Queues"]
 
@@ -50,7 +50,9 @@ class Queue:
             if left <= 0:
                 break
             if request is not first:
-                count = min(request.remaining, left)
+                count = request.rows - request.taken
+                if count > left:
+                    count = left
                 takes.append((request, count))
                 left -= count
         return takes
@@ -68,13 +70,14 @@ class Queue:
         """Take a request out; its rows are counted elsewhere."""
         del self._requests[request.id]
         mine = self._by_client[request.client]
-        mine.remove(request)
-        if not mine:
+        if len(mine) == 1:
             del self._by_client[request.client]
+        else:
+            mine.remove(request)
 
-    def of(self, client: str) -> list[Request]:
-        """A client's requests, in the order they arrived."""
-        return self._by_client[client]
+    def of(self, client: str) -> Sequence[Request]:
+        """A client's requests, in the order they arrived; it may have none."""
+        return self._by_client.get(client, ())
 
     def validate(self) -> None:
         """Assert that its books agree; for tests, O(everything)."""
@@ -114,15 +117,25 @@ class Queues:
             queue = self._queues[request.key] = Queue(request.key)
         queue.add(request)
 
-    def take(self, request: Request, rows: int, last: bool) -> None:
-        """``rows`` of a request are queued no more; ``last``: nor is the request."""
+    def started(self, batch: Batch) -> None:
+        """The rows of a batch are queued no more."""
+        queue = self._queues[batch.key]
+        for request, _, stop in batch.slices:
+            if stop == request.rows:
+                del self._requests[request.id]
+                queue.remove(request)
+        queue.rows -= batch.rows
+        if not queue.rows:
+            del self._queues[batch.key]
+
+    def cancel(self, request: Request) -> None:
+        """What is left of a request is queued no more."""
         queue = self._queues[request.key]
-        queue.rows -= rows
-        if last:
-            del self._requests[request.id]
-            queue.remove(request)
-            if not queue:
-                del self._queues[request.key]
+        del self._requests[request.id]
+        queue.remove(request)
+        queue.rows -= request.remaining
+        if not queue.rows:
+            del self._queues[request.key]
 
     def validate(self) -> None:
         """Assert that the books agree; for tests, O(everything)."""

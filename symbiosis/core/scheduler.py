@@ -27,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from symbiosis.core.protocols import Decision, Policy, Run, Wait
@@ -178,9 +179,12 @@ class Scheduler:
             return
         request.cancelled = True
         if request.remaining:
-            self._queues.take(request, request.remaining, last=True)
+            self._queues.cancel(request)
             self._tell(self._cancelled, "cancelled", request)
-        self._answered(request)
+        state = self._clients[request.client]
+        del state.open[request.id]
+        if state.in_pass and not state.open:
+            self.thinking += 1
 
     def measured(self, batch: Batch, seconds: float) -> None:
         """How long a batch took that has run; for who knows it later than at its completion."""
@@ -191,12 +195,15 @@ class Scheduler:
         batch order."""
         if seconds is not None:
             self.measured(batch, seconds)
-        answered = []
+        answered, clients = [], self._clients
         for request, start, stop in batch.slices:
             request.done += stop - start
             if request.done == request.rows and not request.cancelled:
                 del self._open[request.id]
-                self._answered(request)
+                state = clients[request.client]
+                del state.open[request.id]
+                if state.in_pass and not state.open:
+                    self.thinking += 1
                 answered.append(request)
         return answered
 
@@ -240,16 +247,18 @@ class Scheduler:
         total = 0
         firsts: dict[str, int] = {}  # how many requests of each client the batch has used up so far
         for request, count in decision.takes:
-            if request not in queue:
-                return f"takes request {request.id}, which is not queued for {decision.key}"
-            if type(count) is not int or not 1 <= count <= request.remaining:
-                return f"takes {count} rows of request {request.id}, which has {request.remaining} left"
-            used = firsts.get(request.client, 0)
-            mine = queue.of(request.client)
+            client = request.client
+            used = firsts.get(client, 0)
+            mine = queue.of(client)
             if used >= len(mine) or mine[used] is not request:
-                return f"takes request {request.id} of {request.client!r} out of order, or twice"
+                if request not in queue:
+                    return f"takes request {request.id}, which is not queued for {decision.key}"
+                return f"takes request {request.id} of {client!r} out of order, or twice"
+            remaining = request.rows - request.taken
+            if type(count) is not int or not 1 <= count <= remaining:
+                return f"takes {count} rows of request {request.id}, which has {remaining} left"
             # After a partial take nothing else of this client may follow: its next request is not at the front yet.
-            firsts[request.client] = used + 1 if count == request.remaining else len(mine)
+            firsts[client] = used + 1 if count == remaining else len(mine)
             total += count
         if not 1 <= total <= self.max_rows:
             return f"makes a batch of {total} rows; 1 to {self.max_rows} are allowed"
@@ -261,11 +270,11 @@ class Scheduler:
         rows = 0
         for request, count in run.takes:
             start = request.taken
-            slices.append(Slice(request, start, start + count))
+            slices.append(_slice((request, start, start + count)))
             rows += count
             request.taken += count
-            self._queues.take(request, count, last=not request.remaining)
         batch = Batch(key, slices, run.reason, rows)
+        self._queues.started(batch)
         self._tell(self._started, "started", batch)
         return batch
 
@@ -278,12 +287,6 @@ class Scheduler:
                 method(*what)
             except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
                 self._refuse(f"raised in {name}()", "what it keeps in mind may be wrong from here on", error)
-
-    def _answered(self, request: Request) -> None:
-        state = self._clients[request.client]
-        del state.open[request.id]
-        if state.in_pass and not state.open:
-            self.thinking += 1
 
     def _refuse(self, problem: str, so: str, cause: Exception | None = None) -> None:
         error = PolicyError(f"policy {self._name} {problem}{f': {_said(cause)}' if cause else ''}; {so}")
@@ -304,6 +307,8 @@ class Scheduler:
         assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is off"
 
 
+_slice = partial(tuple.__new__, Slice)
+"""What ``Slice(…)`` does, in a third of the time."""
 _INSTEAD = "the oldest request was served instead"
 
 

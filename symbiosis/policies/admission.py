@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -110,8 +110,8 @@ class Admission(ABC):
     def drop(self, request: Request) -> None:
         """A request that is held was cancelled."""
 
-    def gone(self, request: Request) -> None:  # noqa: B027 (who does not count need not know)
-        """A request, let in or held, has no more rows to run. Called after :meth:`drop`."""
+    def gone(self, requests: Sequence[Request]) -> None:  # noqa: B027 (who does not count need not know)
+        """Requests, let in or held, have no more rows to run. Called after :meth:`drop`."""
 
     def admit(self, request: Request) -> None:
         """Show a request to the inner policy."""
@@ -134,14 +134,12 @@ class Admission(ABC):
         return decision
 
     def started(self, batch: Batch) -> None:
-        for request, start, stop in batch.slices:
-            last = not request.remaining
-            if request in self._view.admitted:
-                self._view.admitted.take(request, stop - start, last)
-            elif last:  # the scheduler has served it in place of a decision that it refused
-                self.drop(request)
-            if last:
-                self.gone(request)
+        first = batch.slices[0].request
+        if first in self._view.admitted:
+            self._view.admitted.started(batch)
+        elif not first.remaining:  # the scheduler has served it in place of a decision that it refused
+            self.drop(first)
+        self.gone([request for request, _, stop in batch.slices if stop == request.rows])
         self._tell("started", batch)
 
     def ran(self, batch: Batch, seconds: float) -> None:
@@ -152,11 +150,11 @@ class Admission(ABC):
 
     def cancelled(self, request: Request) -> None:
         if request in self._view.admitted:
-            self._view.admitted.take(request, request.remaining, last=True)
+            self._view.admitted.cancel(request)
             self._tell("cancelled", request)
         else:
             self.drop(request)
-        self.gone(request)
+        self.gone([request])
 
     def _tell(self, name: str, *what: Any) -> None:
         if name in self._told:

@@ -80,6 +80,9 @@ _MAX_CLIENTS = 4096
 _SLACK_ENTRIES = 64
 """Beyond two for each client, that a heap may have before what is over is taken out."""
 
+_DECODE, _PREFILL, _FINETUNE = Kind
+"""On Python 3.11 a member looked up on its class takes six times as long."""
+
 Takes = list[tuple[Request, int]]
 _Heap = list[tuple[float, int, "_Token"]]
 
@@ -179,7 +182,7 @@ class CoServing:
             )
         self.latency = LatencyModel()
         self._decode, self._prefill, self._tuning = Index(), Index(), Index()
-        self._index = {Kind.DECODE: self._decode, Kind.PREFILL: self._prefill, Kind.FINETUNE: self._tuning}
+        self._index = {_DECODE: self._decode, _PREFILL: self._prefill, _FINETUNE: self._tuning}
         self._tokens: OrderedDict[str, _Token] = OrderedDict()
         self._usual: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Seconds that a client's token takes without prefill and fine-tuning of others, and what of them nothing of
@@ -201,7 +204,7 @@ class CoServing:
         """due − began − usual + F₀, of prefills; with the time spent on fine-tuning, and a due of its own"""
         self._reading = Line()
         """Seconds that a prefill takes without fine-tuning, by its rows."""
-        self._own = {Kind.PREFILL: LatencyModel(), Kind.FINETUNE: LatencyModel()}
+        self._own = {_PREFILL: LatencyModel(), _FINETUNE: LatencyModel()}
         """Seconds that a client in this process computes with an answer, by its key and rows."""
         self._answered: OrderedDict[str, _Answer] = OrderedDict()
         """To clients in this process, the last; until they ask again."""
@@ -234,11 +237,11 @@ class CoServing:
         if answer is not None and answer.leads_to(request):
             own = request.arrived - answer.at - (self._ran - answer.ran)
             self._own[request.kind][answer.request.key].learn(answer.request.rows, own)
-        if request.kind is Kind.FINETUNE:
+        if request.kind is _FINETUNE:
             return
         token = self._tokens.get(request.client)
         layer = request.key.layers[0]
-        if token is None or token.over or layer <= token.layer or token.prefill != (request.kind is Kind.PREFILL):
+        if token is None or token.over or layer <= token.layer or token.prefill != (request.kind is _PREFILL):
             follows = token is not None and self._learn(request, token)
             token = self._begin(request, token if follows else None)
         if token.answered:
@@ -249,10 +252,10 @@ class CoServing:
     def _learn(self, request: Request, token: _Token) -> bool:
         """How long a token took; whether this request is for the next one of the same text."""
         token.over = True
-        if token.prefill and request.kind is Kind.DECODE:
+        if token.prefill and request.kind is _DECODE:
             self._reading.learn(token.rows, request.arrived - token.began - (self._tuned - token.tuned))
         own = request.arrived - token.began - (self._others - token.others)
-        if token.prefill or request.kind is Kind.PREFILL or not 0 < own <= 2 * token.patience:
+        if token.prefill or request.kind is _PREFILL or not 0 < own <= 2 * token.patience:
             return False  # that was a pause between two requests of a user, and no token
         client = request.client
         if token.answered:
@@ -275,7 +278,7 @@ class CoServing:
             slo_ms, ttft_ms = max(terms.slo_ms or 0, slo_ms), max(terms.ttft_ms or 0, ttft_ms)
         else:
             slo_ms, ttft_ms = terms.slo_ms or slo_ms, terms.ttft_ms or ttft_ms
-        prefill = request.kind is Kind.PREFILL
+        prefill = request.kind is _PREFILL
         slo = (ttft_ms if prefill else slo_ms) / 1e3
         aim = max(_EARLY * slo - _AHEAD * self._late, _EARLIEST * slo)
         text, number = (before.text, before.number + 1) if before else (now, 0)
@@ -320,11 +323,11 @@ class CoServing:
                 heapq.heapify(heap)
         return token
 
-    def slack(self, now: float, kind: Kind = Kind.PREFILL) -> float:
+    def slack(self, now: float, kind: Kind = _PREFILL) -> float:
         """Seconds for prefill rows that no token being made would miss, or for fine-tuning rows that no prefill would
         miss either; ``inf`` if nothing is being made, ≤ 0 if something is late."""
         slack = min(self._least(self._by_due, now) - now, self._least(self._by_room, now) - self._others)
-        if kind is Kind.FINETUNE:
+        if kind is _FINETUNE:
             slack = min(slack, self._least(self._prefills_by_due, now) - now)
             slack = min(slack, self._least(self._prefills_by_room, now) - self._tuned)
         return slack
@@ -357,7 +360,7 @@ class CoServing:
             for request, _, stop in batch.slices:
                 if stop < request.rows or request.done == request.rows:  # or answered long ago, as on a GPU
                     continue
-                if request.kind is Kind.DECODE:
+                if request.kind is _DECODE:
                     if (token := self._tokens.get(request.client)) is not None:
                         token.answered = self._now + seconds
                 elif not request.terms.asked:
@@ -368,7 +371,7 @@ class CoServing:
         """A client in this process gets an answer, and goes on with it on the cores that everybody uses."""
         own = self.own(request)
         self._others += own
-        if request.kind is Kind.FINETUNE:
+        if request.kind is _FINETUNE:
             self._tuned += own
         if len(self._answered) >= _MAX_CLIENTS:
             self._answered.popitem(last=False)
@@ -409,7 +412,7 @@ class CoServing:
         if tuning is not None and first.key != tuning.key:
             # It need not wait for a moment without inference, which under load never comes: time is what counts.
             alone = view.queues[tuning.key]
-            seconds = _TUNE * self.slack(now, Kind.FINETUNE) - self.own(tuning)
+            seconds = _TUNE * self.slack(now, _FINETUNE) - self.own(tuning)
             rows = self._rows_within(tuning.key, 0, seconds, view.max_rows)
             if rows >= min(alone.rows, self._worth_a_batch(tuning.key)):
                 return Run(tuning.key, alone.take(rows), "budget")
@@ -417,7 +420,7 @@ class CoServing:
         if due > now and view.thinking:
             return Wait(due)
         takes = self._with_inference(view.queues[first.key], view.max_rows, now)
-        mixed = takes[-1][0].kind is Kind.FINETUNE
+        mixed = takes[-1][0].kind is _FINETUNE
         return Run(first.key, takes, "co-served" if mixed else "inference")
 
     def _in_a_hurry(self, client: str, now: float) -> bool:
@@ -427,7 +430,7 @@ class CoServing:
     def _tune(self, tuning: Request, view: View, now: float, overdue: float) -> Decision:
         """Nothing but fine-tuning is queued."""
         queue = view.queues[tuning.key]
-        slack = _TUNE * self.slack(now, Kind.FINETUNE) - self.own(tuning)
+        slack = _TUNE * self.slack(now, _FINETUNE) - self.own(tuning)
         if not view.thinking:  # nobody can come but who begins a pass: a little is always right
             slack = max(slack, _CRUMB * self.slo_ms / 1e3)
         rows = self._rows_within(queue.key, 0, min(slack, self.slo_ms / 1e3), view.max_rows)
@@ -446,15 +449,15 @@ class CoServing:
     def _with_inference(self, queue: QueueView, max_rows: int, now: float) -> Takes:
         """All decode rows, and of prefill and fine-tuning what the slack has time for."""
         key, takes = queue.key, Takes()
-        rows = self._take(queue, Kind.DECODE, max_rows, takes)
+        rows = self._take(queue, _DECODE, max_rows, takes)
         if rows < max_rows and key in self._prefill:
             most = self._rows_within(key, rows, _READ * self.slack(now), max_rows)
             least = 0 if rows else min(_UNKNOWN, max_rows)
-            rows += self._take(queue, Kind.PREFILL, max(most - rows, least), takes)
+            rows += self._take(queue, _PREFILL, max(most - rows, least), takes)
         if rows < max_rows and key in self._tuning:
             tuning = next(self._tuning.of(key))
-            seconds = _TUNE * self.slack(now, Kind.FINETUNE) - self.own(tuning)
-            self._take(queue, Kind.FINETUNE, self._rows_within(key, rows, seconds, max_rows) - rows, takes)
+            seconds = _TUNE * self.slack(now, _FINETUNE) - self.own(tuning)
+            self._take(queue, _FINETUNE, self._rows_within(key, rows, seconds, max_rows) - rows, takes)
         return takes or queue.take(max_rows)  # nothing but fine-tuning, which a client has put in front of inference
 
     def _take(self, queue: QueueView, kind: Kind, most: int, takes: Takes) -> int:
@@ -464,8 +467,9 @@ class CoServing:
         if left > 0 and queue.key in self._index[kind]:
             for request in self._index[kind].of(queue.key):
                 if queue.of(request.client)[0] is request:
-                    takes.append((request, min(request.remaining, left)))
-                    left -= takes[-1][1]
+                    count = min(request.rows - request.taken, left)
+                    takes.append((request, count))
+                    left -= count
                     if not left:
                         break
         return most - left
@@ -487,10 +491,16 @@ class CoServing:
 
 def _rows_of(batch: Batch) -> tuple[int, int, int]:
     """Of decode, prefill and fine-tuning."""
-    rows = [0, 0, 0]
+    decode = prefill = tuning = 0
     for request, start, stop in batch.slices:
-        rows[request.kind] += stop - start
-    return rows[Kind.DECODE], rows[Kind.PREFILL], rows[Kind.FINETUNE]
+        kind = request.kind
+        if kind is _DECODE:
+            decode += stop - start
+        elif kind is _PREFILL:
+            prefill += stop - start
+        else:
+            tuning += stop - start
+    return decode, prefill, tuning
 
 
 def _pairs(clients: Mapping[str, tuple[float, float]] | None) -> Mapping[str, tuple[float, float]]:

@@ -23,7 +23,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from symbiosis.core.protocols import Policy, View
@@ -33,7 +33,7 @@ from symbiosis.policies.admission import Admission, mapping, number, tenant_of, 
 
 __all__ = ["Fair"]
 
-_MAX_TENANTS = 4096
+_MAX_CLIENTS, _MAX_TENANTS = 16384, 4096
 """Of whom something is remembered while they have nothing queued."""
 
 
@@ -93,7 +93,9 @@ class Fair(Admission):
             name: _weight(f"the weight of {name!r}", weight)
             for name, weight in mapping("fair", "weights", weights).items()
         }
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants: dict[str, _Tenant] = {}
+        self._of: dict[str, _Tenant] = {}
+        """By client; those with something queued, and others that were here."""
         self._reached = 0.0
         """V."""
         self._numbers = itertools.count()
@@ -112,7 +114,7 @@ class Fair(Admission):
     # --------------------------------------------------------------------------------------------------------- parts
 
     def hold(self, request: Request) -> None:
-        tenant = self._tenant(request)
+        tenant = self._of.get(request.client) or self._tenant(request.client)
         if not tenant.queued:
             tenant.counter = max(tenant.counter, self._reached - self.quantum)
             self._floor = min(self._floor, tenant.counter)
@@ -127,15 +129,18 @@ class Fair(Admission):
 
     def release(self, view: View, now: float) -> float:
         layers, max_rows = view.layers, view.max_rows
+        kinds, most = self._kinds, self._floor + self.quantum
         while (first := self._first(max_rows)) is not None:
-            if first.counter > self._floor + self.quantum:
+            counter = first.counter
+            if counter > most:
                 self._floor = self._least()
-                if first.counter > self._floor + self.quantum:
+                most = self._floor + self.quantum
+                if counter > most:
                     break
             _, request = first.held.popitem(last=False)
-            if first.counter > self._reached:
-                self._reached = first.counter
-            first.counter += self._kinds[request.kind] * tokens(request, layers) / first.weight
+            if counter > self._reached:
+                self._reached = counter
+            first.counter = counter + kinds[request.kind] * tokens(request, layers) / first.weight
             first.inside += request.rows
             self.admit(request)
         return math.inf
@@ -170,32 +175,38 @@ class Fair(Admission):
                 return counter
 
     def drop(self, request: Request) -> None:
-        tenant = self._tenant(request)
+        tenant = self._of[request.client]
         if tenant.held.pop(request.id, None) is not None:
             tenant.inside += request.rows  # which it never was; `gone` follows
 
-    def gone(self, request: Request) -> None:
-        tenant = self._tenant(request)
-        tenant.queued -= 1
-        tenant.inside -= request.rows
-        if tenant.held and not tenant.in_held:
-            heapq.heappush(self._held, (tenant.counter, tenant.number, tenant))
-            tenant.in_held = True
+    def gone(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            tenant = self._of[request.client]
+            tenant.queued -= 1
+            tenant.inside -= request.rows
+            if tenant.held and not tenant.in_held:
+                heapq.heappush(self._held, (tenant.counter, tenant.number, tenant))
+                tenant.in_held = True
 
-    def _tenant(self, request: Request) -> _Tenant:
-        name = tenant_of(request.client)
+    def _tenant(self, client: str) -> _Tenant:
+        """Of a client that is not known."""
+        if len(self._of) >= _MAX_CLIENTS:
+            self._forget()
+        name = tenant_of(client)
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = _Tenant(next(self._numbers), self.weights.get(name, 1.0))
-            if len(self._tenants) > _MAX_TENANTS:
+            if len(self._tenants) >= _MAX_TENANTS:
                 self._forget()
+            tenant = self._tenants[name] = _Tenant(next(self._numbers), self.weights.get(name, 1.0))
+        self._of[client] = tenant
         return tenant
 
     def _forget(self) -> None:
         """Half of those who have nothing queued, whoever was here first."""
-        idle = [name for name, tenant in self._tenants.items() if not tenant.queued][:-1]
+        idle = [name for name, tenant in self._tenants.items() if not tenant.queued]
         for name in idle[: len(idle) // 2 + 1]:
             del self._tenants[name]
+        self._of = {client: tenant for client, tenant in self._of.items() if tenant.queued}
 
     def __repr__(self) -> str:
         return f"Fair({self.policy!r}, quantum={self.quantum:g})"

@@ -81,7 +81,8 @@ class Opportunistic:
         self.max_wait_ms = _milliseconds("max_wait_ms", max_wait_ms)
         self.adaptive = adaptive
         self.latency = LatencyModel()
-        self._waits = waits
+        self._waits = {kind: wait / 1e3 for kind, wait in waits.items()}
+        self._longest = self.max_wait_ms / 1e3
         self._behind = FurthestBehind()
         self._deadlines: list[tuple[float, int, Request]] = []
         self._perhaps_full: set[Key] = set()  # keys that got rows since they were last seen not full
@@ -95,21 +96,26 @@ class Opportunistic:
 
     def deadline(self, request: Request) -> float:
         """When a request is due, in seconds on the executor's clock."""
-        return request.arrived + min(self._waits[request.kind] * request.rows, self.max_wait_ms) / 1e3
+        wait = self._waits[request.kind] * request.rows
+        return request.arrived + min(wait, self._longest)
 
     def submitted(self, request: Request) -> None:
         self._behind.add(request)
-        self._perhaps_full.add(request.key)
+        key, now = request.key, request.arrived
+        self._perhaps_full.add(key)
         heapq.heappush(self._deadlines, (self.deadline(request), request.id, request))
         if self.adaptive:
-            self._learn(request.key, request.arrived)
+            last, usual = self._arrivals.get(key) or self._first(key)
+            gap = now - last
+            if gap > self._longest:
+                gap = self._longest
+            self._arrivals[key] = now, (1 - _LEARN) * usual + _LEARN * gap
 
-    def _learn(self, key: Key, now: float) -> None:
-        if key not in self._arrivals and len(self._arrivals) >= _MAX_KEYS:
+    def _first(self, key: Key) -> tuple[float, float]:
+        """For a key that nobody has asked for, or that was forgotten."""
+        if len(self._arrivals) >= _MAX_KEYS:
             self._arrivals.clear()
-        last, usual = self._arrivals.get(key, (-math.inf, 0.0))
-        gap = min(now - last, self.max_wait_ms / 1e3)
-        self._arrivals[key] = now, (1 - _LEARN) * usual + _LEARN * gap
+        return -math.inf, 0.0
 
     def started(self, batch: Batch) -> None:
         if not self.adaptive:
@@ -117,12 +123,12 @@ class Opportunistic:
         if len(self._last_batch) >= _MAX_CLIENTS:
             self._last_batch.clear()
         self._batches += 1
-        same, before = 0, -1
+        same, before, number, last_batch = 0, -1, self._batches, self._last_batch
         for request, _, _ in batch.slices:
-            last = self._last_batch.get(request.client, -2)
+            last = last_batch.get(request.client, -2)
             same += last == before
             before = last
-            self._last_batch[request.client] = self._batches
+            last_batch[request.client] = number
         if len(batch.slices) > 1:
             self._together += _LEARN_TOGETHER * (same / (len(batch.slices) - 1) - self._together)
 
@@ -137,7 +143,7 @@ class Opportunistic:
         due, _, urgent = deadlines[0]
         queues = view.queues
         oldest = view.oldest
-        if now - oldest.arrived >= self.max_wait_ms / 1e3:
+        if now - oldest.arrived >= self._longest:
             return Run(oldest.key, queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
         behind = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
         if due <= now:

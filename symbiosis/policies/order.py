@@ -53,7 +53,10 @@ class Index:
 
     def add(self, request: Request) -> None:
         self._behind.add(request)
-        self._requests.setdefault(request.key, OrderedDict())[request.id] = request
+        requests = self._requests.get(request.key)
+        if requests is None:
+            requests = self._requests[request.key] = OrderedDict()
+        requests[request.id] = request
 
     def __contains__(self, key: object) -> bool:
         requests = self._requests.get(key)  # type: ignore[call-overload]
@@ -68,7 +71,9 @@ class Index:
 
     def of(self, key: Key) -> Iterator[Request]:
         """Those for a key, in the order they came."""
-        return (request for request in self._requests[key].values() if request.remaining and not request.cancelled)
+        for request in self._requests[key].values():
+            if request.taken < request.rows and not request.cancelled:
+                yield request
 
     def furthest_behind(self) -> Request | None:
         """The first request for the key that is furthest behind; of the two directions, the one that came first."""

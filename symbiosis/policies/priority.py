@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from symbiosis.core.protocols import Policy, View
@@ -51,20 +51,31 @@ class Priority(Admission):
         """Their priorities, negative: the highest first."""
         self._held: OrderedDict[int, Request] = OrderedDict()
         """By id, in the order in which they came."""
+        self._level_of: dict[int, _Level] = {}
+        """By request, held or let in."""
 
     def hold(self, request: Request) -> None:
-        level = self._level(request)
+        priority = self._priority(request)
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Level()
+            heapq.heappush(self._heap, -priority)
         level.queued += 1
+        self._level_of[request.id] = level
         level.held[request.id] = self._held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         while (until := self._until()) <= now:
-            self._let_in(next(iter(self._held.values())))
+            longest = next(iter(self._held.values()))
+            self.drop(longest)
+            self.admit(longest)
         while self._heap and not (highest := self._levels[-self._heap[0]]).queued:
             del self._levels[-heapq.heappop(self._heap)]
         if self._heap and highest.held:
-            for request in list(highest.held.values()):
-                self._let_in(request)
+            for request in highest.held.values():
+                del self._held[request.id]
+                self.admit(request)
+            highest.held.clear()
             until = self._until()
         return until
 
@@ -72,28 +83,17 @@ class Priority(Admission):
         """When the next one has been held back for long enough."""
         return next(iter(self._held.values())).arrived + self.max_wait_ms / 1e3 if self._held else math.inf
 
-    def _let_in(self, request: Request) -> None:
-        self.drop(request)
-        self.admit(request)
-
     def drop(self, request: Request) -> None:
         if self._held.pop(request.id, None) is not None:
-            del self._level(request).held[request.id]
+            del self._level_of[request.id].held[request.id]
 
-    def gone(self, request: Request) -> None:
-        self._level(request).queued -= 1
+    def gone(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._level_of.pop(request.id).queued -= 1
 
     def _priority(self, request: Request) -> int:
         own = min(request.terms.priority, 0) if request.terms.asked else request.terms.priority
-        return own + self.tenants.get(tenant_of(request.client), 0)
-
-    def _level(self, request: Request) -> _Level:
-        priority = self._priority(request)
-        level = self._levels.get(priority)
-        if level is None:
-            level = self._levels[priority] = _Level()
-            heapq.heappush(self._heap, -priority)
-        return level
+        return own + self.tenants.get(tenant_of(request.client), 0) if self.tenants else own
 
     def __repr__(self) -> str:
         return f"Priority({self.policy!r}, max_wait_ms={self.max_wait_ms:g})"
