@@ -45,6 +45,7 @@ from symbiosis.privacy.pad_folder import _HEAD, PadFolder
 from symbiosis.privacy.pad_folder import Counter as PadCounter
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.usual import Usual
+from symbiosis.privacy.wrapped import wrap
 
 
 class Direct:
@@ -1273,3 +1274,33 @@ def test_a_folder_of_pads_has_one_client_of_one_model(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PrivacyError, match="cannot be used"):
         PadFolder(tmp_path / "file", "weights")
+
+
+class TestWrap:
+    """Rows of one number each are the largest that an amplitude may be asked to bear."""
+
+    @staticmethod
+    def asked(width: int, dtype: torch.dtype) -> Asked:
+        spec = LayerSpec(0, "wide", width, 1, dtype, False, True)
+        key = Key((0,), Pass.FORWARD)
+        return Asked(key, key, (spec,), width, (1,), dtype)
+
+    @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 1 << 20), (torch.float64, 16_000)])
+    def test_one_number_that_is_all_there_is(self, dtype: torch.dtype, width: int) -> None:
+        least, amplitude = 1 / 16, 0.5
+        x = torch.zeros(1, width, dtype=dtype)
+        x[0, 3] = -0.999 * amplitude / least * math.sqrt(width)
+        noise = Keystream(b"k" * 32).integers(1, width, dtype)
+        sent, turns = wrap(self.asked(width, dtype), x, noise.clone(), amplitude, least)
+        assert sent.abs().max() <= amplitude
+        assert turns is not None
+        bare = sent.double() - noise.double() * amplitude * 2.0 ** (1 - BITS[dtype])
+        bare[turns.where[:, 0], turns.where[:, 1]] += turns.values.double()
+        assert (bare - x).abs().max() <= 2.0**-22 * amplitude
+        assert abs(bare[0, 3] / x[0, 3] - 1) < 1e-6
+
+    def test_more_than_fits(self) -> None:
+        x, noise = torch.zeros(1, 16_384, dtype=torch.float64), torch.zeros(1, 16_384, dtype=torch.int64)
+        with pytest.raises(PrivacyError, match=r"too small for rows of 16,384 numbers in fp64; give 2 or more"):
+            wrap(self.asked(16_384, torch.float64), x, noise, 0.5, 1 / 16)
+        assert wrap(self.asked(16_384, torch.float64), x, noise, 0.5, 2 / 16)[1] is None
