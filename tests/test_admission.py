@@ -21,7 +21,7 @@ from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.session import kind_of
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
-from symbiosis.policies.admission import tenant_of
+from symbiosis.policies.admission import Admission, tenant_of
 from symbiosis.testing import PolicyConformance, World
 from tests.helpers import IDS, world_of
 
@@ -452,6 +452,90 @@ def test_what_was_served_in_part_is_still_let_in() -> None:
         scheduler.completed(batch, 1e-3)
     assert served == [("low", 4), ("high", 1), ("low", 4), ("low", 2)]
     assert len(scheduler.policy_errors) == 1
+
+
+class Unreliable(NoLockstep):
+    """Raises wherever it is called, every so often. It remembers nothing, so what breaks is not its own."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.calls = 0
+
+    def _perhaps(self, error: BaseException) -> None:
+        self.calls += 1
+        if self.calls % self.every == 0:
+            raise error
+
+    def submitted(self, request: Request) -> None:
+        self._perhaps(ValueError("faulty"))
+
+    def started(self, batch: Batch) -> None:
+        self._perhaps(ValueError("faulty"))
+
+    def ran(self, batch: Batch, seconds: float) -> None:
+        self._perhaps(ValueError("faulty"))
+
+    def cancelled(self, request: Request) -> None:
+        self._perhaps(ValueError("faulty"))
+
+    def decide(self, view: View, now: float) -> Decision:
+        self._perhaps(asyncio.CancelledError("faulty"))
+        return super().decide(view, now)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda policy: Fair(policy, quantum=1),
+        lambda policy: Priority(policy, max_wait_ms=5),
+        lambda policy: RateLimit(policy, tokens_per_s=500),
+        lambda policy: RateLimit(Fair(Priority(policy))),
+        lambda policy: Priority(Fair(policy)),
+    ],
+)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataObject) -> None:
+    """Everything is served, no error but the inner policy's own comes up, and nothing stays behind."""
+    wrapper = around(Unreliable(data.draw(st.integers(1, 6), label="every")))
+    scheduler = Scheduler(wrapper, layers=3, max_rows=data.draw(st.sampled_from([1, 4, 24]), label="max_rows"))
+    for name in "ABC":
+        scheduler.client_joined(name)
+    numbers, now, errors = itertools.count(), 0.0, []
+    waiting: set[int] = set()
+
+    def step(until: float) -> float:
+        action = scheduler.next_action(now)
+        errors.extend(str(error) for error in scheduler.policy_errors)
+        if isinstance(action, Batch):
+            waiting.difference_update(request.id for request in scheduler.completed(action, 1e-3))
+        errors.extend(str(error) for error in scheduler.policy_errors)
+        scheduler.policy_errors.clear()
+        scheduler.validate()
+        return min(action.time, now + until) if isinstance(action, WaitUntil) else now
+
+    for _ in range(data.draw(st.integers(1, 30), label="steps")):
+        for name in data.draw(st.sets(st.sampled_from("ABC"))):
+            key = Key((data.draw(st.integers(0, 2)),), Pass.FORWARD)
+            terms = Terms(priority=ord(name) % 3, asked=False)
+            number = next(numbers)
+            scheduler.submit(Request(number, name, key, data.draw(st.integers(1, 9)), Kind.DECODE, now, terms=terms))
+            waiting.add(number)
+        if waiting and data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(waiting)))
+            scheduler.cancel(gone)
+            waiting.discard(gone)
+        now = step(0.1) + 1e-3
+    for _ in range(2000):
+        now = step(60.0)
+        if not waiting:
+            break
+    assert not waiting
+    assert all("faulty" in error for error in errors), errors
+    each: Any = wrapper
+    while isinstance(each, Admission):
+        assert not len(each._view.admitted)
+        each = each.policy
 
 
 # ---------------------------------------------------------------------------------------------------------- rate limit

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 
@@ -263,6 +264,40 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
         return best
 
     assert seconds_a_request(1000) < 8 * seconds_a_request(10)
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit(), SystemExit(1), BaseException("base")])
+def test_whatever_a_policy_raises_requests_are_served(error: BaseException) -> None:
+    class Raises(NoLockstep):
+        def decide(self, view: View, now: float) -> Decision:
+            raise error
+
+        def started(self, batch: Batch) -> None:
+            raise error
+
+        def submitted(self, request: Request) -> None:
+            raise error
+
+    scheduler = Scheduler(Raises(), layers=1, max_rows=8)
+    scheduler.client_joined("a")
+    request = Request(0, "a", Key((0,), Pass.FORWARD), 1, Kind.DECODE, 0.0)
+    scheduler.submit(request)
+    batch = scheduler.next_action(0.0)
+    assert isinstance(batch, Batch)
+    assert [piece.request for piece in batch.slices] == [request]
+    for name in ("submitted", "decide", "started"):
+        assert f"policy 'no-lockstep' raised in {name}(): {error!r}" in "".join(map(str, scheduler.policy_errors))
+
+
+def test_an_interrupt_is_no_fault_of_the_policy() -> None:
+    class Interrupted(NoLockstep):
+        def decide(self, view: View, now: float) -> Decision:
+            raise KeyboardInterrupt
+
+    world = world_of(Interrupted(), "a")
+    world.submit("a", Key((0,), Pass.FORWARD), 1)
+    with pytest.raises(KeyboardInterrupt):
+        world.scheduler.next_action(0.0)
 
 
 def test_an_error_that_cannot_be_said_is_reported_all_the_same() -> None:

@@ -161,7 +161,9 @@ class Scheduler:
         self._queues.add(request)
         try:
             self.policy.submitted(request)
-        except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 (a policy may be anybody's)
             self._refuse("raised in submitted()", "it may not know of a request", error)
 
     def lone(self, client: str, rows: int) -> bool:
@@ -218,7 +220,9 @@ class Scheduler:
             if isinstance(decision, Run):
                 decision.takes = list(decision.takes)
             problem = self._check(decision, now)
-        except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 (a policy may be anybody's)
             self._refuse("raised in decide()", _INSTEAD, error)
         else:
             if problem is None:
@@ -285,10 +289,12 @@ class Scheduler:
         if method is not None:
             try:
                 method(*what)
-            except Exception as error:  # noqa: BLE001 (a policy may be anybody's)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 (a policy may be anybody's)
                 self._refuse(f"raised in {name}()", "what it keeps in mind may be wrong from here on", error)
 
-    def _refuse(self, problem: str, so: str, cause: Exception | None = None) -> None:
+    def _refuse(self, problem: str, so: str, cause: BaseException | None = None) -> None:
         error = PolicyError(f"policy {self._name} {problem}{f': {_said(cause)}' if cause else ''}; {so}")
         error.__cause__ = cause
         self.policy_errors.append(error)

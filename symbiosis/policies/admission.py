@@ -90,6 +90,8 @@ class Admission(ABC):
         self.policy = policy
         self.name = f"{type(self).name}+{policy.name}"
         self._view = _View()
+        self._raised: BaseException | None = None
+        """By the inner policy, when it was shown a request."""
         self._told: dict[str, Callable[..., None]] = {
             name: method
             for name in ("started", "ran", "cancelled", "unloaded")
@@ -114,9 +116,12 @@ class Admission(ABC):
         """Requests, let in or held, have no more rows to run. Called after :meth:`drop`."""
 
     def admit(self, request: Request) -> None:
-        """Show a request to the inner policy."""
+        """Show a request to the inner policy. If that raises, :meth:`decide` does, when all books are done."""
         self._view.admitted.add(request)
-        self.policy.submitted(request)
+        try:
+            self.policy.submitted(request)
+        except BaseException as error:  # noqa: BLE001 (whatever it is)
+            self._raised = error
 
     # ---------------------------------------------------------------------------------------------------------- policy
 
@@ -125,6 +130,9 @@ class Admission(ABC):
 
     def decide(self, view: View, now: float) -> Decision:
         until = min(self.release(view, now), now + LONGEST_WAIT_S)
+        if (raised := self._raised) is not None:
+            self._raised = None
+            raise raised
         if not len(self._view.admitted):
             return Wait(until)
         self._view.real = view
@@ -135,12 +143,14 @@ class Admission(ABC):
 
     def started(self, batch: Batch) -> None:
         first = batch.slices[0].request
-        if first in self._view.admitted:
+        shown = first in self._view.admitted
+        if shown:
             self._view.admitted.started(batch)
         elif not first.remaining:  # the scheduler has served it in place of a decision that it refused
             self.drop(first)
         self.gone([request for request, _, stop in batch.slices if stop == request.rows])
-        self._tell("started", batch)
+        if shown:
+            self._tell("started", batch)
 
     def ran(self, batch: Batch, seconds: float) -> None:
         self._tell("ran", batch, seconds)
@@ -149,12 +159,14 @@ class Admission(ABC):
         self._tell("unloaded", seconds)
 
     def cancelled(self, request: Request) -> None:
-        if request in self._view.admitted:
+        shown = request in self._view.admitted
+        if shown:
             self._view.admitted.cancel(request)
-            self._tell("cancelled", request)
         else:
             self.drop(request)
         self.gone([request])
+        if shown:
+            self._tell("cancelled", request)
 
     def _tell(self, name: str, *what: Any) -> None:
         if name in self._told:
