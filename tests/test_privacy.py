@@ -379,7 +379,7 @@ def test_accuracy_is_kept_by_wide_layers(name: str, width: int) -> None:
 
 def test_accuracy_depends_on_what_rows_are_in() -> None:
     """In fp64 it can be far better; in fp32 it is refused, when it is known that rows are."""
-    assert NoisePool(accuracy=1e-4).scale_at(Direct(Layers())) == pytest.approx(1e-4 / 1.5e-6)  # type: ignore[arg-type]
+    assert NoisePool(accuracy=1e-4).levels_at(Direct(Layers())).least == pytest.approx(1e-4 / 1.5e-6)  # type: ignore[arg-type]
     fine = LocalPads(Layers(dtype=torch.float64), accuracy=1e-9)
     with Masking(fine, Layers(dtype=torch.float64)):
         pass
@@ -507,22 +507,24 @@ def test_amplitudes_stay_while_they_will_do() -> None:
 class Sizes(Usual):
     """Made up."""
 
-    def __init__(self, decode: float, largest: float, gradient: float) -> None:
-        self.size = lambda key, kind: (  # type: ignore[method-assign,assignment]
-            gradient if key.pass_.is_backward else decode if kind is Kind.DECODE else largest
-        )
+    def __init__(self, row: float, gradient: float) -> None:
+        self.size = lambda key: gradient if key.pass_.is_backward else row  # type: ignore[method-assign,assignment]
 
 
 def test_amplitudes_of_who_has_the_weights_begin_where_rows_usually_are() -> None:
-    """Nothing is seen of requests that are within a factor of four of them, and steps of 16 of others."""
-    levels = Levels(256, Sizes(2.0, 64.0, 1.0))
+    """Nothing is seen of requests that are no smaller than a quarter of them, or thousands of times as large, and steps
+    of 16 of others. In fp64 nothing of those within a factor of four."""
+    levels = Levels(256, Sizes(2.0, 1.0))
     forward, backward = Key((1,), Pass.FORWARD), Key((1,), Pass.BACKWARD)
     assert levels.least == 16
-    for size in (0.0, 0.51, 2.0, 8.0):
+    for size in (0.0, 0.51, 2.0, 8.0, 100.0, 8000.0):
         needed = size_of(torch.full((1, 4), size), levels.least).amplitude
         assert levels.at(forward, Kind.DECODE, 1, needed) == 128
-    assert levels.at(forward, Kind.PREFILL, 9, 0.0) == 4096
-    assert [levels.at(forward, Kind.DECODE, 1, 2.0**a) for a in (8, 7, 4, 3, 2, 17, 0)] == [
+    assert [levels.at(forward, Kind.PREFILL, 1, 2.0**a) for a in (7, 17, 3, 2, 1, 13, 14, 22, 0)] == [
+        2.0**a for a in (7, 7, 7, 3, 3, 3, 15, 15, 3)
+    ]
+    double = Levels(256, Sizes(2.0, 1.0), torch.float64)
+    assert [double.at(forward, Kind.DECODE, 1, 2.0**a) for a in (8, 7, 4, 3, 2, 17, 0)] == [
         2.0**a for a in (11, 11, 7, 7, 3, 19, 3)
     ]
     for rows in (1, 7, 64):
@@ -1277,7 +1279,7 @@ def test_a_folder_of_pads_has_one_client_of_one_model(tmp_path: Path) -> None:
 
 
 class TestWrap:
-    """Rows of one number each are the largest that an amplitude may be asked to bear."""
+    """Numbers may be far larger than their noise: what goes out stays within it, and the turns make up for them."""
 
     @staticmethod
     def asked(width: int, dtype: torch.dtype) -> Asked:
@@ -1285,13 +1287,15 @@ class TestWrap:
         key = Key((0,), Pass.FORWARD)
         return Asked(key, key, (spec,), width, (1,), dtype)
 
-    @pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 1 << 20), (torch.float64, 16_000)])
-    def test_one_number_that_is_all_there_is(self, dtype: torch.dtype, width: int) -> None:
-        least, amplitude = 1 / 16, 0.5
+    @pytest.mark.parametrize(
+        ("dtype", "times"), [(torch.float32, 253), (torch.float32, 255), (torch.float32, 1e9), (torch.float64, 2045)]
+    )
+    def test_one_number_that_is_all_there_is(self, dtype: torch.dtype, times: float) -> None:
+        width, amplitude = 1000, 0.5
         x = torch.zeros(1, width, dtype=dtype)
-        x[0, 3] = -0.999 * amplitude / least * math.sqrt(width)
+        x[0, 3] = -0.999 * amplitude * times
         noise = Keystream(b"k" * 32).integers(1, width, dtype)
-        sent, turns = wrap(self.asked(width, dtype), x, noise.clone(), amplitude, least)
+        sent, turns = wrap(self.asked(width, dtype), x, noise.clone(), amplitude)
         assert sent.abs().max() <= amplitude
         assert turns is not None
         bare = sent.double() - noise.double() * amplitude * 2.0 ** (1 - BITS[dtype])
@@ -1300,7 +1304,7 @@ class TestWrap:
         assert abs(bare[0, 3] / x[0, 3] - 1) < 1e-6
 
     def test_more_than_fits(self) -> None:
-        x, noise = torch.zeros(1, 16_384, dtype=torch.float64), torch.zeros(1, 16_384, dtype=torch.int64)
-        with pytest.raises(PrivacyError, match=r"too small for rows of 16,384 numbers in fp64; give 2 or more"):
-            wrap(self.asked(16_384, torch.float64), x, noise, 0.5, 1 / 16)
-        assert wrap(self.asked(16_384, torch.float64), x, noise, 0.5, 2 / 16)[1] is None
+        x, noise = torch.full((1, 4), 1024.0, dtype=torch.float64), torch.zeros(1, 4, dtype=torch.int64)
+        with pytest.raises(PrivacyError, match=r"a row of 4 numbers has one 2.05e\+03 times as large as its noise"):
+            wrap(self.asked(4, torch.float64), x, noise, 0.5)
+        assert wrap(self.asked(4, torch.float64), x, noise, 1.0)[1] is not None

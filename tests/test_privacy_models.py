@@ -24,10 +24,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import symbiosis
 from symbiosis.core.layers import base_layer, is_linear
-from symbiosis.core.requests import Key, Kind, Pass
+from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap, keystream, local_pads
-from symbiosis.privacy.amplitude import DEFAULT_SCALE
+from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE
 from symbiosis.privacy.audit.evidence import Place
 from symbiosis.privacy.audit.scene import Recorder
 from symbiosis.privacy.usual import Usual
@@ -246,6 +246,22 @@ def assert_masked(sent: torch.Tensor, own: torch.Tensor) -> None:
     assert_far(sent, own, 0.5)
 
 
+def assert_uniform(sent: torch.Tensor, own: torch.Tensor) -> None:
+    """Rows [n, w] of one key that are uniform, whatever the tenant meant by each and however large that is: no column
+    goes along with the true one, and no part of a row is that part of any true row."""
+    there = own.norm(dim=1) > 0
+    sent, own = sent[there].float(), own[there].float()
+    assert_far(sent, own, 0.05)
+    sent, own = sent - sent.mean(dim=0), own - own.mean(dim=0)
+    alike = torch.nn.functional.cosine_similarity(sent, own, dim=0)
+    assert (alike.abs() < 6.5 / len(sent) ** 0.5).all()
+
+
+def units(sent: torch.Tensor) -> torch.Tensor:
+    """Numbers of one request in units of their amplitude: of 32 and more that are uniform, one is in its upper half."""
+    return sent / 2.0 ** math.ceil(math.log2(sent.abs().max().item()))
+
+
 def assert_far(sent: torch.Tensor, own: torch.Tensor, least: float) -> None:
     """No block of columns of a row is nearer to that of any true row than so many times its size."""
     for start in range(0, sent.shape[1], _BLOCK):
@@ -283,7 +299,8 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
     would show.
     """
     model = tiny_model(architecture, dtype=dtype)
-    scale = 256.0
+    exact = name in ("local-pads", "wrapped-shares")
+    scale = WRAPPED_SCALE if exact else DEFAULT_SCALE
     async with executors(model, name) as (one, *others):
         with contextlib.ExitStack() as stack:
             taps = [stack.enter_context(Wiretap(executor)) for executor in (one, *others)]
@@ -304,25 +321,42 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
         for place, parts in came.items():
             sent, own = torch.cat(parts), torch.cat(meant[place])
             assert sent.dtype is torch.float32
-            assert_masked(sent, own)
+            (assert_uniform if exact else assert_masked)(sent, own)
             cosines.append(torch.nn.functional.cosine_similarity(sent, own.float()))
         ids = {id(seen) for seen in rows}
         for seen in tap.seen:
             if id(seen) not in ids:  # asked for its effects alone
                 assert_far(seen.tensors[0], torch.cat(meant[Place.of(seen.key)]), 0.02)
+        if exact:
+            numbers = torch.cat([units(seen.tensors[0]).flatten() for seen in tap.seen]).double()
+            assert abs(3 * numbers.square().mean() - 1) < 6 * 0.9 / len(numbers) ** 0.5
         alike = torch.cat(cosines)
         alike = alike[alike.isfinite()]
         assert len(alike) > 3000
         # On average x goes along with x + n as |x| / |n| at most; the rest is chance, for rows of 32 numbers or more.
-        bound = 3**0.5 / scale + 6 / (32 * len(alike)) ** 0.5
+        bound = (0.0 if exact else 3**0.5 / scale) + 6 / (32 * len(alike)) ** 0.5
         assert alike.mean().abs() < (bound if name != "noise-pool" else 0.1)  # a pool has few vectors, used often
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def with_outliers(model: Any) -> Any:
+    """A model that makes the rows of a few tokens far larger than others in each block, as large models do."""
+    generator = torch.Generator().manual_seed(1)
+    for layer in model.model.layers:
+        weights = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
+        direction = torch.randn(weights[0].shape[1], generator=generator)
+        for weight in weights:
+            weight.data[:4] += 3 * direction / direction.norm()
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "outliers"])
 @pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
 async def test_first_requests_show_no_sizes(architecture: str, name: str) -> None:
     """With a client for each text, amplitudes would tell which ones are alike. They are the same for all."""
-    model = tiny_model(architecture)
+    if architecture == "outliers":
+        model = with_outliers(tiny_model("llama", hidden_size=64, num_hidden_layers=4, intermediate_size=128))
+    else:
+        model = tiny_model(architecture)
     generator = torch.Generator().manual_seed(7)
     config = LoraConfig(fan_in_fan_out=architecture == "gpt2")  # begins as the base model, and moves away from it
     amplitudes = set()
@@ -357,18 +391,8 @@ def test_how_large_rows_usually_are(architecture: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules.values())
     for index in modules:
-        largest, token, gradient = (
-            usual.size(Key((index,), pass_), kind)
-            for pass_, kind in (
-                (Pass.FORWARD, Kind.PREFILL),
-                (Pass.FORWARD, Kind.DECODE),
-                (Pass.BACKWARD, Kind.FINETUNE),
-            )
-        )
-        assert largest
-        assert token
-        assert gradient
-        assert token <= largest
+        for pass_ in (Pass.FORWARD, Pass.BACKWARD):
+            assert usual.size(Key((index,), pass_)) > 0
 
 
 async def test_the_wiretap_sees_what_a_client_sends(base: Any) -> None:

@@ -5,7 +5,7 @@ carries an error of A's size in the last bit, so a larger scale hides more and c
 
 A is seen. If it followed every call, the amplitudes over the layers of a model would tell which requests are for the
 same text, so it stays where it is while it will do; and whoever has the public weights has it begin where the public
-model's own rows would.
+model's own rows would, and wraps larger ones.
 """
 
 from __future__ import annotations
@@ -63,24 +63,31 @@ class Size(NamedTuple):
 SPAN = 16.0
 """An amplitude stays while it is enough, and at most so many times as large as it would have to be. That is what it may
 cost in accuracy, at the worst."""
+_ABOVE = 1024.0
+"""And so many times as large as amplitudes are enough for, rows may be that are wrapped: it costs the tenant nearly the
+whole product then. With fp64's numbers, which take most of 64 bits, once."""
 
 
 class Levels:
     """The amplitudes of one client: for each key, and each kind of work (prompts have first tokens, which some models
     make hundreds of times as large as others; decoding has not).
 
-    They begin with what the client's first requests need, which is seen of them; or, where it is known how large rows
-    usually are, in the middle of what will do for those, and go from there in steps of :data:`SPAN`.
+    They begin with what the client's first requests need, which is seen of them. Or, where it is known how large rows
+    usually are, in the middle of what will do for those, and go from there in steps of :data:`SPAN`: down for rows that
+    are smaller, which would be inaccurate otherwise. Not up for rows that are larger, unless they are so by
+    :data:`_ABOVE`: who has the weights wraps what is larger, and nothing is to be seen of it.
 
     Args:
         scale: how far above the rows an amplitude is: at least, if the first request tells; at most, beyond rounding
             up to powers of two, with ``usual``.
         usual: how large rows usually are.
+        dtype: of masked rows.
     """
 
-    def __init__(self, scale: float, usual: Usual | None = None) -> None:
+    def __init__(self, scale: float, usual: Usual | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.least = scale if usual is None else scale / SPAN
-        """How far above the rows an amplitude is, at least."""
+        """How far above the rows an amplitude is, at least; of those that are not larger than usual, with ``usual``."""
+        self._above = 1.0 if dtype is torch.float64 else _ABOVE
         self._usual = usual
         self._first = 2.0 ** math.ceil(math.log2(scale))
         self._levels: dict[tuple[Key, Kind], float] = {}
@@ -95,12 +102,12 @@ class Levels:
             if level is None or not level / SPAN <= needed <= level:
                 level = self._levels[key, kind] = needed
             return level
-        size = self._usual.size(key, kind)
+        size = self._usual.size(key)
         if key.pass_.is_backward:  # of a loss that is a mean over tokens
             size /= rows
         middle = _power(size * self.least * math.sqrt(SPAN))
         level = level or 1.0
-        if needed and not level / SPAN <= needed / middle <= level:
+        if needed and not level / SPAN <= needed / middle <= level * self._above:
             steps = math.ceil(math.log2(needed / middle) / math.log2(SPAN))
             level = self._levels[key, kind] = SPAN**steps
         return level * middle

@@ -59,8 +59,8 @@ class LocalPads(Scheme):
         folder: where pads, their key and their counters outlive the process; by default they do not. One client at a
             time.
         when_out: ``"wait"`` until more are computed, or ``"error"``.
-        scale: how far the amplitude is above the rows at most; at least it is a sixteenth of that. A larger one hides
-            nothing more; it makes wrapped numbers rarer.
+        scale: how far the amplitude is above the largest row of a request at most, and a quarter of that above usual
+            ones. A larger one hides nothing more; it makes wrapped numbers rarer.
         accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
             comes to; see :func:`~symbiosis.privacy.amplitude.scale_for`.
 
@@ -97,7 +97,7 @@ class LocalPads(Scheme):
         (channel,) = channels
         own = self.load(channel)
         folder = None if self.folder is None else PadFolder(self.folder, channel.identity().weights)
-        return Pads(own, folder, self.rows, self.when_out == "error", Levels(self.scale_at(channel), own.usual))
+        return Pads(own, folder, self.rows, self.when_out == "error", self.levels_at(channel, own.usual))
 
 
 class _Stock:
@@ -173,7 +173,7 @@ class Pads:
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
         rows = x.shape[0]
         noise, effects = self._draw(asked, rows)
-        sent, turns = wrap(asked, x, noise, amplitude, self.levels.least)
+        sent, turns = wrap(asked, x, noise, amplitude)
         waits = () if effects.done() else (effects,)
         unmask = partial(self._unmask, asked, effects, amplitude, turns)
         return Masked((Call(asked.key, kind, (sent,)),), waits, unmask)
@@ -281,7 +281,7 @@ class Pads:
         if self._closed:
             raise ClientClosedError("the client of these pads was closed")
         if self._failure is not None:
-            raise PrivacyError("local-pads: no more pads can be made, after an error") from self._failure
+            raise PrivacyError(f"local-pads: no more pads can be made: {self._failure}") from self._failure
 
     def _stock(self, asked: Asked) -> _Stock:
         stock = self._stocks.get(asked.key)

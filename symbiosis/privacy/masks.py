@@ -50,8 +50,8 @@ class Mask(Protocol):
     """The amplitudes of its noise."""
 
     def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
-        """Mask finite rows [n, width]. The ``amplitude``, a power of two, is at least ``levels.least`` times the
-        largest row's rms."""
+        """Mask finite rows [n, width]. The ``amplitude``, a power of two, is what ``levels`` say: ``levels.least``
+        times the largest row's rms or more, unless the scheme has the public weights at hand and wraps larger ones."""
 
     def prepare(self, asked: Asked) -> Future[Any] | None:
         """Get ready for rows that will be asked for, ahead of time. Done when they can be masked without a wait."""

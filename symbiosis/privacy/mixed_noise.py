@@ -57,7 +57,7 @@ class MixedNoise(Scheme):
         return f"{self.name}:rank={self.rank},{self._said()}"
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Mixtures:
-        return Mixtures(self.rank, Levels(self.scale_at(channels[0])), channels[0].device, ask)
+        return Mixtures(self.rank, self.levels_at(channels[0]), channels[0].device, ask)
 
 
 class Mixtures:

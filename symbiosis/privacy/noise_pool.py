@@ -68,7 +68,7 @@ class NoisePool(Scheme):
         return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},{self._said()}"
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Pools:
-        return Pools(self, Levels(self.scale_at(channels[0])), channels[0].device, ask)
+        return Pools(self, self.levels_at(channels[0]), channels[0].device, ask)
 
 
 class Vectors:

@@ -13,9 +13,10 @@ import torch
 from symbiosis.core.protocols import Channel, Transport
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Terms
-from symbiosis.privacy.amplitude import DEFAULT_SCALE, scale_for
+from symbiosis.privacy.amplitude import DEFAULT_SCALE, Levels, scale_for
 from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Ask, Mask
+from symbiosis.privacy.usual import Usual
 
 __all__ = ["Scheme"]
 
@@ -32,15 +33,16 @@ class Scheme(ABC):
     options: Mapping[str, Any] = {}
     """Of the transport to executors elsewhere, where they differ from those of the client's own."""
 
-    def scale_at(self, channel: Channel) -> float:
-        """The scale for the executor at the other end of a channel.
+    def levels_at(self, channel: Channel, usual: Usual | None = None) -> Levels:
+        """The amplitudes of a client of the executor at the other end of a channel.
 
         Raises:
             PrivacyError: its rows leave no room for noise at this accuracy.
         """
         linear = [spec for spec in channel.layers if spec.linear] or list(channel.layers)
         widest = max(max(spec.in_features, spec.out_features) for spec in linear)
-        return scale_for(self.name, self.scale, self.accuracy, linear[0].dtype, widest)
+        dtype = linear[0].dtype
+        return Levels(scale_for(self.name, self.scale, self.accuracy, dtype, widest), usual, dtype)
 
     def _aims_at(self, scale: float | None, accuracy: float | None, default: float = DEFAULT_SCALE) -> None:
         scale_for(self.name, scale, accuracy, torch.float64)  # whether they mean anything

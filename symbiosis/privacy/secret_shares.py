@@ -107,7 +107,7 @@ class SecretShares(Scheme):
 
     def begin(self, channels: Sequence[Channel], ask: Ask) -> Shares:
         own = self.load(channels[0])
-        return Shares(channels, own, Levels(self.scale_at(channels[0]), None if own is None else own.usual))
+        return Shares(channels, own, self.levels_at(channels[0], None if own is None else own.usual))
 
 
 class Shares:
@@ -144,7 +144,7 @@ class Shares:
             first, second = self._split(x, amplitude, asked.dtype)
         else:
             noise = self._stream.integers(x.shape[0], asked.width, asked.dtype)
-            first, turns = wrap(asked, x, noise, amplitude, self.levels.least)
+            first, turns = wrap(asked, x, noise, amplitude)
             second = noise.neg().to(asked.dtype).mul_(amplitude * 2.0 ** (1 - BITS[asked.dtype]))
         second = second.to(self._channels[1].device)
         calls = Call(asked.key, kind, (first,)), Call(asked.effects, kind, (second,))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from symbiosis.core.fibers import modes_aside
-from symbiosis.core.requests import Key, Kind, LayerSpec
+from symbiosis.core.requests import Key, LayerSpec
 from symbiosis.log import get_logger
 
 __all__ = ["Usual"]
@@ -25,6 +25,10 @@ log = get_logger(__name__)
 _TOKENS = 64
 _BEGINNING = 4
 """Tokens at the beginning of a text, which many models make hundreds of times as large as others."""
+_SMALL, _MIDDLE = 0.1, 0.5
+"""Of the rows, and of the gradients, that are smaller than what is taken to be usual. Amplitudes follow smaller ones
+down, but not larger ones up, and some models have many rows that are far larger than others. Gradients never come
+alone, so the largest of a request is hardly below the middle."""
 
 
 class Usual:
@@ -42,28 +46,26 @@ class Usual:
 
     def __init__(self, model: nn.Module, layers: Sequence[LayerSpec], modules: Mapping[int, nn.Module]) -> None:
         self._layers = layers
-        self._decode: dict[int, float] = {}
-        """Of the rows that a layer reads, the median."""
-        self._largest: dict[int, float] = {}
-        """Of the rows that a layer reads, the largest."""
+        self._rows: dict[int, float] = {}
+        """That a layer reads."""
         self._gradients: dict[int, float] = {}
-        """Of the gradients of a layer's results, the largest, for a loss that is a sum over tokens."""
+        """Of a layer's results, for a loss that is a sum over tokens."""
         try:
             self._walk(model, modules)
         except Exception as error:  # noqa: BLE001 (whatever a model of the tenant's raises)
             log.warning("the public model could not be walked; how large rows usually are is guessed", why=str(error))
         self.size = cache(self._size)
 
-    def _size(self, key: Key, kind: Kind) -> float:
-        """Of a request's largest row; of gradients, for a loss that is a sum over tokens."""
+    def _size(self, key: Key) -> float:
+        """Of rows that hardly a request's largest is far below; of gradients, for a loss that is a sum over tokens."""
         backward = key.pass_.is_backward
-        sizes = self._gradients if backward else self._decode if kind is Kind.DECODE else self._largest
+        sizes = self._gradients if backward else self._rows
         known = [sizes[layer] for layer in key.layers if sizes.get(layer)]
         if not known:
             width = self._width(key.layers[0], backward)
             alike = [size for layer, size in sizes.items() if size and self._width(layer, backward) == width]
             return median(alike or list(filter(None, sizes.values())) or [1.0])
-        return max(known)
+        return min(known)
 
     def _width(self, layer: int, backward: bool) -> int:
         return self._layers[layer].out_features if backward else self._layers[layer].in_features
@@ -81,8 +83,8 @@ class Usual:
                     return None
                 (x,) = arguments
                 sizes = _sizes(x)
-                self._largest[layer] = max(self._largest.get(layer, 0.0), *sizes)
-                self._decode[layer] = median(sizes[_BEGINNING:] or sizes)
+                small = _at(_SMALL, sizes[_BEGINNING:] or sizes)
+                self._rows[layer] = min(self._rows.get(layer, small), small)
                 if x.requires_grad and inputs:
                     return None
                 inputs.append(x if x.requires_grad else x.detach().requires_grad_())
@@ -92,7 +94,8 @@ class Usual:
 
         def gives(layer: int) -> Callable[..., None]:
             def gradient(dy: torch.Tensor) -> None:
-                self._gradients[layer] = max(self._gradients.get(layer, 0.0), *_sizes(dy))
+                middle = _at(_MIDDLE, _sizes(dy))
+                self._gradients[layer] = min(self._gradients.get(layer, middle), middle)
 
             def hook(module: nn.Module, arguments: Any, y: torch.Tensor) -> None:
                 if threading.get_ident() == thread and y.requires_grad:
@@ -114,7 +117,13 @@ class Usual:
 def _sizes(x: torch.Tensor) -> list[float]:
     """The rms of each row that is finite."""
     sizes: list[float] = x.detach().flatten(0, -2).float().square().mean(1).sqrt().tolist()
-    return [size for size in sizes if size < float("inf")] or [0.0]
+    return [size for size in sizes if size < float("inf")]
+
+
+def _at(part: float, sizes: Sequence[float]) -> float:
+    """One that such a part of them is smaller than, of those that are not zero."""
+    some = sorted(filter(None, sizes))
+    return some[int(part * len(some))] if some else 0.0
 
 
 def _loss(model: nn.Module) -> torch.Tensor:

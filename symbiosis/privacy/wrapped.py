@@ -13,15 +13,16 @@ from typing import NamedTuple
 import torch
 
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.amplitude import SPAN
 from symbiosis.privacy.keystream import BITS
 from symbiosis.privacy.masks import Asked
 from symbiosis.privacy.own_weights import OwnWeights
 
 __all__ = ["Turns", "unwrap", "wrap"]
 
-_MOST_IN_FP64 = 2.0 ** (64 - 53) - 2
+_MOST = {dtype: 2.0 ** (64 - bits) - 2 for dtype, bits in BITS.items()}
 """Amplitudes that fit into an int64 in steps of :data:`BITS` bits, with room for the noise."""
+_FITS = 2.0 ** (32 - BITS[torch.float32]) - 2
+"""Into an int32, which noise in fp32 comes in."""
 _CHUNK = 64
 """Rows whose wrapped numbers are made up for at a time: of more, nearly every column of the weight has some."""
 
@@ -35,29 +36,26 @@ class Turns(NamedTuple):
     """[m]: what they lack, ±2A."""
 
 
-def wrap(
-    asked: Asked, x: torch.Tensor, noise: torch.Tensor, amplitude: float, least: float
-) -> tuple[torch.Tensor, Turns | None]:
+def wrap(asked: Asked, x: torch.Tensor, noise: torch.Tensor, amplitude: float) -> tuple[torch.Tensor, Turns | None]:
     """x + noise [n, width], on the grid and within ±A; and what was wrapped.
 
     Args:
         noise: whole numbers of as many bits as the dtype holds; see :meth:`Keystream.integers`.
-        least: how far the amplitude is above the rows at least, which says how large their numbers can be.
 
     Raises:
-        PrivacyError: that is so little that a number might not fit into 64 bits.
+        PrivacyError: a number does not fit into 64 bits.
     """
     bits = BITS[asked.dtype]
     step = amplitude * 2.0 ** (1 - bits)
-    most = math.sqrt(asked.width) / least  # of a row that is all in one number, by its amplitude
-    if most > _MOST_IN_FP64 and asked.dtype is torch.float64:
-        scale = math.ceil(SPAN * math.sqrt(asked.width) / _MOST_IN_FP64)
+    x = x.to("cpu")
+    largest = torch.linalg.vector_norm(x, math.inf).item() / amplitude
+    if largest > _MOST[asked.dtype]:
         raise PrivacyError(
-            f"the scale is too small for rows of {asked.width:,} numbers in fp64; give {scale} or more, or a larger "
-            "accuracy"
+            f"a row of {asked.width:,} numbers has one {largest:.3g} times as large as its noise; nothing was sent. "
+            "Give a larger scale, or a larger accuracy"
         )
-    wide = torch.int64 if most > 32 else noise.dtype
-    total = x.to("cpu").mul(1 / step).round_().to(wide).add_(noise)
+    wide = torch.int64 if largest > _FITS else noise.dtype
+    total = x.mul(1 / step).round_().to(wide).add_(noise)
     spare = wide.itemsize * 8 - bits
     wrapped = total.bitwise_left_shift(spare).bitwise_right_shift_(spare)
     turns = total.sub_(wrapped)
