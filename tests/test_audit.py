@@ -393,6 +393,41 @@ def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
         page.write_text("nothing\n")
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--hidden", "33"], "--hidden is 33; give a multiple of 8, such as 32"),
+        (["--hidden", "36"], "--hidden is 36; give a multiple of 8, such as 32"),
+        (["--plot", "{folder}/a.txt"], "give a file that ends in .png, .svg, .pdf"),
+        (["--plot", "{folder}/a"], "give a file that ends in .png, .svg, .pdf"),
+        (["--plot", "{folder}/folder.png"], "folder.png: it is a folder"),
+        (["--json", "{folder}"], "it is a folder"),
+        (["--json", "{folder}/file/a.json"], "cannot write to"),
+    ],
+)
+def test_what_could_not_be_written_is_known_before_the_work(
+    options: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a model that could not be built."""
+
+    async def work(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("symbiosis.privacy.audit.audit", work)
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["audit", *(option.format(folder=tmp_path) for option in options)])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SystemExit)
+    assert done.output.startswith("error: ")
+    assert why in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("hidden", [32, 40])
+def test_widths_that_are_allowed_make_a_model(hidden: int) -> None:
+    assert build(replace(SMALL, hidden=hidden)).config.hidden_size == hidden
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ import copy
 import math
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 import symbiosis
@@ -30,6 +30,7 @@ from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Se
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE
 from symbiosis.privacy.audit.evidence import Place
 from symbiosis.privacy.audit.scene import Recorder
+from symbiosis.privacy.own_weights import _Weight
 from symbiosis.privacy.usual import Usual
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora, until
@@ -469,6 +470,88 @@ async def test_weights_are_loaded_off_the_loop(base: Any, monkeypatch: pytest.Mo
             pass
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
+
+
+# ---------------------------------------------------------------------------------------- a model that somebody changes
+
+
+def changed_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+
+
+def merged(model: Any) -> None:
+    """An adapter, into the very weights."""
+    config = LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
+    get_peft_model(model, config).merge_adapter()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [changed_in_place, merged])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
+async def test_a_model_that_is_changed_meanwhile(name: str, dtype: torch.dtype, change: Callable[[Any], None]) -> None:
+    """Results are right, of what was ready before, or an error that says which layer and what to do; and a further
+    client is refused."""
+    model = tiny_model("llama", dtype=dtype)
+    own = copy.deepcopy(model)
+    job = Job(steps=0, new_tokens=0)
+    expected = run_job_plain(model, None, job)
+    tolerance = LOGITS if dtype is torch.float32 else 2.0**-6
+    async with executors(model, name) as (one, *_):
+        async with one.client(privacy=scheme(name, own)) as client:
+            assert Comparison.of(await run_job(client, job), expected).worst() <= tolerance
+            change(own)
+
+            async def go_on() -> None:
+                for _ in range(20):
+                    assert Comparison.of(await run_job(client, job), expected).worst() <= tolerance
+
+            with pytest.raises(PrivacyError, match=r"0\.mlp\.up_proj has other .* would be wrong.*deepcopy"):
+                await go_on()
+            if name == "local-pads":
+                with pytest.raises(PrivacyError, match="no more pads") as after:
+                    await run_job(client, job)
+                assert "up_proj has other weights" in str(after.value.__cause__)
+            with pytest.raises(PrivacyError, match="up_proj has other weights"):
+                await one.client(privacy=scheme(name, own)).open()
+        with pytest.raises(PrivacyError, match="other weights"):  # nobody has the old ones any more
+            await one.client(privacy=scheme(name, own)).open()
+
+
+@pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
+async def test_a_parameter_that_gets_another_tensor(name: str) -> None:
+    """The one that was given is kept, and still right."""
+    model = tiny_model("llama")
+    own = copy.deepcopy(model)
+    job = Job(steps=0, new_tokens=0)
+    expected = run_job_plain(model, None, job)
+    async with executors(model, name) as (one, *_), one.client(privacy=scheme(name, own)) as client:
+        weight = own.model.layers[0].mlp.up_proj.weight
+        weight.data = 2 * weight.data
+        for _ in range(4):
+            assert Comparison.of(await run_job(client, job), expected).worst() <= LOGITS
+        async with one.client(privacy=scheme(name, own)) as further:
+            assert Comparison.of(await run_job(further, job), expected).worst() <= LOGITS
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1), (3, 4096), (1024, 1024), (96, 7)])
+def test_witnesses_are_from_all_rows_and_columns(shape: tuple[int, int]) -> None:
+    """Every row and column of small weights; no sixteenth of the rows or columns of larger ones is left out."""
+    for values in (torch.randn(shape), torch.randn(shape[::-1]).t()):
+        weight = _Weight.of("layer", values, transposed=True)
+        weight.check()
+        for axis, size in enumerate(shape):
+            for part in range(min(size, 16)):
+                some = values.unflatten(axis, (-1, size // 16)) if size % 16 == 0 else values.unsqueeze(axis + 1)
+                changed = some.select(axis, part)
+                before = changed.clone()
+                changed.mul_(2)
+                with pytest.raises(PrivacyError, match="layer has other weights"):
+                    weight.check()
+                changed.copy_(before)
+        weight.check()
+    values[:] = math.nan
+    _Weight.of("layer", values, transposed=True).check()
 
 
 # ------------------------------------------------------------------------------------------------------- interruptions

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from symbiosis.cli.console import console
+from symbiosis.cli.console import console, writable
+from symbiosis.cli.simulate import PLOTS
 
 if TYPE_CHECKING:
     from symbiosis.privacy.audit import Audit
 
 __all__ = ["audit"]
+
+_HIDDEN = 8
+"""What the width is a multiple of: the audit's model has four heads, and rotates pairs of numbers in each."""
 
 
 def audit(
@@ -26,7 +30,7 @@ def audit(
             "that are built in.",
         ),
     ] = None,
-    hidden: Annotated[int, typer.Option(min=32, help="Width of the model.")] = 128,
+    hidden: Annotated[int, typer.Option(min=32, help=f"Width of the model, a multiple of {_HIDDEN}.")] = 128,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts that the tenant generates for, each twice.")] = 20,
     repeats: Annotated[int, typer.Option(min=2, help="Of one more prompt, that is sent over and over.")] = 64,
     lots: Annotated[
@@ -60,6 +64,7 @@ def audit(
 
     if into is not None:
         around(into)  # that there is a place for it is worth knowing before
+    _check(hidden, json, plot, into)
     plan = Plan(hidden=hidden, intermediate=2 * hidden, prompts=prompts, repeats=repeats, seed=seed)
     out = console()
     with out.status("building a model") as status:
@@ -72,6 +77,23 @@ def audit(
         draw(plot, found)
     if into is not None:
         write_into(into, found)
+
+
+def _check(hidden: int, json: Path | None, plot: Path | None, into: Path | None) -> None:
+    """Before the work, which takes minutes.
+
+    Raises:
+        UsageError: there is no such model, or a result could not be written in the end.
+    """
+    from symbiosis.errors import UsageError
+
+    if hidden % _HIDDEN:
+        raise UsageError(f"--hidden is {hidden}; give a multiple of {_HIDDEN}, such as {hidden // _HIDDEN * _HIDDEN}")
+    if plot is not None and plot.suffix not in PLOTS:
+        raise UsageError(f"--plot {plot}: give a file that ends in {', '.join(PLOTS)}")
+    for file in (json, plot, into):
+        if file is not None:
+            writable(file)
 
 
 def _show(found: Audit) -> None:
