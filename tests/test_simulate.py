@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ from typer.testing import CliRunner
 
 from symbiosis.bench.calibrate import Curve
 from symbiosis.cli.main import app
+from symbiosis.cli.simulate import _show, _text
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate
 from symbiosis.simulation.clients import backward, forward
 from symbiosis.simulation.costs import Costs, roofline
-from symbiosis.simulation.outcome import SLO, outcome, percentile
+from symbiosis.simulation.outcome import SLO, Outcome, outcome, percentile
 from symbiosis.simulation.replay import Load, replay
 from symbiosis.simulation.trace import Arrival, read_trace, scaled, synthetic
 
@@ -208,6 +210,32 @@ def test_command(tmp_path: Path) -> None:
     assert data["policies"]["opportunistic"]["predicted"]["finished"] == 9
     assert "fair+co-serving" in data["policies"]
     assert (tmp_path / "plots" / "o.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("columns", ["80", None])
+def test_no_figure_is_cut(
+    columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor a heading: on a terminal of 80 columns, and in a file."""
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    found = Outcome(1.0, 123456.7, 234567.8, 0.0, 345.1, 45678.9, 56789.1, 678912.3, 0.891, 0.912, 8, 11.4)
+    long, brief = "rate-limit:tokens_per_s=500+fair:quantum=64+co-serving:slo_ms=75", "lockstep"
+    _show(_costs(), Load([Arrival(0.0, 1, 1)] * 8), 1, {long: found, brief: found}, {long: found})
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert all(len(line) <= 80 for line in out.splitlines()) or columns is None
+    figures = "123,457 234,568 345 45,679 56,789 678,912 0.891 0.912 11.4"
+    for word in (*figures.split(), "tokens/s", "tuning", "SLO", "mean", "batch", "fairness", "token", "p99 ms"):
+        assert re.search(rf"(?<!\S){word}(?!\S)", out), out
+
+
+def test_figures_are_rounded_to_three_digits() -> None:
+    assert [_text(value) for value in (float("nan"), 0.0, 1.234, 999.4, 999.7, 12345.6)] == [
+        *("", "0", "1.23", "999", "1,000", "12,346")
+    ]
 
 
 @pytest.mark.parametrize(
