@@ -18,6 +18,7 @@ from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate
+from symbiosis.simulation import replay as replays
 from symbiosis.simulation.clients import backward, forward
 from symbiosis.simulation.costs import Costs, roofline
 from symbiosis.simulation.outcome import SLO, Outcome, outcome, percentile
@@ -265,6 +266,16 @@ def test_wrong_use(arguments: list[str], why: str) -> None:
     result = CliRunner().invoke(app, ["simulate", *arguments])
     assert result.exit_code != 0
     assert why in (result.output + str(result.exception))
+
+
+def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of four policies by default; nothing has been played to the others by then."""
+    played: list[object] = []
+    monkeypatch.setattr(replays, "replay", lambda *arguments, **options: played.append(arguments))
+    result = CliRunner().invoke(app, ["simulate", "--requests", "2", "--slo-ms", "5"])
+    assert result.exit_code == 1
+    assert "slo_ms is 5, but a token takes" in result.output
+    assert not played
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def simulate(
     from symbiosis.core.registry import make_policy
     from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.outcome import SLO
-    from symbiosis.simulation.replay import Load
+    from symbiosis.simulation.replay import Load, told
     from symbiosis.simulation.trace import read_trace, scaled, synthetic
 
     _check_options(context)
@@ -118,6 +118,8 @@ def simulate(
     load = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
     costs = _calibrate(preset.value, base_layers) if machine is Machine.HERE else roofline(machine.value, model)
+    for spec in policies:
+        told(make_policy(spec), costs)  # and so should a promise that cannot be kept, before others are played to
     results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
     real: dict[str, Outcome] = {}
     if check:
