@@ -53,20 +53,35 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("soon,1,1", "line 3: could not convert"),
-        ("1,1.5,1", "line 3: invalid literal"),
-        ("1,1", "line 3"),
-        ("nan,1,1", "line 3: nan"),
-        ("inf,1,1", "line 3: inf"),
-        ("5,-1,1", "line 3: 5.0, -1"),
-        ("5,1,9999999", "line 3"),
-        ("-1,1,1", "line 3"),
-        ("0.5,1,1", "line 3: arrives before"),
+        ("soon,1,1", "line 3: arrival_s is 'soon'; it must be seconds"),
+        ("1,1.5,1", "line 3: ContextTokens is '1.5'; it must be a whole number of tokens"),
+        ("1,1", "line 3: GeneratedTokens is missing; a row has arrival_s, ContextTokens, GeneratedTokens"),
+        ("1, ,1", "line 3: ContextTokens is missing"),
+        ("nan,1,1", "line 3: arrival_s is 'nan'"),
+        ("inf,1,1", "line 3: arrival_s is 'inf'"),
+        ("5,-1,1", "line 3: ContextTokens is '-1'"),
+        ("5,inf,1", "line 3: ContextTokens is 'inf'"),
+        ("5,1,9999999", "line 3: GeneratedTokens is '9999999'; .* 0 to 1000000"),
+        ("-1,1,1", "line 3: arrival_s is '-1'"),
     ],
 )
 def test_a_bad_trace(tmp_path: Path, line: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         read_trace(_file(tmp_path, "1,1,1", line))
+
+
+def test_a_trace_as_others_write_it(tmp_path: Path) -> None:
+    """Spaces around names and values, and whole numbers with a point."""
+    file = _file(tmp_path, "0.0, 7.0 ,3", "1.5 ,1, 2e1", header='arrival_s , ContextTokens,  "GeneratedTokens"')
+    assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 20)]
+
+
+def test_a_trace_in_another_order(tmp_path: Path) -> None:
+    """Requests that arrive together stay as they are in the file; a limit takes the earliest of all."""
+    file = _file(tmp_path, "12,1,1", "10,2,2", "11,3,3", "10,4,4")
+    ordered = [Arrival(0.0, 2, 2), Arrival(0.0, 4, 4), Arrival(1.0, 3, 3), Arrival(2.0, 1, 1)]
+    assert read_trace(file) == ordered
+    assert read_trace(file, 3) == ordered[:3]
 
 
 def test_no_trace(tmp_path: Path) -> None:
