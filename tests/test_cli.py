@@ -177,6 +177,12 @@ def test_policies_lists_options_and_defaults(runner: CliRunner) -> None:
         assert word in result.output
 
 
+def test_policies_does_not_list_the_policy_inside_as_an_option(runner: CliRunner) -> None:
+    result = runner.invoke(app, ["policies"])
+    assert "policy=" not in result.output
+    assert "fair, priority, rate-limit go around another, written after a plus: --policy fair:" in result.output
+
+
 class Installed:
     """A policy from another package. It has a second sentence."""
 

@@ -103,3 +103,22 @@ async def test_a_model_that_loads_can_be_interrupted(number: signal.Signals) -> 
     assert serving.returncode == 130
     assert b"interrupted" in errors
     assert b"Traceback" not in errors
+
+
+INTERRUPTED = """
+import sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+from symbiosis.cli.main import main
+main()
+"""
+
+
+def test_what_it_imports_can_be_interrupted() -> None:
+    """In its first second, before there is a command that could be."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 130
+    assert done.stderr == "interrupted\n"

@@ -147,6 +147,13 @@ async def test_errors_of_transformers_come_through(client: symbiosis.Client) -> 
         await client.forward(input_ids=torch.tensor([[10**6]]))
 
 
+@pytest.mark.parametrize("kind", ["decode", 2])
+async def test_kinds_that_are_none(base: Any, kind: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(UsageError, match=rf"kind is {kind!r}; .*Kind\.DECODE, Kind\.PREFILL, Kind\.FINETUNE"):
+            executor.client(kind=kind)
+
+
 async def test_messages_hold_no_rows(client: symbiosis.Client) -> None:
     """A message may reach a log that others read: shapes and dtypes, never values."""
     with pytest.raises(RequestError) as caught:

@@ -88,5 +88,6 @@ def test_it_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_tutorial_shows_this_code() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "policies.md").read_text(), re.DOTALL)
-    assert blocks == [(PACKAGE / name).read_text() for name in ("patient_tuning.py", "test_patient_tuning.py")]
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (ROOT / "docs" / "policies.md").read_text(), re.DOTALL)
+    files = "patient_tuning.py", "test_patient_tuning.py", "pyproject.toml"
+    assert blocks == [(PACKAGE / name).read_text() for name in files]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,15 @@ from typer.testing import CliRunner
 
 from symbiosis.bench.calibrate import Curve
 from symbiosis.cli.main import app
+from symbiosis.cli.simulate import _show, _text
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate
+from symbiosis.simulation import replay as replays
 from symbiosis.simulation.clients import backward, forward
 from symbiosis.simulation.costs import Costs, roofline
-from symbiosis.simulation.outcome import SLO, outcome, percentile
+from symbiosis.simulation.outcome import SLO, Outcome, outcome, percentile
 from symbiosis.simulation.replay import Load, replay
 from symbiosis.simulation.trace import Arrival, read_trace, scaled, synthetic
 
@@ -50,20 +53,35 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("soon,1,1", "line 3: could not convert"),
-        ("1,1.5,1", "line 3: invalid literal"),
-        ("1,1", "line 3"),
-        ("nan,1,1", "line 3: nan"),
-        ("inf,1,1", "line 3: inf"),
-        ("5,-1,1", "line 3: 5.0, -1"),
-        ("5,1,9999999", "line 3"),
-        ("-1,1,1", "line 3"),
-        ("0.5,1,1", "line 3: arrives before"),
+        ("soon,1,1", "line 3: arrival_s is 'soon'; it must be seconds"),
+        ("1,1.5,1", "line 3: ContextTokens is '1.5'; it must be a whole number of tokens"),
+        ("1,1", "line 3: GeneratedTokens is missing; a row has arrival_s, ContextTokens, GeneratedTokens"),
+        ("1, ,1", "line 3: ContextTokens is missing"),
+        ("nan,1,1", "line 3: arrival_s is 'nan'"),
+        ("inf,1,1", "line 3: arrival_s is 'inf'"),
+        ("5,-1,1", "line 3: ContextTokens is '-1'"),
+        ("5,inf,1", "line 3: ContextTokens is 'inf'"),
+        ("5,1,9999999", "line 3: GeneratedTokens is '9999999'; .* 0 to 1000000"),
+        ("-1,1,1", "line 3: arrival_s is '-1'"),
     ],
 )
 def test_a_bad_trace(tmp_path: Path, line: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         read_trace(_file(tmp_path, "1,1,1", line))
+
+
+def test_a_trace_as_others_write_it(tmp_path: Path) -> None:
+    """Spaces around names and values, and whole numbers with a point."""
+    file = _file(tmp_path, "0.0, 7.0 ,3", "1.5 ,1, 2e1", header='arrival_s , ContextTokens,  "GeneratedTokens"')
+    assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 20)]
+
+
+def test_a_trace_in_another_order(tmp_path: Path) -> None:
+    """Requests that arrive together stay as they are in the file; a limit takes the earliest of all."""
+    file = _file(tmp_path, "12,1,1", "10,2,2", "11,3,3", "10,4,4")
+    ordered = [Arrival(0.0, 2, 2), Arrival(0.0, 4, 4), Arrival(1.0, 3, 3), Arrival(2.0, 1, 1)]
+    assert read_trace(file) == ordered
+    assert read_trace(file, 3) == ordered[:3]
 
 
 def test_no_trace(tmp_path: Path) -> None:
@@ -210,6 +228,32 @@ def test_command(tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "o.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("columns", ["80", None])
+def test_no_figure_is_cut(
+    columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor a heading: on a terminal of 80 columns, and in a file."""
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", columns)
+    found = Outcome(1.0, 123456.7, 234567.8, 0.0, 345.1, 45678.9, 56789.1, 678912.3, 0.891, 0.912, 8, 11.4)
+    long, brief = "rate-limit:tokens_per_s=500+fair:quantum=64+co-serving:slo_ms=75", "lockstep"
+    _show(_costs(), Load([Arrival(0.0, 1, 1)] * 8), 1, {long: found, brief: found}, {long: found})
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert all(len(line) <= 80 for line in out.splitlines()) or columns is None
+    figures = "123,457 234,568 345 45,679 56,789 678,912 0.891 0.912 11.4"
+    for word in (*figures.split(), "tokens/s", "tuning", "SLO", "mean", "batch", "fairness", "token", "p99 ms"):
+        assert re.search(rf"(?<!\S){word}(?!\S)", out), out
+
+
+def test_figures_are_rounded_to_three_digits() -> None:
+    assert [_text(value) for value in (float("nan"), 0.0, 1.234, 999.4, 999.7, 12345.6)] == [
+        *("", "0", "1.23", "999", "1,000", "12,346")
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
@@ -237,6 +281,16 @@ def test_wrong_use(arguments: list[str], why: str) -> None:
     result = CliRunner().invoke(app, ["simulate", *arguments])
     assert result.exit_code != 0
     assert why in (result.output + str(result.exception))
+
+
+def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of four policies by default; nothing has been played to the others by then."""
+    played: list[object] = []
+    monkeypatch.setattr(replays, "replay", lambda *arguments, **options: played.append(arguments))
+    result = CliRunner().invoke(app, ["simulate", "--requests", "2", "--slo-ms", "5"])
+    assert result.exit_code == 1
+    assert "slo_ms is 5, but a token takes" in result.output
+    assert not played
 
 
 @pytest.mark.slow

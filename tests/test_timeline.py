@@ -95,6 +95,24 @@ def test_waits_between_the_slices_of_a_request(tmp_path: Path) -> None:
     assert waits == [(1.0, 1.0), (3.0, 2.0), (6.0, 0.0)]
 
 
+def test_what_was_going_on_when_it_began_is_cut_there(tmp_path: Path) -> None:
+    """One request was queued before, in a batch that ran by then; another was queued before and ran later."""
+    timeline = Timeline(tmp_path / "t.json", ["layer"], 10.0)
+    for client, began in (("alice", 9.5), ("bob", 12.0)):
+        _ran(timeline, Request(0, client, Key((0,), Pass.FORWARD), 8, Kind.DECODE, 7.0), 0, 8, began)
+    timeline.close()
+    traced = lines([event for event in json.loads((tmp_path / "t.json").read_text()) if event])
+    times = {
+        client: [(event["cat"], event["ts"] / 1e6, event["dur"] / 1e6) for event in events]
+        for client, events in traced.items()
+    }
+    assert times == {
+        "batches": [("batch", 0.0, 0.5), ("batch", 2.0, 1.0)],
+        "alice": [("waiting", 0.0, 0.0), ("running", 0.0, 0.5)],
+        "bob": [("waiting", 0.0, 2.0), ("running", 2.0, 1.0)],
+    }
+
+
 def test_a_full_trace_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

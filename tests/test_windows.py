@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,23 @@ async def test_batches_that_cannot_be_cut(base: Any, name: str) -> None:
         with pytest.raises(UsageError, match=reason):
             await client.train_step({**batch(), **changed}, optimizer, window=4)
         await client.train_step(batch(), optimizer, window=4)
+
+
+@pytest.mark.parametrize("window", [4, 100])
+@pytest.mark.parametrize("shape", [(LENGTH,), (0, LENGTH), (2, 0), (LENGTH, 32)])
+async def test_batches_without_rows_or_tokens(base: Any, shape: tuple[int, ...], window: int) -> None:
+    """Nor may embeddings be a matrix, for want of a width or of rows."""
+    name, wanted = ("inputs_embeds", "batch, tokens, width") if 32 in shape else ("input_ids", "batch, tokens")
+    tensor = torch.zeros(shape, dtype=torch.float32 if 32 in shape else torch.long)
+    wrong = {name: tensor, "labels": tensor.long()}
+    expected = rf"{name} is {re.escape(str(list(shape)))}; to be run in windows it must be \[{wanted}\], with a row"
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
+        optimizer = adamw(client.model)
+        with pytest.raises(UsageError, match=expected):
+            await client.train_step(wrong, optimizer, window=window)
+        await client.train_step(batch(), optimizer, window=window)
+    with pytest.raises(UsageError, match=expected):
+        symbiosis.backward_in_windows(base, wrong, window)
 
 
 async def test_padding_that_is_asked_for_a_token() -> None:

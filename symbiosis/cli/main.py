@@ -1,60 +1,34 @@
-"""The ``symbiosis`` command. Nothing here imports torch before a command needs it, so ``--help`` is quick."""
+"""Where the ``symbiosis`` command begins. It imports the commands where that can be interrupted without a traceback."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from symbiosis._version import __version__
-from symbiosis.bench.commands import app as bench
-from symbiosis.cli.audit import audit
-from symbiosis.cli.console import CommandGroup
-from symbiosis.cli.demo.command import demo
-from symbiosis.cli.keys import app as keys
-from symbiosis.cli.policies import policies
-from symbiosis.cli.serve import serve, status
-from symbiosis.cli.simulate import simulate
-from symbiosis.cli.tenant import finetune, generate
+if TYPE_CHECKING:
+    from symbiosis.cli.commands import app
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
-    cls=CommandGroup,
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(demo)
-app.command()(serve)
-app.command()(finetune)
-app.command()(generate)
-app.command()(status)
-app.command()(policies)
-app.command()(simulate)
-app.command()(audit)
-app.add_typer(keys, name="keys")
-app.add_typer(bench, name="bench")
 
+def __getattr__(name: str) -> Any:
+    """The commands, for who imports them from here."""
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from symbiosis.cli import commands
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"symbiosis {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def symbiosis(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """One frozen base model, many tenants who fine-tune and serve their own PEFT adapters on it at once."""
+    return commands.app
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app(prog_name="symbiosis")
+    try:
+        from symbiosis.cli.commands import app
+
+        app(prog_name="symbiosis")
+    except KeyboardInterrupt:  # before there is a command that says so itself
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ class _Row:
     cls: str
     options: str
     description: str
+    around: bool = False
+    """Whether it goes around another policy."""
 
 
 def policies() -> None:
@@ -32,13 +34,15 @@ def policies() -> None:
     table = Table(box=box.SIMPLE_HEAD, title="batching policies", title_justify="left")
     for heading in ("name", "class", "options and their defaults", "what it does"):
         table.add_column(heading, overflow="fold")
-    for row in _rows():
+    rows = _rows()
+    for row in rows:
         cls = row.cls if row.origin == "built in" else f"{row.cls} (installed: {row.origin})"
         table.add_row(*map(escape, (row.name, cls, row.options, row.description)))
     out = console()
     out.print(table)
     out.print("Choose one with its options: --policy opportunistic:wait_ms=1,max_wait_ms=20")
-    out.print("One with an option policy goes around another: --policy fair:weights.alice=2+co-serving:slo_ms=50")
+    around = ", ".join(row.name for row in rows if row.around)
+    out.print(f"{around} go around another, written after a plus: --policy fair:weights.alice=2+co-serving:slo_ms=50")
 
 
 def _rows() -> list[_Row]:
@@ -59,9 +63,11 @@ def _row(name: str, entry: EntryPoint | None) -> _Row:
         cls = entry.load() if entry is not None else type(make_policy(name))
     except Exception as error:  # noqa: BLE001 - whatever another package does when it is imported
         return _Row(name, origin, "cannot be loaded", "", str(error))
+    known = dict(inspect.signature(cls).parameters)
+    around = known.pop("policy", None) is not None  # not written as an option
     options = ", ".join(
         option.name if option.default is option.empty else _shown(option.name, option.default)
-        for option in inspect.signature(cls).parameters.values()
+        for option in known.values()
     )
     first = (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
-    return _Row(name, origin, getattr(cls, "__name__", repr(cls)), options or "none", first)
+    return _Row(name, origin, getattr(cls, "__name__", repr(cls)), options or "none", first, around)

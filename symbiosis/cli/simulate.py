@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -33,16 +34,18 @@ class Machine(StrEnum):
 
 
 PLOTS = (".png", ".svg", ".pdf")
-COLUMNS = {
+RATES = {
     "tokens_per_s": "tokens/s",
-    "finetune_per_s": "tuning tokens/s",
-    "token_p50": "token p50 ms",
-    "token_p99": "p99",
-    "first_mean": "first token mean ms",
-    "first_p99": "p99",
-    "slo_attainment": "SLO kept",
-    "mean_batch": "mean batch",
+    "finetune_per_s": "tuning\ntokens/s",
+    "slo_attainment": "SLO\nkept",
+    "mean_batch": "mean\nbatch",
     "fairness": "fairness",
+}
+TIMES = {
+    "token_p50": "token\np50 ms",
+    "token_p99": "token\np99 ms",
+    "first_mean": "first token\nmean ms",
+    "first_p99": "first token\np99 ms",
 }
 
 
@@ -99,7 +102,7 @@ def simulate(
     from symbiosis.core.registry import make_policy
     from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.outcome import SLO
-    from symbiosis.simulation.replay import Load
+    from symbiosis.simulation.replay import Load, told
     from symbiosis.simulation.trace import read_trace, scaled, synthetic
 
     _check_options(context)
@@ -115,6 +118,8 @@ def simulate(
     load = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
     costs = _calibrate(preset.value, base_layers) if machine is Machine.HERE else roofline(machine.value, model)
+    for spec in policies:
+        told(make_policy(spec), costs)  # and so should a promise that cannot be kept, before others are played to
     results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
     real: dict[str, Outcome] = {}
     if check:
@@ -226,18 +231,27 @@ def _bar() -> Progress:
 
 
 def _show(costs: Costs, load: Load, executors: int, results: dict[str, Outcome], real: dict[str, Outcome]) -> None:
+    """In two tables, so that all figures can be read in 80 columns."""
     where = costs.text if executors == 1 else f"{executors} executors, each {costs.text}"
-    table = Table(title=f"{len(load.trace)} requests, {load.tuning} fine-tuning clients; {where}")
-    table.add_column("policy", overflow="fold", min_width=14)
-    for heading in COLUMNS.values():
-        table.add_column(heading, justify="right")
+    title = f"{len(load.trace)} requests, {load.tuning} fine-tuning clients; {where}"
+    console().print(_table(RATES, results, real, title), _table(TIMES, results, real))
+
+
+def _table(
+    columns: dict[str, str], results: dict[str, Outcome], real: dict[str, Outcome], title: str | None = None
+) -> Table:
+    """A row a policy. Where it is narrow, the policies' names are folded, and no figure is cut."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy", overflow="fold")
+    for heading in columns.values():
+        table.add_column(heading, justify="right", no_wrap=True)
     for spec, predicted in results.items():
-        table.add_row(spec, *(_text(getattr(predicted, name)) for name in COLUMNS))
+        table.add_row(escape(spec), *(_text(getattr(predicted, name)) for name in columns))
         if spec in real:
-            table.add_row("  for real", *(_text(getattr(real[spec], name)) for name in COLUMNS), style="bold")
-            ratios = (_ratio(getattr(predicted, name), getattr(real[spec], name)) for name in COLUMNS)
+            table.add_row("  for real", *(_text(getattr(real[spec], name)) for name in columns), style="bold")
+            ratios = (_ratio(getattr(predicted, name), getattr(real[spec], name)) for name in columns)
             table.add_row("  predicted / real", *ratios, style="dim")
-    console().print(table)
+    return table
 
 
 def _ratio(predicted: float, real: float) -> str:
@@ -245,7 +259,7 @@ def _ratio(predicted: float, real: float) -> str:
 
 
 def _text(value: float) -> str:
-    return "" if value != value else f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "" if value != value else f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def _as_data(costs: Costs, load: Load, results: dict[str, Outcome], real: dict[str, Outcome]) -> dict[str, Any]:

@@ -143,8 +143,16 @@ def _make(group: str, spec: str, cls: Any, options: dict[str, Any], hidden: str 
         option, dot, entry = option.strip().partition(".")
         option = option.replace("-", "_")
         option += "_" if keyword.iskeyword(option) else ""
-        if not equals or option not in known or option == hidden or (dot and not entry):
-            raise UsageError(f"{what} {name!r} has no option {part!r}; it takes {', '.join(known) or 'no options'}")
+        if option == hidden and option in known:
+            raise UsageError(
+                f"{what} {name!r} has no option {part!r}; the {what} that it goes around is written after a plus, "
+                f"such as {name}+lockstep"
+            )
+        if option not in known or (dot and not entry):
+            takes = ", ".join(each for each in known if each != hidden)
+            raise UsageError(f"{what} {name!r} has no option {part!r}; it takes {takes or 'no options'}")
+        if not equals:
+            raise UsageError(f"{what} {name!r} is given {part!r} without a value; write {part.strip()}=VALUE")
         if option in whole or (option in options and (not dot or entry in options[option])):
             raise UsageError(
                 f"{what} {name!r} is given {part!r} beside another value for the same; leave one of them out"

@@ -193,7 +193,10 @@ class Terms(NamedTuple):
             ):
                 raise UsageError(f"{name} is {value!r}; it must be milliseconds greater than 0")
         if self.kind is not None and not isinstance(self.kind, Kind):
-            raise UsageError(f"kind is {self.kind!r}; it must be one of {', '.join(map(str, Kind))}")
+            raise UsageError(
+                f"kind is {self.kind!r}; it must be one of {', '.join(f'Kind.{each.name}' for each in Kind)}, "
+                f"from {Kind.__module__}"
+            )
         return self
 
 

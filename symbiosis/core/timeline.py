@@ -136,6 +136,7 @@ class Timeline:
     def _event(
         self, line: int, name: str, category: str, began: float, ended: float, facts: dict[str, Any] | None = None
     ) -> None:
+        began, ended = max(began, self._began), max(ended, self._began)  # a request may have been queued before
         event = {
             "ph": "X",
             "name": name,

@@ -44,10 +44,19 @@ def check_window(window: object) -> None:
 
 
 def tokens(batch: Mapping[str, Any]) -> int:
-    """Tokens in a row of a batch; 0 where it has none that are known of."""
-    for name in ("input_ids", "inputs_embeds"):
+    """Tokens in a row of a batch; 0 where it has none that are known of.
+
+    Raises:
+        UsageError: they are not in rows, or there are none.
+    """
+    for name, shape in (("input_ids", ["batch", "tokens"]), ("inputs_embeds", ["batch", "tokens", "width"])):
         inputs = batch.get(name)
-        if isinstance(inputs, torch.Tensor) and inputs.ndim > 1:
+        if isinstance(inputs, torch.Tensor):
+            if inputs.ndim < len(shape) or 0 in inputs.shape[:2]:
+                raise UsageError(
+                    f"{name} is {list(inputs.shape)}; to be run in windows it must be [{', '.join(shape)}], with a row "
+                    "and a token in it at least"
+                )
             return inputs.shape[1]
     return 0
 

@@ -13,7 +13,7 @@ from symbiosis.simulation.engine import Client, Simulation, Until
 from symbiosis.simulation.outcome import SLO, Outcome, outcome
 from symbiosis.simulation.trace import Arrival
 
-__all__ = ["Load", "replay"]
+__all__ = ["Load", "replay", "told"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,17 @@ class Load:
         return [iter(self.trace[number::count]) for number in range(count)]
 
 
+def told(policy: Policy, costs: Costs) -> Policy:
+    """The policy, once it has been told what a token takes when nothing else goes on.
+
+    Raises:
+        UsageError: it promises what cannot be kept even then.
+    """
+    if (unloaded := getattr(policy, "unloaded", None)) is not None:
+        unloaded(sum(costs.batch(Batch(key, (), "", 1), False) for key in costs.walk))
+    return policy
+
+
 def replay(
     make_policy: Callable[[], Policy],
     costs: Costs,
@@ -67,20 +78,16 @@ def replay(
     jobs: list[Done] = []
     clients = load.by_client()
     left = len(load.trace)
-    policies = [make_policy() for _ in range(executors)]
-    for policy in policies:
-        if (unloaded := getattr(policy, "unloaded", None)) is not None:
-            unloaded(sum(costs.batch(Batch(key, (), "", 1), False) for key in costs.walk))
     simulations = [
         Simulation(
-            policy,
+            told(make_policy(), costs),
             layers=costs.layers,
             max_rows=max_rows,
             cost=costs.batch,
             overhead_s=costs.overhead_s,
             local=costs.local,
         )
-        for policy in policies
+        for _ in range(executors)
     ]
 
     def asks(arrivals: Iterator[Arrival]) -> Client:

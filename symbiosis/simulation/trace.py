@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import heapq
 import math
 import random
 from collections.abc import Sequence
@@ -32,30 +33,30 @@ class Arrival(NamedTuple):
 
 def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
     """A CSV file with the columns ``arrival_s``, ``ContextTokens`` and ``GeneratedTokens``, such as Azure's traces of
-    inference (Patel et al., "Splitwise", ISCA '24). Others are ignored; rows that generate nothing are left out.
+    inference (Patel et al., "Splitwise", ISCA '24), in any order. Other columns are ignored; rows that generate nothing
+    are left out.
 
     Args:
         file: of UTF-8 text.
-        limit: no more than so many rows.
+        limit: no more than so many requests, the earliest.
+
+    Returns:
+        Requests in order of arrival, with seconds from the first.
 
     Raises:
         UsageError: the file cannot be read, or a row is not what it should be; says which line.
     """
-    found: list[Arrival] = []
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            rows = csv.DictReader(lines)
-            missing = [column for column in COLUMNS if column not in (rows.fieldnames or ())]
+            rows = csv.DictReader(lines, skipinitialspace=True)
+            rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
+            missing = [column for column in COLUMNS if column not in rows.fieldnames]
             if missing:
                 raise UsageError(f"{file} has no column {missing[0]!r}; a trace has {', '.join(COLUMNS)}")
-            for row in rows:
-                arrival = _arrival(file, rows.line_num, row)
-                if found and arrival.at < found[-1].at:
-                    raise UsageError(f"{file}, line {rows.line_num}: arrives before the line above it")
-                if arrival.tokens:
-                    found.append(arrival)
-                if len(found) == limit:
-                    break
+            arrivals = (_arrival(f"{file}, line {rows.line_num}", row) for row in rows)
+            asking = (arrival for arrival in arrivals if arrival.tokens)
+            # A trace of weeks need not fit into memory.
+            found = sorted(asking, key=_at) if limit is None else heapq.nsmallest(limit, asking, key=_at)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"cannot read the trace {file}: {error}") from error
     if not found:
@@ -64,14 +65,34 @@ def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
     return [arrival._replace(at=arrival.at - began) for arrival in found]
 
 
-def _arrival(file: Path, line: int, row: dict[str, str]) -> Arrival:
+def _at(arrival: Arrival) -> float:
+    return arrival.at
+
+
+def _arrival(where: str, row: dict[str, str | None]) -> Arrival:
+    at, prompt, tokens = (_number(where, row, column) for column in COLUMNS)
+    return Arrival(at, max(int(prompt), 1), int(tokens))
+
+
+def _number(where: str, row: dict[str, str | None], column: str) -> float:
+    """What a row has in a column: seconds, or tokens.
+
+    Raises:
+        UsageError: nothing, or something else.
+    """
+    text = (row[column] or "").strip()
+    if not text:
+        raise UsageError(f"{where}: {column} is missing; a row has {', '.join(COLUMNS)}")
     try:
-        at, prompt, tokens = float(row[COLUMNS[0]]), int(row[COLUMNS[1]]), int(row[COLUMNS[2]])
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{file}, line {line}: {error}") from error
-    if not 0 <= at < math.inf or not 0 <= prompt <= MAX_TOKENS or not 0 <= tokens <= MAX_TOKENS:
-        raise UsageError(f"{file}, line {line}: {at}, {prompt}, {tokens}; seconds and tokens are 0 or more")
-    return Arrival(at, max(prompt, 1), tokens)
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if column == COLUMNS[0]:
+        if not 0 <= value < math.inf:
+            raise UsageError(f"{where}: {column} is {text!r}; it must be seconds, 0 or more")
+    elif not (0 <= value <= MAX_TOKENS and value.is_integer()):  # a spreadsheet may have written 5.0
+        raise UsageError(f"{where}: {column} is {text!r}; it must be a whole number of tokens, 0 to {MAX_TOKENS}")
+    return value
 
 
 def synthetic(count: int, rate: float = 5.53, seed: int = 0) -> list[Arrival]:

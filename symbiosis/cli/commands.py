@@ -1,0 +1,52 @@
+"""The commands of ``symbiosis``. Nothing here imports torch before one needs it, so ``--help`` is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from symbiosis._version import __version__
+from symbiosis.bench.commands import app as bench
+from symbiosis.cli.audit import audit
+from symbiosis.cli.console import CommandGroup
+from symbiosis.cli.demo.command import demo
+from symbiosis.cli.keys import app as keys
+from symbiosis.cli.policies import policies
+from symbiosis.cli.serve import serve, status
+from symbiosis.cli.simulate import simulate
+from symbiosis.cli.tenant import finetune, generate
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(serve)
+app.command()(finetune)
+app.command()(generate)
+app.command()(status)
+app.command()(policies)
+app.command()(simulate)
+app.command()(audit)
+app.add_typer(keys, name="keys")
+app.add_typer(bench, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"symbiosis {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def symbiosis(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """One frozen base model, many tenants who fine-tune and serve their own PEFT adapters on it at once."""
