@@ -409,7 +409,7 @@ class Executor:
         ended = _now()
         self._counters.count_lone(call.key, client, rows, ended - started)
         if (timeline := self._timeline) is not None:
-            timeline.ran_alone(call.key, client, rows, started, ended)
+            timeline.ran_alone(call.key, client, rows, call.kind, started, ended)
         return results
 
     def cancel(self, call: Call) -> None:

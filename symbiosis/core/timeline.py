@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.core.statistics import group_name
 from symbiosis.errors import UsageError
 
@@ -81,7 +81,7 @@ class Timeline:
             for request in answered:
                 self._thinks_since[request.client] = ended
 
-    def ran_alone(self, key: Key, client: str, rows: int, started: float, ended: float) -> None:
+    def ran_alone(self, key: Key, client: str, rows: int, kind: Kind, started: float, ended: float) -> None:
         """A lone request ran, without a wait."""
         with self._lock:
             name = self._name_of(key)
@@ -89,7 +89,7 @@ class Timeline:
             self._event(_BATCHES, name, "batch", started, ended, facts)
             line = self._line(client)
             self._thought(client, started)
-            self._event(line, name, "running", started, ended, {"rows": rows})
+            self._event(line, name, "running", started, ended, {"rows": rows, "kind": kind.name.lower()})
             self._thinks_since[client] = ended
 
     def pass_began(self, client: str, now: float) -> None:

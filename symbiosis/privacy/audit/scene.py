@@ -53,9 +53,14 @@ class Plan:
     seed: int = 0
 
 
+_LARGE, _TIMES = 4, 3.0
+"""Features of an MLP that are large, and how large, in units of others."""
+
+
 def build(plan: Plan) -> Any:
     """A Llama of random weights in fp32, scaled so that activations neither vanish nor explode and that gates are open
-    and shut; its norms weigh features differently, as trained ones do."""
+    and shut. As in trained ones, norms weigh features differently, and each MLP has a few features that are far larger
+    than others, for few tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -81,6 +86,10 @@ def build(plan: Plan) -> Any:
                     parameter.normal_()
                 else:
                     parameter.normal_(std=1.2 / math.sqrt(parameter.shape[1]))
+            for layer in model.model.layers:
+                direction = torch.randn(plan.hidden)
+                for weight in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
+                    weight[:_LARGE] += _TIMES * direction / direction.norm()
     return model.eval()
 
 
