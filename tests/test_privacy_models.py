@@ -271,6 +271,20 @@ def assert_far(sent: torch.Tensor, own: torch.Tensor, least: float) -> None:
         assert (near > least * block.norm(dim=1)).all()
 
 
+def test_what_is_not_uniform_is_seen() -> None:
+    """A row that is bare, a column that is, and noise that is added without being wrapped, as large as the rows."""
+    generator = torch.Generator().manual_seed(0)
+    own = torch.randn(2000, 64, generator=generator)
+    noise = 2 * torch.rand(2000, 64, generator=generator) - 1
+    whole = torch.remainder(own + noise + 1, 2) - 1
+    assert_uniform(whole, own)
+    row, column = whole.clone(), whole.clone()
+    row[7], column[:, 7] = own[7], own[:, 7]
+    for sent in (own, row, column, own + noise):
+        with pytest.raises(AssertionError):
+            assert_uniform(sent, own)
+
+
 def test_bare_columns_are_seen() -> None:
     generator = torch.Generator().manual_seed(0)
     own = torch.randn(200, 64, generator=generator)
