@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from symbiosis.cli.main import app
+from symbiosis.cli.commands import app
 from symbiosis.core.executor import Executor
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, Key, Kind, Pass

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 import symbiosis
 from symbiosis.bench.report import Report
 from symbiosis.cli import policies as policies_command
+from symbiosis.cli.commands import app
 from symbiosis.cli.console import CommandGroup
-from symbiosis.cli.main import app
 from symbiosis.core import registry
 from symbiosis.errors import UsageError
 from symbiosis.transports.keys import load_key
@@ -49,7 +49,7 @@ def test_help_names_the_commands(runner: CliRunner) -> None:
 def test_help_needs_no_torch() -> None:
     """Importing torch takes seconds, so the command and its help must do without."""
     code = (
-        "import sys; from symbiosis.cli.main import app; app(['demo', '--help'], standalone_mode=False); "
+        "import sys; from symbiosis.cli.commands import app; app(['demo', '--help'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import symbiosis
-from symbiosis.cli.main import app
+from symbiosis.cli.commands import app
 from symbiosis.testing import tiny_model
 from tests.helpers import in_thread, lora
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from symbiosis.cli.commands import app
 from symbiosis.cli.data import IGNORED, Corpus, docstrings, read_halves, topics
 from symbiosis.cli.demo import base_model, plain
 from symbiosis.cli.demo.base_model import cache_folder
 from symbiosis.cli.demo.live import sparkline
 from symbiosis.cli.demo.memory import total
 from symbiosis.cli.demo.report import agreement
-from symbiosis.cli.main import app
 from symbiosis.errors import UsageError
 from symbiosis.testing import tiny_model
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from symbiosis.bench.calibrate import Curve
-from symbiosis.cli.main import app
+from symbiosis.cli.commands import app
 from symbiosis.cli.simulate import _show, _text
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
 from symbiosis.errors import UsageError

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from symbiosis.cli.commands import app
-
-__all__ = ["app", "main"]
-
-
-def __getattr__(name: str) -> Any:
-    """The commands, for who imports them from here."""
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from symbiosis.cli import commands
-
-    return commands.app
+__all__ = ["main"]
 
 
 def main() -> None:
