@@ -15,8 +15,6 @@ from symbiosis.policies.order import FurthestBehind
 
 __all__ = ["Opportunistic"]
 
-_FLAT = 16
-"""Rows up to which a batch costs about what one row costs: reading the weights."""
 _LEARN = 0.1
 """Weight of the newest gap between two arrivals."""
 _LEARN_TOGETHER = 0.02
@@ -28,34 +26,34 @@ _MAX_CLIENTS = 20_000
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 
-WAIT_MS = MappingProxyType({"decode": 2.0, "prefill": 0.2, "finetune": 0.2})
-"""Milliseconds a row. Prompts and training batches have rows enough to be worth a batch; a token alone is not."""
+WAIT_MS = MappingProxyType({"decode": 10.0, "prefill": 2.0, "finetune": 2.0})
+"""Milliseconds a row. A token's is long enough for others to catch up with it (docs/architecture.md); prompts and
+training batches have more rows, and are worth a batch sooner."""
 
 
 class Opportunistic:
     """Give every request a deadline scaled with its size; batch whatever has come when one is due.
 
-    A request of ``rows`` rows waits for company at most ``min(wait_ms · rows, max_wait_ms)``. The wait ends early
+    A request of ``rows`` rows is due after ``min(wait_ms · rows, max_wait_ms)``. Once the executor is free and somebody
+    is due, the first one due is served, and whoever fits into its batch: no deadline is overrun by more than the batch
+    that runs already, and those of others that were due before. Until then, the queue that is *furthest behind* runs:
+    clients who drifted apart meet at the layer where the first one waits, and share batches from there on. It waits for
+    company, but not
 
     * when nobody is thinking, so that nobody could join (D5);
-    * when its queue can fill a batch of ``max_rows``;
+    * when a queue can fill a batch of ``max_rows``;
     * when it is not expected to pay. Company saves what any batch of that key takes, whatever its size: ``a`` of a
       latency a + b · rows that is learned from the batches; and it saves that again at each of the n layers through
       which those who met stay together, which is learned too. So it waits where the next request for a key usually
       comes within n · a of the last one, and no longer than that after it.
 
-    When the executor is busy, requests are due before their turn comes, and what counts is the order. A queue that is
-    due may be passed over by one that is further behind and costs no more: they meet at the layer where the first one
-    waits and share batches from there on, and a small request never waits for a large one. Nobody is passed over for
-    longer than ``max_wait_ms``. So no wait outlasts a deadline by more than a batch that runs already, but the order
-    may: who is due is served after those that came earlier, or may pass it over, and ``max_wait_ms`` ends the latter.
-
     Args:
-        wait_ms: wait per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
+        wait_ms: deadline per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
             finetune), those of :data:`WAIT_MS` for those that are left out. 0: nobody waits for company;
             those who happen to be queued for the same layer share a batch all the same.
-        max_wait_ms: the longest wait of any request, in milliseconds.
-        adaptive: whether waits that are not expected to pay are left out.
+        max_wait_ms: the longest deadline of any request, in milliseconds.
+        adaptive: whether waits that are not expected to pay are left out. Without it each lasts until the deadline,
+            if somebody thinks, which wants deadlines of a few milliseconds.
     """
 
     name = "opportunistic"
@@ -142,14 +140,9 @@ class Opportunistic:
             heapq.heappop(deadlines)
         due, _, urgent = deadlines[0]
         queues = view.queues
-        oldest = view.oldest
-        if now - oldest.arrived >= self._longest:
-            return Run(oldest.key, queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
-        behind = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
         if due <= now:
-            if behind != urgent.key and queues[behind].rows <= max(queues[urgent.key].rows, _FLAT):
-                return Run(behind, queues[behind].take(view.max_rows), "catching-up")
             return Run(urgent.key, queues[urgent.key].take(view.max_rows, first=urgent), "deadline")
+        behind = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
         if not view.thinking:
             return Run(behind, queues[behind].take(view.max_rows), "nobody-thinking")
         full = self._full(view)
@@ -165,8 +158,8 @@ class Opportunistic:
         if not self.adaptive:
             return math.inf
         start = self.latency[queue.key].start
-        if start is None:
-            return math.inf
+        if start is None:  # nothing is known of it
+            return -math.inf
         last, usual = self._arrivals.get(queue.key, (-math.inf, math.inf))  # forgotten, where there were too many keys
         worth = start * min(1 / max(1 - self._together, 1e-9), _LONGEST)
         return last + worth if usual < worth else -math.inf
