@@ -16,6 +16,7 @@ Run it: ``python examples/embed_in_service.py``. It serves itself some requests,
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from contextlib import AsyncExitStack
 from typing import Any
@@ -42,7 +43,7 @@ class Service:
     """Owns the executor and one client per tenant; ``async with`` starts and ends it."""
 
     def __init__(self, model: Any) -> None:
-        self.executor = symbiosis.Executor(model, policy="opportunistic:wait_ms=1")
+        self.executor = symbiosis.Executor(model, policy="opportunistic")
         self.clients: dict[str, symbiosis.Client] = {}
         self.losses: list[float] = []
         self.training = asyncio.Event()
@@ -58,6 +59,7 @@ class Service:
             stack.push_async_callback(_end, trainer)
             self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
             await stack.enter_async_context(self._server)
+            gc.freeze()  # or a full collection looks at all that torch and transformers made, now and then, for 0.2 s
             self._stack = stack.pop_all()
         return self
 

@@ -173,7 +173,14 @@ def test_the_package_offers_what_it_exports() -> None:
 def test_policies_lists_options_and_defaults(runner: CliRunner) -> None:
     result = runner.invoke(app, ["policies"])
     assert result.exit_code == 0
-    for word in ("no-lockstep", "lockstep", "opportunistic", "Opportunistic", "wait_ms.decode=2.0", "max_wait_ms=50.0"):
+    for word in (
+        "no-lockstep",
+        "lockstep",
+        "opportunistic",
+        "Opportunistic",
+        "wait_ms.decode=10.0",
+        "max_wait_ms=50.0",
+    ):
         assert word in result.output
 
 

@@ -29,7 +29,7 @@ def test_built_in_policies(name: str, cls: type[Any]) -> None:
         ("opportunistic", (WAIT_MS, 50.0)),
         ("opportunistic:", (WAIT_MS, 50.0)),
         ("opportunistic:wait_ms=7", (7, 50.0)),
-        ("opportunistic:wait_ms.decode=7", ({"decode": 7, "prefill": 0.2, "finetune": 0.2}, 50.0)),
+        ("opportunistic:wait_ms.decode=7", ({"decode": 7, "prefill": 2, "finetune": 2}, 50.0)),
         ("opportunistic:wait-ms=0.5,max_wait_ms=1e2", (0.5, 100.0)),
         ("opportunistic: wait_ms = 3 ", (3, 50.0)),
     ],
@@ -49,7 +49,7 @@ def test_several_numbers_for_one_client() -> None:
 def test_waits_by_kind_keep_the_others() -> None:
     policy = make_policy("opportunistic:wait_ms.decode=1")
     assert isinstance(policy, Opportunistic)
-    assert policy.wait_ms == {"decode": 1, "prefill": 0.2, "finetune": 0.2}
+    assert policy.wait_ms == {"decode": 1, "prefill": 2, "finetune": 2}
 
 
 def test_one_around_another() -> None:

@@ -294,8 +294,9 @@ def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_here_beside_a_real_executor(tmp_path: Path) -> None:
+def test_here_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are measured and the load is played for real; how close they are is a benchmark's to say."""
+    monkeypatch.setattr("symbiosis.cli.simulate.ROUNDS", 1)
     _run(
         *("--machine", "here", "--requests", "4", "--lengths", "0.02", "--clients", "2", "--no-paced", "--check"),
         *("--policy", "opportunistic", "--finetune", "1", "--rows", "32", "--json", str(tmp_path / "o.json")),

@@ -5,136 +5,197 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_right
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from itertools import chain, cycle, takewhile
 from statistics import linear_regression, median
 from typing import Any
 
 import torch
 
 from symbiosis.bench.jobs import Decoding, adamw
-from symbiosis.bench.models import lora
+from symbiosis.bench.models import PAPER_LORA, lora
 from symbiosis.bench.settings import Settings
 from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
 from symbiosis.core.protocols import Decision, Policy, View
 from symbiosis.core.requests import Batch, Key, Kind, Request
 from symbiosis.policies.lockstep import Lockstep
 from symbiosis.policies.no_lockstep import NoLockstep
 from symbiosis.simulation.costs import Costs
+from symbiosis.simulation.replay import Load
 
-__all__ = ["calibrate"]
+__all__ = ["Calibration", "Notes", "calibrate"]
 
-CLIENTS = 8
-DECODING = (8, 4, 2)
-PROMPTS = (4, 16, 64, 256, 1024)
+DECODING = range(8, 1, -1)
+"""Clients that decode together. Each number is measured: from one to the next, batches may get slower, or faster."""
+APART = (8, 2)
+"""Clients that decode one by one."""
+STEPS = 6
+PROMPTS = (4, 12, 32, 64, 128, 256, 512, 1024)
 TUNING = (32, 128, 512)
 
 Points = list[tuple[int, float]]
 """Rows, and seconds that they took."""
 
 
-async def calibrate(settings: Settings) -> Costs:
-    """Run clients on a real executor and take notes: seconds of a batch by its rows, for each layer and pass, apart
-    where the batch before it was for the same layer, whose weights are in the cache then; a client's own work before a
-    request, by its rows, for each kind; and what the executor needs beside a batch. Takes a minute on the smallest
-    preset.
+async def calibrate(settings: Settings, load: Load) -> Costs:
+    """What a load will cost here. Takes a few seconds on the smallest preset, and half a minute on the next."""
+    async with Calibration(settings, load) as calibration:
+        return calibration.costs([await calibration.measure() for _ in range(2)])
+
+
+@dataclass
+class Notes:
+    """What was measured at one time."""
+
+    batches: dict[tuple[Key, bool, bool], Points] = field(default_factory=dict)
+    """Of each batch, by its key, whether the one before it had the same, and whether it is fine-tuning."""
+    own: dict[Kind, list[tuple[int, float, float]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
+    """Rows of a request, seconds outside base layers for each request, batches a request."""
+
+
+class Calibration:
+    """Clients on a real executor who do what a load does, for a moment, again and again.
+
+    Notes are taken of the seconds of a batch by its rows, for each layer and pass, apart where the batch before it was
+    for the same layer, whose weights are in the cache then; of a client's own work before a request, by its rows, for
+    each kind; and of what the executor needs beside a batch.
+
+    Args:
+        settings: the model, and the device.
+        load: clients decode where its tokens are in their texts, on average; prompts no longer than its are measured,
+            and fine-tuning only where it has some.
     """
-    recorder = _Recorder()
-    async with settings.executor(settings.base(), recorder) as executor:
-        clients = [await executor.client(lora()).open() for _ in range(CLIENTS)]
-        own = _Own(executor)
-        await _decode(settings, recorder, clients, own)
-        await _read(settings, clients, own)
-        await _tune(settings, clients, own)
-        for client in clients:
-            await client.close()
-        layers = len(executor.layers)
-    thinking, overhead_s = own.curves()
-    running = {seen: Curve(points) for seen, points in recorder.seen.items()}
 
-    def batch(batch: Batch, again: bool) -> float:
-        curve = running.get((batch.key, again)) or running[batch.key, False]
-        return curve(batch.rows)
+    def __init__(self, settings: Settings, load: Load) -> None:
+        self._settings = settings
+        tokens = sum(arrival.tokens for arrival in load.trace)
+        contexts = sum(arrival.tokens * (arrival.prompt + arrival.tokens // 2) for arrival in load.trace)
+        self._context = max(contexts // tokens - STEPS // 2, 1)
+        longest = max(arrival.prompt for arrival in load.trace)
+        self._prompts = PROMPTS[: sum(1 for _ in takewhile(lambda length: length < longest, PROMPTS)) + 1]
+        self._recorder = _Recorder()
+        self._stack = AsyncExitStack()
+        self._clients: list[Client] = []
+        self._tuning: list[tuple[Client, torch.optim.Optimizer]] = []
+        self._tuners = min(load.tuning, 2)
+        self._notes = Notes()
 
-    return Costs(
-        recorder.walk,
-        recorder.back,
-        layers,
-        batch,
-        lambda kind, rows: thinking[kind](rows),
-        overhead_s,
-        True,
-        recorder.alone,
-        f"{settings.preset.name}, measured here",
-    )
+    async def __aenter__(self) -> Calibration:
+        async with AsyncExitStack() as stack:
+            settings = self._settings
+            self._executor = await stack.enter_async_context(settings.executor(settings.base(), self._recorder))
+            for _, adapter in zip(range(max(DECODING)), cycle(PAPER_LORA.values()), strict=False):
+                client = self._executor.client(lora(*adapter))
+                self._clients.append(await stack.enter_async_context(client))
+            for _ in range(self._tuners):
+                client = await stack.enter_async_context(self._executor.client(lora()))
+                self._tuning.append((client, adamw(client.model)))
+            for count in APART:  # in the first walk clients find out about siblings
+                await self._decode(count, together=True)
+            self._stack = stack.pop_all()
+        return self
 
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.__aexit__(*error)
 
-async def _decode(settings: Settings, recorder: _Recorder, clients: list[Client], own: _Own) -> None:
-    for count in DECODING:
-        settings.progress(f"{count} clients decode")
-        jobs = [
-            (client, Decoding(client.model, settings.preset, settings.device, seed))
-            for seed, client in enumerate(clients[:count])
-        ]
-        for together in (True, False):
-            recorder.together = together
-            await asyncio.gather(*(client.run(job.prefill) for client, job in jobs))
-            for _ in range(2):
-                await own.time(Kind.DECODE, 1, *(client.run(job.steps, 8) for client, job in jobs))
-        recorder.together = True
+    async def measure(self) -> Notes:
+        """Do a little of everything, and take notes."""
+        self._notes = self._recorder.notes = Notes()
+        for together, counts in ((True, DECODING), (False, APART)):
+            for count in counts:
+                self._settings.progress(f"{count} clients decode")
+                await self._decode(count, together)
+        for length in self._prompts:
+            self._settings.progress(f"prompts of {length} tokens")
+            for _ in range(3):
+                await self._read(length)
+        if self._tuning:
+            for length in TUNING:
+                self._settings.progress(f"fine-tuning on {length} tokens")
+                await self._tune(length)
+        return self._notes
 
+    async def _decode(self, count: int, together: bool) -> None:
+        self._recorder.together = together
+        jobs = [(client, self._job(client, self._context)) for client in self._clients[:count]]
+        await asyncio.gather(*(client.run(job.prefill) for client, job in jobs))
+        await self._time(Kind.DECODE, 1, *(client.run(job.steps, STEPS) for client, job in jobs))
+        self._recorder.together = True
 
-async def _read(settings: Settings, clients: list[Client], own: _Own) -> None:
-    for length in PROMPTS:
-        settings.progress(f"prompts of {length} tokens")
-        for _ in range(3):
-            prompts = [
-                (client, Decoding(client.model, settings.preset, settings.device, length=length))
-                for client in clients[:2]
-            ]
-            await own.time(Kind.PREFILL, length, *(client.run(job.prefill) for client, job in prompts))
+    async def _read(self, length: int) -> None:
+        prompts = [(client, self._job(client, length)) for client in self._clients[:2]]
+        await self._time(Kind.PREFILL, length, *(client.run(job.prefill) for client, job in prompts))
 
-
-async def _tune(settings: Settings, clients: list[Client], own: _Own) -> None:
-    jobs = [(client, adamw(client.model)) for client in clients[:2]]
-    for length in TUNING:
-        settings.progress(f"fine-tuning on {length} tokens")
-        ids = torch.randint(1, settings.preset.vocabulary, (1, length), device=settings.device)
+    async def _tune(self, length: int) -> None:
+        ids = torch.randint(1, self._settings.preset.vocabulary, (1, length), device=self._settings.device)
         batch = {"input_ids": ids, "labels": ids}
         for _ in range(3):
-            await own.time(Kind.FINETUNE, length, *(client.train_step(batch, optimizer) for client, optimizer in jobs))
+            steps = (client.train_step(batch, optimizer) for client, optimizer in self._tuning)
+            await self._time(Kind.FINETUNE, length, *steps)
 
+    def _job(self, client: Client, length: int) -> Decoding:
+        return Decoding(client.model, self._settings.preset, self._settings.device, length=length)
 
-class _Own:
-    """Clients' own work: the time outside base layers, for each request, less what the executor needs for a batch.
-
-    Both are on one thread. They are told apart by how many requests shared a batch: seconds = own + overhead / members.
-    """
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._seen: dict[Kind, list[tuple[int, float, float]]] = {kind: [] for kind in Kind}
-        """Rows, seconds a request, batches a request."""
-
-    async def time(self, kind: Kind, rows: int, *work: Coroutine[Any, Any, Any]) -> None:
+    async def _time(self, kind: Kind, rows: int, *work: Coroutine[Any, Any, Any]) -> None:
+        """Note the time outside base layers."""
         self._executor.reset_statistics()
         began = time.perf_counter()
         await asyncio.gather(*work)
         seconds = time.perf_counter() - began
         done = self._executor.statistics()
         outside = max(seconds - done.run_s, 0.0) / done.requests
-        self._seen[kind].append((rows, outside, done.batches / done.requests))
+        self._notes.own[kind].append((rows, outside, done.batches / done.requests))
 
-    def curves(self) -> tuple[dict[Kind, Curve], float]:
-        """Own work by rows, for each kind; and the overhead of a batch, in seconds, by least squares over decoding."""
-        slope, _ = linear_regression(
-            *zip(*((part, seconds) for _, seconds, part in self._seen[Kind.DECODE]), strict=True)
+    def costs(self, notes: Sequence[Notes]) -> Costs:
+        """What it takes, by notes that were taken at several times."""
+        points: dict[tuple[Key, bool, bool], Points] = {}
+        for note in notes:
+            for seen, found in note.batches.items():
+                points.setdefault(seen, []).extend(found)
+        running = {seen: Curve(found) for seen, found in points.items()}
+        curves: dict[tuple[Key, bool, bool], Curve] = {}
+
+        def curve(key: Key, again: bool, tuning: bool) -> Curve:
+            """What comes nearest of what was seen."""
+            nearest = (key, again, tuning), (key, False, tuning), (key, again, not tuning), (key, False, not tuning)
+            return next(running[seen] for seen in nearest if seen in running)
+
+        def batch(batch: Batch, again: bool) -> float:
+            tuning = bool(batch.slices) and batch.slices[0].request.kind is Kind.FINETUNE
+            seen = batch.key, again, tuning
+            if seen not in curves:
+                curves[seen] = curve(*seen)
+            return curves[seen](batch.rows)
+
+        thinking, overhead_s = _own(notes)
+        recorder = self._recorder
+        return Costs(
+            recorder.walk,
+            recorder.back,
+            len(self._executor.layers),
+            batch,
+            lambda kind, rows: thinking[kind](rows),
+            overhead_s,
+            True,
+            recorder.alone,
+            f"{self._settings.preset.name}, measured here",
         )
-        overhead = max(slope, 0.0)
-        return {
-            kind: Curve([(rows, max(seconds - overhead * part, 0.0)) for rows, seconds, part in seen])
-            for kind, seen in self._seen.items()
-        }, overhead
+
+
+def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:
+    """Clients' own work, in seconds by rows, for each kind: the time outside base layers, for each request, less what
+    the executor needs for a batch; and that, in seconds. Both are on one thread. They are told apart by how many
+    requests shared a batch: seconds = own + overhead / members, by least squares over decoding."""
+    seen = {kind: list(chain.from_iterable(note.own[kind] for note in notes)) for kind in Kind}
+    slope, _ = linear_regression(*zip(*((part, seconds) for _, seconds, part in seen[Kind.DECODE]), strict=True))
+    overhead = max(slope, 0.0)
+    return {
+        kind: Curve([(rows, max(seconds - overhead * part, 0.0)) for rows, seconds, part in found])
+        for kind, found in seen.items()
+        if found
+    }, overhead
 
 
 class _Recorder:
@@ -144,10 +205,9 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.together = True
-        self.seen: dict[tuple[Key, bool], Points] = {}
-        """Of each batch, by its key and whether the one before it had the same."""
+        self.notes = Notes()
         self.walk: list[Key] = []
-        """The last whole one. Clients find out about siblings in their first."""
+        """The last whole one."""
         self.back: list[Key] = []
         """The last walk back."""
         self.alone: set[Key] = set()
@@ -183,12 +243,16 @@ class _Recorder:
         return policy.decide(view, now)
 
     def ran(self, batch: Batch, seconds: float) -> None:
-        self.seen.setdefault((batch.key, batch.key == self._last), []).append((batch.rows, seconds))
+        tuning = batch.slices[0].request.kind is Kind.FINETUNE
+        seen = batch.key, batch.key == self._last, tuning
+        self.notes.batches.setdefault(seen, []).append((batch.rows, seconds))
         self._last = batch.key
 
 
 class Curve:
-    """Seconds by rows: the medians of what was measured, joined by straight lines, the first and the last drawn on.
+    """Seconds by rows: the medians of what was measured, joined by straight lines, the first and the last drawn on; all
+    of them longer by what the sum of what was measured is more than the medians say, since on a machine that others use
+    a few take many times as long.
 
     More rows never take less time: medians that say so are averaged by how often each was seen (isotonic regression, by
     pooling adjacent violators).
@@ -208,6 +272,10 @@ class Curve:
             pools.append(pool)
         self._rows = [rows for _, _, members in pools for rows in members]
         self._seconds = [seconds for seconds, _, members in pools for _ in members]
+        expected = sum(self(rows) for rows, _ in points)
+        if expected > 0:
+            longer = sum(seconds for _, seconds in points) / expected
+            self._seconds = [longer * seconds for seconds in self._seconds]
 
     def __call__(self, rows: int) -> float:
         if len(self._rows) == 1:

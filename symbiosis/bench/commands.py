@@ -32,7 +32,7 @@ class PresetName(StrEnum):
 PresetOption = Annotated[PresetName, typer.Option(help="Model: tiny and 100m are fp32, 1b is bf16; random weights.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
 DeviceOption = Annotated[str, typer.Option(help="Where base model and clients run, such as cpu or cuda.")]
-PolicyOption = Annotated[str, typer.Option(help="Batching policy, with options: opportunistic:wait_ms=2.")]
+PolicyOption = Annotated[str, typer.Option(help="Batching policy, with options: opportunistic:wait_ms=20.")]
 LayersOption = Annotated[
     str, typer.Option(help="What is served: linear, or mlp (whole MLPs too where a tenant adapts nothing inside).")
 ]
@@ -304,7 +304,7 @@ def run_all(
         work.append(
             (
                 folder / f"{name.value}-serve-shm.json",
-                ["serve", *size, "--rounds", "2", "--transport", "shm", "--policy", "opportunistic:wait_ms=5"],
+                ["serve", *size, "--rounds", "2", "--transport", "shm"],
             )
         )
     for file, options in work:

@@ -40,7 +40,7 @@ def policies() -> None:
         table.add_row(*map(escape, (row.name, cls, row.options, row.description)))
     out = console()
     out.print(table)
-    out.print("Choose one with its options: --policy opportunistic:wait_ms=1,max_wait_ms=20")
+    out.print("Choose one with its options: --policy opportunistic:wait_ms=20,max_wait_ms=100")
     around = ", ".join(row.name for row in rows if row.around)
     out.print(f"{around} go around another, written after a plus: --policy fair:weights.alice=2+co-serving:slo_ms=50")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json as json_module
 import signal
 from contextlib import AsyncExitStack
@@ -164,6 +165,7 @@ async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path |
             stack.enter_context(executor.trace(trace))
         for address, options in addresses.items():
             await executor.listen(address, **options)
+        gc.freeze()  # a full collection looks at all that torch and transformers made, for 0.2 s, and everybody waits
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
         await stop.wait()
         out.print("shutting down")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +20,8 @@ from symbiosis.bench.commands import LayersOption, PresetName
 from symbiosis.cli.console import console, writable, write_json
 
 if TYPE_CHECKING:
+    from symbiosis.bench.check import Checked
+    from symbiosis.bench.settings import Settings
     from symbiosis.simulation.costs import Costs
     from symbiosis.simulation.outcome import SLO, Outcome
     from symbiosis.simulation.replay import Load
@@ -33,6 +37,8 @@ class Machine(StrEnum):
     HERE = "here"
 
 
+ROUNDS = 5
+"""In which a load is simulated and played to a real executor, with ``--check``."""
 PLOTS = (".png", ".svg", ".pdf")
 RATES = {
     "tokens_per_s": "tokens/s",
@@ -84,7 +90,7 @@ def simulate(
     ttft_ms: Annotated[float, typer.Option(min=1e-3, help="Promised time to the first token.")] = 5000.0,
     seed: Annotated[int, typer.Option(help="Of a trace that is made up.")] = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="Here: play the load to a real executor too, and show both.")
+        bool, typer.Option("--check", help="Here: play the load to a real executor too, in turn, and show both.")
     ] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, to this file: .png, .svg or .pdf.")] = None,
@@ -117,16 +123,23 @@ def simulate(
     found = read_trace(trace, requests) if trace else synthetic(requests, rate, seed)
     load = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
-    costs = _calibrate(preset.value, base_layers) if machine is Machine.HERE else roofline(machine.value, model)
-    for spec in policies:
-        told(make_policy(spec), costs)  # and so should a promise that cannot be kept, before others are played to
-    results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
+    results: dict[str, Outcome] = {}
     real: dict[str, Outcome] = {}
     if check:
-        real = _play(policies, preset.value, base_layers, load, slo)
-    _show(costs, load, executors, results, real)
+        checked = _check(policies, preset.value, base_layers, load, slo)
+        results = {spec: predicted for spec, (predicted, _) in checked.items()}
+        real = {spec: played for spec, (_, played) in checked.items()}
+        costs_text = f"{preset.value}, measured here; medians of {ROUNDS} rounds"
+    else:
+        here = machine is Machine.HERE
+        costs = _calibrate(preset.value, base_layers, load) if here else roofline(machine.value, model)
+        for spec in policies:
+            told(make_policy(spec), costs)  # and so should a promise that cannot be kept, before others are played to
+        results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
+        costs_text = costs.text
+    _show(costs_text, load, executors, results, real)
     if json is not None:
-        write_json(json, _as_data(costs, load, results, real))
+        write_json(json, _as_data(costs_text, load, results, real))
     if plot is not None:
         _plot(plot, results, slo)
 
@@ -173,17 +186,31 @@ def _check_options(context: typer.Context) -> None:
         raise UsageError(f"--plot {given['plot']}: give a file that ends in {', '.join(PLOTS)}")
 
 
-def _calibrate(preset: str, base_layers: str) -> Costs:
-    import torch
-
+def _calibrate(preset: str, base_layers: str, load: Load) -> Costs:
     from symbiosis.bench.calibrate import calibrate
-    from symbiosis.bench.models import PRESETS
-    from symbiosis.bench.settings import Settings
     from symbiosis.cli.loop import run
 
     with console().status("measuring") as status:
-        progress = lambda text: status.update(f"measuring: {text}")  # noqa: E731
-        return run(calibrate(Settings(PRESETS[preset], torch.device("cpu"), "", base_layers, 1, progress)))
+        return run(calibrate(_settings(preset, base_layers, 1, lambda text: status.update(f"measuring: {text}")), load))
+
+
+def _check(policies: list[str], preset: str, base_layers: str, load: Load, slo: SLO) -> dict[str, Checked]:
+    from symbiosis.bench.check import check
+    from symbiosis.cli.loop import run
+    from symbiosis.core.registry import make_policy
+
+    with console().status("measuring") as status:
+        settings = _settings(preset, base_layers, ROUNDS, status.update)
+        return run(check(settings, {spec: partial(make_policy, spec) for spec in policies}, load, slo))
+
+
+def _settings(preset: str, base_layers: str, rounds: int, progress: Callable[[str], None]) -> Settings:
+    import torch
+
+    from symbiosis.bench.models import PRESETS
+    from symbiosis.bench.settings import Settings
+
+    return Settings(PRESETS[preset], torch.device("cpu"), "", base_layers, rounds, progress)
 
 
 def _predict(spec: str, costs: Costs, load: Load, slo: SLO, executors: int) -> Outcome:
@@ -202,37 +229,14 @@ def _predict(spec: str, costs: Costs, load: Load, slo: SLO, executors: int) -> O
         )
 
 
-def _play(policies: list[str], preset: str, base_layers: str, load: Load, slo: SLO) -> dict[str, Outcome]:
-    """On a real executor; each policy twice, of which the second counts."""
-    import torch
-
-    import symbiosis
-    from symbiosis.bench.models import PRESETS, build
-    from symbiosis.bench.replay import Crowd
-    from symbiosis.cli.loop import run
-
-    async def play(spec: str) -> Outcome:
-        base = build(PRESETS[preset], torch.device("cpu"))
-        async with (
-            symbiosis.Executor(base, policy=spec, base_layers=base_layers) as executor,
-            Crowd(executor, PRESETS[preset], load) as crowd,
-        ):
-            with _bar() as bar:
-                task = bar.add_task(f"{spec}, for real", total=2.0)
-                await crowd.play(slo, lambda part: bar.update(task, completed=part))
-                return await crowd.play(slo, lambda part: bar.update(task, completed=1 + part))
-
-    return {spec: run(play(spec)) for spec in policies}
-
-
 def _bar() -> Progress:
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     return Progress(*columns, transient=True, console=Console(stderr=True))
 
 
-def _show(costs: Costs, load: Load, executors: int, results: dict[str, Outcome], real: dict[str, Outcome]) -> None:
+def _show(costs: str, load: Load, executors: int, results: dict[str, Outcome], real: dict[str, Outcome]) -> None:
     """In two tables, so that all figures can be read in 80 columns."""
-    where = costs.text if executors == 1 else f"{executors} executors, each {costs.text}"
+    where = costs if executors == 1 else f"{executors} executors, each {costs}"
     title = f"{len(load.trace)} requests, {load.tuning} fine-tuning clients; {where}"
     console().print(_table(RATES, results, real, title), _table(TIMES, results, real))
 
@@ -262,11 +266,11 @@ def _text(value: float) -> str:
     return "" if value != value else f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
-def _as_data(costs: Costs, load: Load, results: dict[str, Outcome], real: dict[str, Outcome]) -> dict[str, Any]:
+def _as_data(costs: str, load: Load, results: dict[str, Outcome], real: dict[str, Outcome]) -> dict[str, Any]:
     from symbiosis.bench.report import machine
 
     return {
-        "costs": costs.text,
+        "costs": costs,
         "requests": len(load.trace),
         "finetune": load.tuning,
         "machine": machine(),

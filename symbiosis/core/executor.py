@@ -68,7 +68,7 @@ class Executor:
     Args:
         model: any ``transformers`` model. It is frozen, and put in evaluation mode, in place.
         policy: what to batch, and how long to wait for it: an object, or a name with options such as
-            ``"opportunistic:wait_ms=2"``.
+            ``"opportunistic:wait_ms=20"``.
         base_layers: what is served: ``"linear"``, ``"mlp"``, or module names or patterns; see
             :class:`~symbiosis.core.splitting.SplitModel`.
         device: where the base model runs; by default where it is.

@@ -49,8 +49,9 @@ class Opportunistic:
 
     Args:
         wait_ms: deadline per row, in milliseconds, for all; or one for each kind of request, by name (decode, prefill,
-            finetune), those of :data:`WAIT_MS` for those that are left out. 0: nobody waits for company;
-            those who happen to be queued for the same layer share a batch all the same.
+            finetune), those of :data:`WAIT_MS` for those that are left out. Deadlines of less than some batches leave
+            no time to catch up: clients who drifted apart stay so, and share little. 0: the first to come is served
+            first, with whoever happens to be queued for the same layer.
         max_wait_ms: the longest deadline of any request, in milliseconds.
         adaptive: whether waits that are not expected to pay are left out. Without it each lasts until the deadline,
             if somebody thinks, which wants deadlines of a few milliseconds.

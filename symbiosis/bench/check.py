@@ -1,0 +1,68 @@
+"""A load, simulated and played to a real executor in turn: how far the simulator can be believed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import astuple
+from functools import partial
+from statistics import median
+from typing import NamedTuple
+
+from symbiosis.bench.calibrate import Calibration, Notes
+from symbiosis.bench.replay import Crowd
+from symbiosis.bench.settings import Settings
+from symbiosis.core.protocols import Policy
+from symbiosis.simulation.outcome import SLO, Outcome
+from symbiosis.simulation.replay import Load, replay, told
+
+__all__ = ["Checked", "check"]
+
+
+class Checked(NamedTuple):
+    """What a policy made of a load; of each figure, the median of the rounds."""
+
+    predicted: Outcome
+    real: Outcome
+
+
+async def check(
+    settings: Settings, policies: dict[str, Callable[[], Policy]], load: Load, slo: SLO
+) -> dict[str, Checked]:
+    """Play a load to each policy, and simulate it with costs measured immediately before and after.
+
+    What a machine that others use does in a minute says little about the next one, so measuring and playing take turns.
+
+    Raises:
+        UsageError: a policy promises what cannot be kept even when nothing else goes on. Nothing has been played then.
+    """
+    predicted: dict[str, list[Outcome]] = {name: [] for name in policies}
+    real: dict[str, list[Outcome]] = {name: [] for name in policies}
+    async with AsyncExitStack() as stack:
+        calibration = await stack.enter_async_context(Calibration(settings, load))
+        before = await calibration.measure()
+        for make in policies.values():
+            told(make(), calibration.costs([before]))
+        base = settings.base()
+        crowds: dict[str, Crowd] = {}
+        for name, make in policies.items():
+            executor = await stack.enter_async_context(settings.executor(base, make()))
+            crowds[name] = await stack.enter_async_context(Crowd(executor, settings.preset, load))
+        for turn in range(-1, settings.rounds):
+            for name, crowd in crowds.items():
+                text = settings.says(turn, f"{name}, for real")
+                played = await crowd.play(slo, partial(settings.says_part, text))
+                if turn < 0:
+                    continue
+                after: Notes = await calibration.measure()
+                costs = calibration.costs([before, after])
+                predicted[name].append(replay(policies[name], costs, load, slo))
+                real[name].append(played)
+                before = after
+            if turn < 0:
+                before = await calibration.measure()
+    return {name: Checked(_median(predicted[name]), _median(real[name])) for name in policies}
+
+
+def _median(outcomes: list[Outcome]) -> Outcome:
+    return Outcome(*(median(values) for values in zip(*map(astuple, outcomes), strict=True)))
