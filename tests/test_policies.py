@@ -186,6 +186,32 @@ class TestOpportunistic:
         w.submit("behind", F1, 2)
         assert members(run(w)) == [("ahead", 2), ("behind", 2)]
 
+    def test_what_the_same_client_asked_before_does_not_let_others_pass(self) -> None:
+        w = world_of(Opportunistic(wait_ms={"decode": 0.2, "prefill": 1000}), "a", "b", "thinker", max_rows=16)
+        for _ in range(4):
+            w.submit("a", F0, 40, Kind.PREFILL)
+        w.submit("b", F0, 40, Kind.PREFILL)
+        w.submit("b", F0, 1)
+        w.clock.advance(0.001)
+        served = [members(run(w)) for _ in range(4)]
+        assert served == [[("b", 16)], [("b", 16)], [("b", 8), ("a", 8)], [("b", 1), ("a", 15)]]
+
+    def test_nobody_is_waited_for_who_is_elsewhere(self) -> None:
+        """Two who stay together, and one who thinks, but comes to other layers."""
+        w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "elsewhere", layers=8, max_rows=64)
+        for walk in range(30):
+            for layer in range(2):
+                for client in ("a", "b"):
+                    w.submit(client, Key((layer,), Pass.FORWARD), 1 + walk % 3)
+                    w.clock.advance(1e-4)
+                if walk < 20:
+                    w.end_pass("elsewhere")
+                batch = w.decide()
+                assert isinstance(batch, Batch), (walk, layer)
+                w.complete(batch, 0.01)
+                if walk < 20:
+                    w.begin_pass("elsewhere")
+
     def test_who_is_due_is_passed_over_by_nobody(self) -> None:
         w = world_of(Opportunistic(wait_ms=10), "ahead", "behind", "thinker")
         w.submit("ahead", F1, 1)
@@ -331,10 +357,17 @@ class TestAdaptive:
         assert action.time - began < 1.0  # the deadline
         w.clock.advance(1e-3)
         w.submit("b", F0, 1)
-        w.clock.advance(action.time - began - 5e-4)
-        assert isinstance(w.decide(), WaitUntil)  # as long again after whoever came last
-        w.clock.advance(1e-3)
-        assert isinstance(w.decide(), Batch)
+        assert isinstance(w.decide(), Batch)  # nobody else has been on the way to here
+
+    def test_company_that_does_not_come_is_not_waited_for_any_longer(self) -> None:
+        w, _ = self.taught(start=10e-3, row=1e-5, together=True, gap=1e-3)
+        w.submit("a", F0, 1)
+        action = w.decide()
+        assert isinstance(action, WaitUntil)
+        w.clock.advance(action.time - w.clock.now)
+        batch = w.decide()
+        assert isinstance(batch, Batch)
+        assert batch.reason == "no-gain"
 
     def test_company_that_comes_late_is_not(self) -> None:
         w, _ = self.taught(start=1e-4, row=1e-5, together=False, gap=0.1)

@@ -29,18 +29,19 @@ __all__ = ["Calibration", "Notes", "calibrate"]
 
 DECODING = range(8, 1, -1)
 """Clients that decode together. Each number is measured: from one to the next, batches may get slower, or faster."""
-APART = (8, 2)
-"""Clients that decode one by one."""
 STEPS = 6
 PROMPTS = (4, 12, 32, 64, 128, 256, 512, 1024)
 TUNING = (32, 128, 512)
+LONGEST = 512
+"""Tokens of context at which decoding is measured at most: all who decode have to read them first, each time."""
 
 Points = list[tuple[int, float]]
 """Rows, and seconds that they took."""
 
 
 async def calibrate(settings: Settings, load: Load) -> Costs:
-    """What a load will cost here. Takes a few seconds on the smallest preset, and half a minute on the next."""
+    """What a load will cost here. Takes some ten seconds on the smallest preset, and a minute on the next; longer for
+    long prompts."""
     async with Calibration(settings, load) as calibration:
         return calibration.costs([await calibration.measure() for _ in range(2)])
 
@@ -64,17 +65,20 @@ class Calibration:
 
     Args:
         settings: the model, and the device.
-        load: clients decode where its tokens are in their texts, on average; prompts no longer than its are measured,
-            and fine-tuning only where it has some.
+        load: as many clients as it has decode, up to eight, where its tokens are in their texts on average; prompts and
+            batches of fine-tuning much longer than its are not measured.
     """
 
     def __init__(self, settings: Settings, load: Load) -> None:
         self._settings = settings
         tokens = sum(arrival.tokens for arrival in load.trace)
         contexts = sum(arrival.tokens * (arrival.prompt + arrival.tokens // 2) for arrival in load.trace)
-        self._context = max(contexts // tokens - STEPS // 2, 1)
-        longest = max(arrival.prompt for arrival in load.trace)
-        self._prompts = PROMPTS[: sum(1 for _ in takewhile(lambda length: length < longest, PROMPTS)) + 1]
+        self._context = min(max(contexts // tokens - STEPS // 2, 1), LONGEST)
+        self._prompts = _up_to(max(arrival.prompt for arrival in load.trace), PROMPTS)
+        self._lengths = _up_to(load.rows, TUNING)
+        clients = len(load.by_client())
+        self._together = [count for count in DECODING if count <= max(clients, 2)]
+        self._apart = sorted({self._together[0], 2})
         self._recorder = _Recorder()
         self._stack = AsyncExitStack()
         self._clients: list[Client] = []
@@ -86,13 +90,13 @@ class Calibration:
         async with AsyncExitStack() as stack:
             settings = self._settings
             self._executor = await stack.enter_async_context(settings.executor(settings.base(), self._recorder))
-            for _, adapter in zip(range(max(DECODING)), cycle(PAPER_LORA.values()), strict=False):
+            for _, adapter in zip(range(self._together[0]), cycle(PAPER_LORA.values()), strict=False):
                 client = self._executor.client(lora(*adapter))
                 self._clients.append(await stack.enter_async_context(client))
             for _ in range(self._tuners):
                 client = await stack.enter_async_context(self._executor.client(lora()))
                 self._tuning.append((client, adamw(client.model)))
-            for count in APART:  # in the first walk clients find out about siblings
+            for count in self._apart:  # in the first walk clients find out about siblings
                 await self._decode(count, together=True)
             self._stack = stack.pop_all()
         return self
@@ -103,7 +107,7 @@ class Calibration:
     async def measure(self) -> Notes:
         """Do a little of everything, and take notes."""
         self._notes = self._recorder.notes = Notes()
-        for together, counts in ((True, DECODING), (False, APART)):
+        for together, counts in ((True, self._together), (False, self._apart)):
             for count in counts:
                 self._settings.progress(f"{count} clients decode")
                 await self._decode(count, together)
@@ -112,7 +116,7 @@ class Calibration:
             for _ in range(3):
                 await self._read(length)
         if self._tuning:
-            for length in TUNING:
+            for length in self._lengths:
                 self._settings.progress(f"fine-tuning on {length} tokens")
                 await self._tune(length)
         return self._notes
@@ -182,6 +186,11 @@ class Calibration:
             recorder.alone,
             f"{self._settings.preset.name}, measured here",
         )
+
+
+def _up_to(longest: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that are shorter, and the next one."""
+    return lengths[: sum(1 for _ in takewhile(lambda length: length < longest, lengths)) + 1]
 
 
 def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:

@@ -259,7 +259,7 @@ def _table(
 
 
 def _ratio(predicted: float, real: float) -> str:
-    return f"{predicted / real:.2f}" if real else ""
+    return f"{predicted / real:.2f}" if real and predicted == predicted and real == real else ""
 
 
 def _text(value: float) -> str:

@@ -21,6 +21,8 @@ _LEARN_TOGETHER = 0.02
 """Weight of the newest batch in how many of its members were together before."""
 _LONGEST = 64
 """Layers that clients are taken to stay together at most."""
+_AWAY = 16
+"""Requests before the one for a key, from which company for it may come."""
 _MAX_KEYS = 20_000
 _MAX_CLIENTS = 20_000
 _KINDS = {kind.name.lower(): kind for kind in Kind}
@@ -36,12 +38,14 @@ class Opportunistic:
 
     A request of ``rows`` rows is due after ``min(wait_ms · rows, max_wait_ms)``. Once the executor is free and somebody
     is due, the first one due is served, and whoever fits into its batch: no deadline is overrun by more than the batch
-    that runs already, and those of others that were due before. Until then, the queue that is *furthest behind* runs:
+    that runs already, those of others that were due before, and what the same client has asked of the same layer
+    before. Until then, the queue that is *furthest behind* runs:
     clients who drifted apart meet at the layer where the first one waits, and share batches from there on. It waits for
     company, but not
 
     * when nobody is thinking, so that nobody could join (D5);
     * when a queue can fill a batch of ``max_rows``;
+    * when nobody who is thinking is on the way to that layer, a few requests before it;
     * when it is not expected to pay. Company saves what any batch of that key takes, whatever its size: ``a`` of a
       latency a + b · rows that is learned from the batches; and it saves that again at each of the n layers through
       which those who met stay together, which is learned too. So it waits where the next request for a key usually
@@ -87,6 +91,15 @@ class Opportunistic:
         self._perhaps_full: set[Key] = set()  # keys that got rows since they were last seen not full
         self._arrivals: dict[Key, tuple[float, float]] = {}
         """By key: when the last request came, and the usual gap between two; in seconds."""
+        self._at: dict[str, Key] = {}
+        """Where clients were served last, who have not asked again."""
+        self._leaving: dict[Key, int] = {}
+        """How many those are, by key."""
+        self._served: dict[Key, float] = {}
+        """When a batch for a key was last decided on, in seconds."""
+        self._before: dict[Key, Key] = {}
+        """Where whoever asks for a key was served before."""
+        self._now = 0.0
         self._batches = 0
         self._last_batch: dict[str, int] = {}
         """By client."""
@@ -105,29 +118,42 @@ class Opportunistic:
         heapq.heappush(self._deadlines, (self.deadline(request), request.id, request))
         if self.adaptive:
             last, usual = self._arrivals.get(key) or self._first(key)
-            gap = now - last
-            if gap > self._longest:
-                gap = self._longest
-            self._arrivals[key] = now, (1 - _LEARN) * usual + _LEARN * gap
+            if now > last:  # not what a wrapper has held back
+                self._arrivals[key] = now, (1 - _LEARN) * usual + _LEARN * min(now - last, self._longest)
+            else:
+                self._arrivals[key] = last, (1 - _LEARN) * usual
+            before = self._at.pop(request.client, None)
+            if before is not None:
+                self._leaving[before] -= 1
+                self._before[key] = before
 
     def _first(self, key: Key) -> tuple[float, float]:
         """For a key that nobody has asked for, or that was forgotten."""
         if len(self._arrivals) >= _MAX_KEYS:
-            self._arrivals.clear()
+            for known in (self._arrivals, self._at, self._leaving, self._served, self._before):
+                known.clear()
         return -math.inf, 0.0
 
     def started(self, batch: Batch) -> None:
         if not self.adaptive:
             return
         if len(self._last_batch) >= _MAX_CLIENTS:
-            self._last_batch.clear()
+            for known in (self._last_batch, self._at, self._leaving):
+                known.clear()
         self._batches += 1
         same, before, number, last_batch = 0, -1, self._batches, self._last_batch
+        key, at, leaving = batch.key, self._at, 0
         for request, _, _ in batch.slices:
-            last = last_batch.get(request.client, -2)
+            client = request.client
+            last = last_batch.get(client, -2)
             same += last == before
             before = last
-            last_batch[request.client] = number
+            last_batch[client] = number
+            if client not in at:
+                at[client] = key
+                leaving += 1
+        self._leaving[key] = self._leaving.get(key, 0) + leaving
+        self._served[key] = self._now
         if len(batch.slices) > 1:
             self._together += _LEARN_TOGETHER * (same / (len(batch.slices) - 1) - self._together)
 
@@ -136,13 +162,16 @@ class Opportunistic:
             self.latency[batch.key].learn(batch.rows, seconds)
 
     def decide(self, view: View, now: float) -> Decision:
+        self._now = now
         deadlines = self._deadlines
         while deadlines[0][2].cancelled or not deadlines[0][2].remaining:
             heapq.heappop(deadlines)
         due, _, urgent = deadlines[0]
         queues = view.queues
         if due <= now:
-            return Run(urgent.key, queues[urgent.key].take(view.max_rows, first=urgent), "deadline")
+            queue = queues[urgent.key]
+            first = queue.of(urgent.client)[0]  # one client's requests for a layer stay in order
+            return Run(urgent.key, queue.take(view.max_rows, first=first), "deadline")
         behind = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
         if not view.thinking:
             return Run(behind, queues[behind].take(view.max_rows), "nobody-thinking")
@@ -163,7 +192,20 @@ class Opportunistic:
             return -math.inf
         last, usual = self._arrivals.get(queue.key, (-math.inf, math.inf))  # forgotten, where there were too many keys
         worth = start * min(1 / max(1 - self._together, 1e-9), _LONGEST)
-        return last + worth if usual < worth else -math.inf
+        if usual >= worth or not self._on_the_way(queue.key, self._now - start - worth):
+            return -math.inf
+        return last + worth
+
+    def _on_the_way(self, key: Key, since: float) -> bool:
+        """Whether somebody who has not asked again was served a few layers before, no longer ago than that."""
+        for _ in range(_AWAY):
+            before = self._before.get(key)
+            if before is None:
+                return False
+            if self._leaving.get(before) and self._served[before] >= since:
+                return True
+            key = before
+        return False
 
     def _full(self, view: View) -> Key | None:
         """A queue that fills a batch, if there is one. Looks only at queues that grew; O(1) a request."""
