@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from symbiosis.bench.calibrate import Curve
 from symbiosis.cli.commands import app
-from symbiosis.cli.simulate import _show, _text
+from symbiosis.cli.simulate import _ratio, _show, _text
 from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
@@ -291,6 +291,12 @@ def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest
     assert result.exit_code == 1
     assert "slo_ms is 5, but a token takes" in result.output
     assert not played
+
+
+def test_a_ratio_of_what_there_is_not_is_not_shown() -> None:
+    missing = float("nan")
+    pairs = [(1.0, 2.0), (missing, missing), (missing, 2.0), (1.0, missing), (1.0, 0.0)]
+    assert [_ratio(predicted, real) for predicted, real in pairs] == ["0.50", "", "", "", ""]
 
 
 @pytest.mark.slow

@@ -39,9 +39,8 @@ class Opportunistic:
     A request of ``rows`` rows is due after ``min(wait_ms · rows, max_wait_ms)``. Once the executor is free and somebody
     is due, the first one due is served, and whoever fits into its batch: no deadline is overrun by more than the batch
     that runs already, those of others that were due before, and what the same client has asked of the same layer
-    before. Until then, the queue that is *furthest behind* runs:
-    clients who drifted apart meet at the layer where the first one waits, and share batches from there on. It waits for
-    company, but not
+    before. Until then, the queue that is *furthest behind* runs: clients who drifted apart meet at the layer where the
+    first one waits, and share batches from there on. It waits for company, but not
 
     * when nobody is thinking, so that nobody could join (D5);
     * when a queue can fill a batch of ``max_rows``;
