@@ -63,7 +63,7 @@ class Service:
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180  # with a dozen processes beside it, importing torch takes its time
         while True:
             try:
                 make_transport(self.address).look(self.address)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import symbiosis
-from symbiosis.core.protocols import Decision, Policy, View
+from symbiosis.core.protocols import Decision, Policy, View, Wait
 from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, Pass, Request, Terms
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.session import kind_of
-from symbiosis.errors import UsageError
+from symbiosis.errors import PolicyError, UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import Admission, tenant_of
-from symbiosis.testing import PolicyConformance, World
+from symbiosis.testing import PolicyConformance, World, tiny_model
 from tests.helpers import IDS, world_of
 
 F0 = Key((0,), Pass.FORWARD)
@@ -36,6 +37,48 @@ class _Patient(PolicyConformance):
 
     def patience_batches(self, layers: int) -> int:
         return 400
+
+
+class _Rude:
+    """Waits, whatever is queued."""
+
+    name = "rude"
+
+    def __init__(self, until: float | None) -> None:
+        self.until = until
+
+    def submitted(self, request: Request) -> None: ...
+
+    def decide(self, view: View, now: float) -> Decision:
+        return Wait(self.until)
+
+    def unloaded(self, seconds: float) -> None:
+        raise RuntimeError("boom")
+
+
+@pytest.mark.parametrize("until", [None, math.inf, math.nan, 1e300, -1.0])
+@pytest.mark.parametrize("wrapper", [Fair, Priority, RateLimit])
+def test_waits_that_must_be_refused_are_not_hidden(wrapper: type[Admission], until: float | None) -> None:
+    """Nobody thinks, and another tenant's requests are held."""
+    scheduler = Scheduler(wrapper(_Rude(until)), layers=2, max_rows=8)
+    for number, client in enumerate(["a", "b"]):
+        scheduler.client_joined(client)
+        scheduler.submit(Request(number, client, F0, 10_000, Kind.DECODE, 0.0, terms=Terms(priority=number)))
+    batch = scheduler.next_action(0.0)
+    assert isinstance(batch, Batch)
+    assert batch.reason == "policy-error"
+    assert "rude" in str(scheduler.policy_errors[0])
+
+
+def test_who_raises_when_it_is_told_of_the_machine_is_named() -> None:
+    with pytest.raises(PolicyError, match=r"policy 'fair\+rude' raised in unloaded\(\): RuntimeError\('boom'\)"):
+        symbiosis.Executor(tiny_model(), policy=Fair(_Rude(None)))
+
+
+@pytest.mark.parametrize("make", [lambda: Fair(quantum=10**400), lambda: CoServing(slo_ms=10**400)])
+def test_numbers_that_are_too_large(make: Callable[[], Policy]) -> None:
+    with pytest.raises(UsageError, match="must be a number"):
+        make()
 
 
 class TestFairConforms(_Patient):

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -50,6 +51,12 @@ class Tenant:
         assert self.process.returncode == 0, self._errors.read_text()[-3000:]
         return len(out.splitlines())
 
+    def close(self) -> None:
+        """Whatever became of it."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
 
 def descriptors(pid: int) -> int:
     return psutil.Process(pid).num_fds()
@@ -63,11 +70,13 @@ def test_chaos(tmp_path: Path) -> None:
     folder.mkdir()
     shm, tcp = f"shm://{folder}/s.sock", f"tcp://127.0.0.1:{free_port()}"
     rng = random.Random(0)
-    with Service(checkpoint, shm, "--listen", tcp, log=tmp_path / "service.log") as service:
+    with Service(checkpoint, shm, "--listen", tcp, log=tmp_path / "service.log") as service, ExitStack() as stack:
         tenants = [
             Tenant((shm, tcp)[index % 2 if index < 4 else index // 2 % 2], kind, checkpoint, tmp_path)
             for index, kind in enumerate(KINDS)
         ]
+        for tenant in tenants:
+            stack.callback(tenant.close)
         for victim in rng.sample(["service", "tenant"], KILLS, counts=[KILLS // 2] * 2):
             time.sleep(rng.uniform(3, 6))
             if victim == "service":

@@ -29,6 +29,13 @@ class TestConforms(PolicyConformance):
         return CoServing(slo_ms=50, ttft_ms=200, max_wait_ms=400)
 
 
+class TestDefaultsConform(PolicyConformance):
+    patience_s = 10.0
+
+    def make_policy(self) -> Policy:
+        return CoServing()
+
+
 class Outcome(NamedTuple):
     slow_s: float
     """The 99th percentile of the time per token."""

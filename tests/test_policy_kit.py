@@ -124,6 +124,18 @@ class WaitsALongTime(Oldest):
         return Wait(now + 60) if self.waited else super().decide(view, now)
 
 
+@bad("lets a request wait for more than")
+class WaitsALongTimeForWhoThinks(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(now + 1e9) if view.thinking else super().decide(view, now)
+
+
+@bad("waits again and again")
+class AsksAgainAllTheTime(Oldest):
+    def decide(self, view: View, now: float) -> Any:
+        return Wait(now + 1e-7) if view.thinking else super().decide(view, now)
+
+
 @bad("not after now")
 class WaitsInThePast(Oldest):
     def decide(self, view: View, now: float) -> Any:

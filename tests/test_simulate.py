@@ -23,7 +23,7 @@ from symbiosis.simulation.clients import backward, forward
 from symbiosis.simulation.costs import Costs, roofline
 from symbiosis.simulation.outcome import SLO, Outcome, outcome, percentile
 from symbiosis.simulation.replay import Load, replay
-from symbiosis.simulation.trace import Arrival, read_trace, scaled, synthetic
+from symbiosis.simulation.trace import COLUMNS, Arrival, read_trace, scaled, synthetic
 
 PATIENT = SLO(1e6, 1e6)
 
@@ -74,6 +74,27 @@ def test_a_trace_as_others_write_it(tmp_path: Path) -> None:
     """Spaces around names and values, and whole numbers with a point."""
     file = _file(tmp_path, "0.0, 7.0 ,3", "1.5 ,1, 2e1", header='arrival_s , ContextTokens,  "GeneratedTokens"')
     assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 20)]
+
+
+def test_a_trace_with_dates_as_azures(tmp_path: Path) -> None:
+    """Seven digits of a second, and nothing said of where; or an offset."""
+    header = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    lines = "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:45.5,1,2", "2023-11-16T19:15:47+01:00,3,4"
+    found = read_trace(_file(tmp_path, *lines, header=header))
+    assert found == [Arrival(0.0, 1, 2), Arrival(pytest.approx(1.18059), 374, 44), Arrival(1.5, 3, 4)]
+    with pytest.raises(UsageError, match="line 2: TIMESTAMP is 'soon'; it must be a date and a time"):
+        read_trace(_file(tmp_path, "soon,1,1", header=header))
+    with pytest.raises(UsageError, match="line 2: TIMESTAMP is missing; a row has TIMESTAMP, Con"):
+        read_trace(_file(tmp_path, ",1,1", header=header))
+    both = _file(tmp_path, "never,1.0,7,3", "never,2.0,7,3", header=f"TIMESTAMP,{','.join(COLUMNS)}")
+    assert [arrival.at for arrival in read_trace(both)] == [0.0, 1.0]
+
+
+def test_a_trace_below_empty_lines(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("\n  \n" + _file(tmp_path, "0,7,3", "x,1,1").read_text())
+    with pytest.raises(UsageError, match="line 5: arrival_s is 'x'"):
+        read_trace(file)
 
 
 def test_a_trace_in_another_order(tmp_path: Path) -> None:

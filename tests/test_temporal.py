@@ -32,6 +32,20 @@ class TestDynamicConforms(PolicyConformance):
         return DynamicTemporalSharing(max_wait_ms=400)
 
 
+class TestTemporalDefaultsConform(PolicyConformance):
+    patience_s = 10.0
+
+    def make_policy(self) -> Policy:
+        return TemporalSharing()
+
+
+class TestDynamicDefaultsConform(PolicyConformance):
+    patience_s = 10.0
+
+    def make_policy(self) -> Policy:
+        return DynamicTemporalSharing()
+
+
 def simulate(policy: Policy, decoding: int, tuning: int, seconds: float = 30.0) -> tuple[list[float], int, int]:
     """Seconds per token, tokens, steps."""
     simulation = Simulation(policy, layers=LAYERS, cost=Cost(1e-3, 2e-5).of)

@@ -30,7 +30,7 @@ from symbiosis.core.protocols import Channel, Identity, Listener, Policy, Privac
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, LayerSpec, Request, Terms
 from symbiosis.core.runner import DeviceClock, Runner
-from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.scheduler import Scheduler, WaitUntil, tell_unloaded
 from symbiosis.core.session import ExecutorSession, kind_of
 from symbiosis.core.share import Share, weights_fingerprint
 from symbiosis.core.splitting import SplitModel
@@ -78,6 +78,7 @@ class Executor:
 
     Raises:
         SplitError: the model has no such base layers.
+        PolicyError: the policy raised when it was told of the model.
         UnknownNameError, UsageError: no such policy, or options that it does not take; or it promises what cannot be
             kept on this machine.
     """
@@ -107,9 +108,9 @@ class Executor:
         self._clock = DeviceClock(self._split.device) if self._split.device.type == "cuda" else None
         self._unloaded_s = 0.0
         """A token in base layers when nothing else goes on, for a policy that promises times."""
-        if (unloaded := getattr(policy, "unloaded", None)) is not None and (walk := self._split.walk()):
+        if hasattr(policy, "unloaded") and (walk := self._split.walk()):
             self._unloaded_s = min(self._runner.time(walk) for _ in range(3))
-            unloaded(self._unloaded_s)
+            tell_unloaded(policy, self._unloaded_s)
         self._counters = Counters()
         self._timeline: Timeline | None = None
         self._address = f"inproc://{name or f'executor-{next(_numbers)}'}"

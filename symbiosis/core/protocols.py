@@ -62,10 +62,15 @@ class Run:
 class Wait:
     """Run nothing before time ``until`` (seconds on the executor's clock) unless something changes first.
 
-    ``None`` waits for a change alone, which is allowed only while some client is thinking.
+    ``None`` waits for a change alone, which is allowed only while some client is thinking; while none is, a wait may
+    last for :data:`MAX_WAIT_S`.
     """
 
     until: float | None
+
+
+MAX_WAIT_S = 3600.0
+"""A wait while nobody is thinking ends by itself only."""
 
 
 Decision = Run | Wait

@@ -30,16 +30,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from symbiosis.core.protocols import Decision, Policy, Run, Wait
+from symbiosis.core.protocols import MAX_WAIT_S, Decision, Policy, Run, Wait
 from symbiosis.core.queues import Queue, Queues
 from symbiosis.core.requests import Batch, Key, Request, Slice
 from symbiosis.errors import PolicyError, UsageError
 
-__all__ = ["Idle", "Scheduler", "WaitUntil"]
+__all__ = ["Idle", "Scheduler", "WaitUntil", "tell_unloaded"]
 
 
-MAX_WAIT_S = 3600.0
-"""A wait while nobody is thinking ends by itself only."""
 MAX_REASON = 64
 
 
@@ -316,6 +314,21 @@ class Scheduler:
 _slice = partial(tuple.__new__, Slice)
 """What ``Slice(…)`` does, in a third of the time."""
 _INSTEAD = "the oldest request was served instead"
+
+
+def tell_unloaded(policy: Policy, seconds: float) -> None:
+    """Tell a policy that wants to know what a token takes in base layers when nothing else goes on, in seconds.
+
+    Raises:
+        UsageError: it promises what cannot be kept even then.
+        PolicyError: it raised something else.
+    """
+    try:
+        getattr(policy, "unloaded", lambda seconds: None)(seconds)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"policy {_said(policy.name)} raised in unloaded(): {_said(error)}") from error
 
 
 def _said(what: object) -> str:

@@ -8,12 +8,13 @@ included: but for those that hold back though nothing else runs, which go outerm
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from symbiosis.core.protocols import Decision, Policy, QueueView, View, Wait
+from symbiosis.core.protocols import MAX_WAIT_S, Decision, Policy, QueueView, View, Wait
 from symbiosis.core.queues import Queues
 from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.errors import UsageError
@@ -22,9 +23,6 @@ from symbiosis.policies.opportunistic import Opportunistic
 __all__ = ["Admission", "mapping", "number", "tenant_of", "tokens"]
 
 T = TypeVar("T")
-
-LONGEST_WAIT_S = 3000.0
-"""Who holds requests back for longer is asked again in between: the scheduler takes no wait of more than an hour."""
 
 
 @lru_cache(1 << 14)
@@ -44,7 +42,7 @@ def number(who: str, what: str, value: object) -> float:
     Raises:
         UsageError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise UsageError(f"{who}: {what} is {value!r}; it must be a number greater than 0")
     return float(value)
 
@@ -129,16 +127,19 @@ class Admission(ABC):
         self.hold(request)
 
     def decide(self, view: View, now: float) -> Decision:
-        until = min(self.release(view, now), now + LONGEST_WAIT_S)
+        until = self.release(view, now)
         if (raised := self._raised) is not None:
             self._raised = None
             raise raised
         if not len(self._view.admitted):
-            return Wait(until)
+            return Wait(min(until, now + MAX_WAIT_S))
         self._view.real = view
         decision = self.policy.decide(self._view, now)
-        if isinstance(decision, Wait) and until < (math.inf if decision.until is None else decision.until):
-            return Wait(until)
+        if isinstance(decision, Wait):
+            wanted = math.inf if decision.until is None else decision.until
+            # A wait that the scheduler must refuse is its to see, not to be hidden by a shorter one.
+            if until < wanted and (view.thinking or wanted <= now + MAX_WAIT_S):
+                return Wait(until)
         return decision
 
     def started(self, batch: Batch) -> None:

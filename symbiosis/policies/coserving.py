@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -515,6 +516,6 @@ def _pairs(clients: Mapping[str, tuple[float, float]] | None) -> Mapping[str, tu
 
 
 def _positive(what: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         raise UsageError(f"co-serving: {what} is {value!r}; it must be a number of milliseconds greater than 0")
     return float(value)

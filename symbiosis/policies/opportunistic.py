@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
+from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -92,10 +94,8 @@ class Opportunistic:
         """By key: when the last request came, and the usual gap between two; in seconds."""
         self._at: dict[str, Key] = {}
         """Where clients were served last, who have not asked again."""
-        self._leaving: dict[Key, int] = {}
-        """How many those are, by key."""
-        self._served: dict[Key, float] = {}
-        """When a batch for a key was last decided on, in seconds."""
+        self._leaving: dict[Key, OrderedDict[str, float]] = {}
+        """Those, by key, and when that was, in seconds; the last one last. Who does not come back stays."""
         self._before: dict[Key, Key] = {}
         """Where whoever asks for a key was served before."""
         self._now = 0.0
@@ -123,13 +123,13 @@ class Opportunistic:
                 self._arrivals[key] = last, (1 - _LEARN) * usual
             before = self._at.pop(request.client, None)
             if before is not None:
-                self._leaving[before] -= 1
+                del self._leaving[before][request.client]
                 self._before[key] = before
 
     def _first(self, key: Key) -> tuple[float, float]:
         """For a key that nobody has asked for, or that was forgotten."""
         if len(self._arrivals) >= _MAX_KEYS:
-            for known in (self._arrivals, self._at, self._leaving, self._served, self._before):
+            for known in (self._arrivals, self._at, self._leaving, self._before):
                 known.clear()
         return -math.inf, 0.0
 
@@ -141,18 +141,20 @@ class Opportunistic:
                 known.clear()
         self._batches += 1
         same, before, number, last_batch = 0, -1, self._batches, self._last_batch
-        key, at, leaving = batch.key, self._at, 0
+        key, at, now = batch.key, self._at, self._now
+        leaving = self._leaving.get(key)
+        if leaving is None:
+            leaving = self._leaving[key] = OrderedDict()
         for request, _, _ in batch.slices:
             client = request.client
             last = last_batch.get(client, -2)
             same += last == before
             before = last
             last_batch[client] = number
-            if client not in at:
-                at[client] = key
-                leaving += 1
-        self._leaving[key] = self._leaving.get(key, 0) + leaving
-        self._served[key] = self._now
+            if client in at:  # and asked for something else meanwhile, or for more than fits into a batch
+                del self._leaving[at[client]][client]
+            at[client] = key
+            leaving[client] = now
         if len(batch.slices) > 1:
             self._together += _LEARN_TOGETHER * (same / (len(batch.slices) - 1) - self._together)
 
@@ -179,7 +181,8 @@ class Opportunistic:
             return Run(full, queues[full].take(view.max_rows), "full")
         pays = self._pays_until(queues[behind])
         if pays <= now:
-            return Run(behind, queues[behind].take(view.max_rows), "no-gain")
+            reason = "no-gain" if pays == -math.inf else "gave-up"
+            return Run(behind, queues[behind].take(view.max_rows), reason)
         return Wait(min(due, pays))
 
     def _pays_until(self, queue: QueueView) -> float:
@@ -201,7 +204,8 @@ class Opportunistic:
             before = self._before.get(key)
             if before is None:
                 return False
-            if self._leaving.get(before) and self._served[before] >= since:
+            leaving = self._leaving.get(before)
+            if leaving and next(reversed(leaving.values())) >= since:
                 return True
             key = before
         return False
@@ -222,6 +226,6 @@ class Opportunistic:
 
 
 def _milliseconds(what: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise UsageError(f"opportunistic: {what} is {value!r}; it must be a number of milliseconds, 0 or more")
     return float(value)

@@ -29,7 +29,7 @@ class _Bucket:
     """When ``level`` was right, in seconds."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
     due: bool = False
-    """Whether it is in the heap."""
+    """Whether it is to be looked at, now or later."""
 
 
 class RateLimit(Admission):
@@ -63,8 +63,10 @@ class RateLimit(Admission):
             for name, rate in mapping("rate-limit", "tenants", tenants).items()
         }
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
+        self._ready: list[_Bucket] = []
+        """Those that hold something, or did, and were not looked at since."""
         self._due: list[tuple[float, int, _Bucket]] = []
-        """When what they hold may go on, of those that hold something, or did."""
+        """When the others that hold something, or did, are out of debt."""
 
     def hold(self, request: Request) -> None:
         name = tenant_of(request.client)
@@ -77,23 +79,30 @@ class RateLimit(Admission):
             bucket = self._buckets[name] = _Bucket(rate, size, size, request.arrived)
         if not bucket.due:
             bucket.due = True
-            heapq.heappush(self._due, (request.arrived, request.id, bucket))
+            self._ready.append(bucket)
         bucket.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        while self._due and self._due[0][0] <= now:
-            _, number_, bucket = heapq.heappop(self._due)
+        due, layers = self._due, view.layers
+        looked: list[_Bucket] = []
+        while due and due[0][0] <= now:
+            looked.append(heapq.heappop(due)[2])
+        looked += self._ready
+        self._ready.clear()
+        for bucket in looked:
             bucket.due = False
             bucket.level = min(bucket.size, bucket.level + bucket.rate * max(now - bucket.filled, 0.0))
             bucket.filled = now
-            while bucket.held and bucket.level > 0:
-                _, request = bucket.held.popitem(last=False)
-                bucket.level -= tokens(request, view.layers)
+            held = bucket.held
+            while held and bucket.level > 0:
+                _, request = held.popitem(last=False)
+                bucket.level -= tokens(request, layers)
                 self.admit(request)
-            if bucket.held:
+            if held:
                 bucket.due = True
-                heapq.heappush(self._due, (now + max(-bucket.level / bucket.rate, 0.0) + _SOON_S, number_, bucket))
-        return self._due[0][0] if self._due else math.inf
+                again = now + max(-bucket.level / bucket.rate, 0.0) + _SOON_S
+                heapq.heappush(due, (again, next(iter(held)), bucket))
+        return due[0][0] if due else math.inf
 
     def drop(self, request: Request) -> None:
         self._buckets[tenant_of(request.client)].held.pop(request.id, None)

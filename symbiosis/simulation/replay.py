@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from symbiosis.core.protocols import Policy
 from symbiosis.core.requests import Batch
+from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.engine import Client, Simulation, Until
@@ -48,9 +49,9 @@ def told(policy: Policy, costs: Costs) -> Policy:
 
     Raises:
         UsageError: it promises what cannot be kept even then.
+        PolicyError: it raised something else.
     """
-    if (unloaded := getattr(policy, "unloaded", None)) is not None:
-        unloaded(sum(costs.batch(Batch(key, (), "", 1), False) for key in costs.walk))
+    tell_unloaded(policy, sum(costs.batch(Batch(key, (), "", 1), False) for key in costs.walk))
     return policy
 
 

@@ -7,6 +7,8 @@ import heapq
 import math
 import random
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +17,8 @@ from symbiosis.errors import UsageError
 __all__ = ["Arrival", "read_trace", "scaled", "synthetic"]
 
 COLUMNS = ("arrival_s", "ContextTokens", "GeneratedTokens")
+TIMESTAMP = "TIMESTAMP"
+"""May stand for the first."""
 MAX_TOKENS = 1_000_000
 _SPELL_S = 10.0
 """How long the load stays the same, in a made up trace."""
@@ -32,9 +36,9 @@ class Arrival(NamedTuple):
 
 
 def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
-    """A CSV file with the columns ``arrival_s``, ``ContextTokens`` and ``GeneratedTokens``, such as Azure's traces of
-    inference (Patel et al., "Splitwise", ISCA '24), in any order. Other columns are ignored; rows that generate nothing
-    are left out.
+    """A CSV file with the columns ``arrival_s``, ``ContextTokens`` and ``GeneratedTokens`` in any order; or with
+    ``TIMESTAMP``, dates and times, in place of the first, as Azure's traces of inference have it (Patel et al.,
+    "Splitwise", ISCA '24). Other columns are ignored; rows that generate nothing are left out.
 
     Args:
         file: of UTF-8 text.
@@ -48,12 +52,18 @@ def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
     """
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            rows = csv.DictReader(lines, skipinitialspace=True)
+            above = 0  # lines, of nothing
+            first = next(lines, "")
+            while first.isspace():
+                above, first = above + 1, next(lines, "")
+            rows = csv.DictReader(chain([first], lines), skipinitialspace=True)
             rows.fieldnames = [name.strip() for name in rows.fieldnames or ()]
-            missing = [column for column in COLUMNS if column not in rows.fieldnames]
+            when = TIMESTAMP if TIMESTAMP in rows.fieldnames and COLUMNS[0] not in rows.fieldnames else COLUMNS[0]
+            columns = when, *COLUMNS[1:]
+            missing = [column for column in columns if column not in rows.fieldnames]
             if missing:
                 raise UsageError(f"{file} has no column {missing[0]!r}; a trace has {', '.join(COLUMNS)}")
-            arrivals = (_arrival(f"{file}, line {rows.line_num}", row) for row in rows)
+            arrivals = (_arrival(f"{file}, line {rows.line_num + above}", row, columns) for row in rows)
             asking = (arrival for arrival in arrivals if arrival.tokens)
             # A trace of weeks need not fit into memory.
             found = sorted(asking, key=_at) if limit is None else heapq.nsmallest(limit, asking, key=_at)
@@ -69,12 +79,12 @@ def _at(arrival: Arrival) -> float:
     return arrival.at
 
 
-def _arrival(where: str, row: dict[str, str | None]) -> Arrival:
-    at, prompt, tokens = (_number(where, row, column) for column in COLUMNS)
+def _arrival(where: str, row: dict[str, str | None], columns: Sequence[str]) -> Arrival:
+    at, prompt, tokens = (_number(where, row, column, columns) for column in columns)
     return Arrival(at, max(int(prompt), 1), int(tokens))
 
 
-def _number(where: str, row: dict[str, str | None], column: str) -> float:
+def _number(where: str, row: dict[str, str | None], column: str, columns: Sequence[str]) -> float:
     """What a row has in a column: seconds, or tokens.
 
     Raises:
@@ -82,7 +92,15 @@ def _number(where: str, row: dict[str, str | None], column: str) -> float:
     """
     text = (row[column] or "").strip()
     if not text:
-        raise UsageError(f"{where}: {column} is missing; a row has {', '.join(COLUMNS)}")
+        raise UsageError(f"{where}: {column} is missing; a row has {', '.join(columns)}")
+    if column == TIMESTAMP:
+        try:
+            time = datetime.fromisoformat(text)
+        except ValueError:
+            raise UsageError(
+                f"{where}: {column} is {text!r}; it must be a date and a time, such as 2023-11-16 18:15:46.68"
+            ) from None
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     try:
         value = float(text)
     except ValueError:

@@ -14,7 +14,8 @@ What is tested, on a tiny system (2 layers, batches of 8 rows), where bugs show 
 
 * **nothing lost, nothing twice**: every row of every request is served exactly once, in order, unless it is cancelled;
 * **rules of a batch**: one key, 1 to ``max_rows`` rows, first in first out for each client and key;
-* **waits end**: a wait without limit only while somebody is thinking;
+* **waits end**: a wait without limit only while somebody is thinking; while somebody is who never comes, one with a
+  limit for no longer than :attr:`patience_s` after the oldest request came, and not by asking again all the time;
 * **it drains**: when nobody submits any more, everything is served, after waits of at most :attr:`patience_s` a batch;
 * **nobody starves**: see :meth:`PolicyConformance.test_nobody_starves`;
 * **no refusals**: the scheduler had no reason to refuse a decision, however strange the times that it was told of.
@@ -73,7 +74,8 @@ class PolicyConformance(ABC):
     steps = 50
     """Most steps in a script."""
     patience_s = 1.0
-    """Longest wait, in seconds, that the policy may impose on a request, or on the executor while nobody thinks."""
+    """Longest wait, in seconds, that the policy may impose on a request, or on the executor while nobody thinks. A wait
+    without limit is not counted: the executor ends it, after a second in which whoever thinks asks for nothing."""
 
     def patience_batches(self, layers: int) -> int:
         """How many batches may go before a request that came earlier: two walks of the model (as in lockstep), plus the
@@ -107,6 +109,12 @@ class PolicyConformance(ABC):
     def test_nobody_starves_wide(self) -> None:
         self._starve(_WIDE)
 
+    def test_waits_end_tiny(self) -> None:
+        self._wait(_TINY)
+
+    def test_waits_end_wide(self) -> None:
+        self._wait(_WIDE)
+
     def test_one_client_alone(self) -> None:
         """One client walks the model forward and back, thinking between layers; nothing makes it wait for long."""
         world = World(self.make_policy(), layers=4, max_rows=8)
@@ -135,6 +143,21 @@ class PolicyConformance(ABC):
         run_state_machine_as_test(
             machine, settings=settings(max_examples=self.max_examples, stateful_step_count=self.steps, deadline=None)
         )
+
+    def _wait(self, size: _Size) -> None:
+        """Requests that come one after another, while a client thinks and asks for nothing."""
+        work = st.tuples(st.integers(0, 2 * size.layers), st.integers(1, size.most_rows), st.sampled_from(Kind))
+
+        @settings(max_examples=self.max_examples, deadline=None)
+        @given(
+            works=st.lists(st.tuples(work, st.sampled_from([0.0, 1e-4, 1e-2])), min_size=1, max_size=20),
+            terms=st.lists(_ANY_TERMS, min_size=1, max_size=3),
+        )
+        def game(works: Sequence[tuple[_Work, float]], terms: Sequence[Terms]) -> None:
+            world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
+            _await(world, works, terms, self.patience_s)
+
+        game()
 
     def _starve(self, size: _Size) -> None:
         """One request waits while all other clients submit again the moment they are answered, whatever they like.
@@ -217,6 +240,51 @@ def _play(
             assert action.time < math.inf, f"{world.policy!r} waits for ever, though everybody is blocked"
             world.clock.advance(action.time - world.clock.now)
             assert world.clock.now - arrived < 10 * kit.patience_s, f"{world.policy!r} only waits"
+
+
+_BATCH_S = 1e-3
+_WAITS, _WAITS_A_SECOND = 100, 10_000
+"""Without anything that happens in between: more is asking all the time."""
+
+
+def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[Terms], patience_s: float) -> None:
+    """Each work is submitted so many seconds after the one before it, by a client of its own, or later if a batch is
+    running then."""
+    thinker = "tenant-0/thinker"
+    world.join(thinker)
+    world.begin_pass(thinker)
+    coming, due = list(reversed(works)), world.clock.now + works[0][1]
+    waits, began = 0, world.clock.now
+    while coming or world.waiting:
+        while coming and due <= world.clock.now:
+            (key, rows, kind), _ = coming.pop()
+            name = f"tenant-{len(coming) % _TENANTS}/client-{len(coming)}"
+            world.join(name)
+            world.submit(name, world.keys[key], rows, kind, terms[len(coming) % len(terms)])
+            waits, began = 0, world.clock.now
+            if coming:
+                due += coming[-1][1]
+        action = world.decide()
+        if isinstance(action, Batch):
+            world.clock.advance(_BATCH_S)
+            world.complete(action)
+            waits, began = 0, world.clock.now
+            continue
+        until = due if coming else math.inf
+        if isinstance(action, WaitUntil) and action.time < math.inf:
+            late = min(request.arrived for request in world.queued) + patience_s
+            assert action.time <= max(late, world.clock.now) + 1e-9, (
+                f"{world.policy!r} lets a request wait for more than {patience_s:g} s: at {world.clock.now:g} s until "
+                f"{action.time:g} s, for somebody who never comes"
+            )
+            waits += 1
+            most = _WAITS + _WAITS_A_SECOND * (world.clock.now - began)
+            assert waits <= most, f"{world.policy!r} waits again and again: {waits} times, and nothing has happened"
+            until = min(action.time, until)
+        if until == math.inf:  # the executor ends that
+            world.end_pass(thinker)
+        else:
+            world.clock.advance(max(until - world.clock.now, 0.0))
 
 
 def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) -> type[RuleBasedStateMachine]:
