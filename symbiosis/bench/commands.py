@@ -234,10 +234,20 @@ def coserve(
     policy: MaybePolicyOption = "",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
+    load: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.01,
+            max=2.0,
+            help="Part of the tokens a second that inference gets without pause; repeat for several. By default 0.2, "
+            "0.4, 0.6.",
+        ),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """Bursty inference with fine-tuning beside it, over load: co-serving and temporal sharing."""
-    _show(_run("coserve", preset, rounds, policy, base_layers, device, trace=_trace(trace)), json)
+    loads = {"loads": tuple(sorted(set(load)))} if load else {}
+    _show(_run("coserve", preset, rounds, policy, base_layers, device, trace=_trace(trace), **loads), json)
 
 
 @app.command()

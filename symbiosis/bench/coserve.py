@@ -25,45 +25,57 @@ LOADS = (0.2, 0.4, 0.6)
 SLO_FACTOR = 3.0
 """Of the time for a token with one client and nothing else."""
 NO_SLO = SLO(1e9, 1e9)
+UNTUNED = "co-serving, no fine-tuning"
 QUIET_S = 15.0
 """How long fine-tuning is measured alone."""
 
 
-async def coserve(settings: Settings, *, trace: list[Arrival] | None) -> Report:
-    """The same bursty trace at several loads, while a client fine-tunes. ``slo_attainment`` is co-serving's at the
-    heaviest load, ``finetune_kept`` its fine-tuning there, in proportion to what fine-tuning gets without inference."""
+async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tuple[float, ...] = LOADS) -> Report:
+    """The same bursty trace at several loads, while a client fine-tunes; policies take turns. ``slo_attainment`` is
+    co-serving's at the heaviest load, ``finetune_kept`` its fine-tuning there, in proportion to what fine-tuning gets
+    without inference."""
     preset = settings.preset
     report = Report("coserve", preset.name, GOALS)
     base = settings.base()
     found = scaled(trace[:REQUESTS] if trace else synthetic(REQUESTS), lengths=LENGTHS[preset.name])
     rows = preset.batch * preset.sequence
 
-    async def play(spec: str, load: Load, slo: SLO, text: str, times: int = 1) -> list[Outcome]:
-        async with AsyncExitStack() as stack:
-            executor = await stack.enter_async_context(settings.executor(base, spec))
-            crowd = await stack.enter_async_context(Crowd(executor, preset, load))
-            await crowd.play(slo, partial(settings.says_part, f"{text}, warm-up"))
-            return [await crowd.play(slo, partial(settings.says_part, text)) for _ in range(times)]
+    async def crowd(stack: AsyncExitStack, spec: str, load: Load) -> Crowd:
+        executor = await stack.enter_async_context(settings.executor(base, spec))
+        return await stack.enter_async_context(Crowd(executor, preset, load))
 
-    (alone,) = await play("opportunistic", Load(found[:4], clients=1, paced=False), NO_SLO, "one client alone")
-    (peak,) = await play("opportunistic", Load(found, clients=CLIENTS, paced=False), NO_SLO, "inference without pause")
+    async def play(spec: str, load: Load, text: str) -> Outcome:
+        async with AsyncExitStack() as stack:
+            one = await crowd(stack, spec, load)
+            await one.play(NO_SLO, partial(settings.says_part, f"{text}, warm-up"))
+            return await one.play(NO_SLO, partial(settings.says_part, text))
+
+    alone = await play("opportunistic", Load(found[:4], clients=1, paced=False), "one client alone")
+    peak = await play("opportunistic", Load(found, clients=CLIENTS, paced=False), "inference without pause")
     quiet = Load([Arrival(QUIET_S, 1, 1)], tuning=TUNING, rows=rows)
-    (tuned,) = await play("no-lockstep", quiet, NO_SLO, "fine-tuning alone")
+    tuned = await play("no-lockstep", quiet, "fine-tuning alone")
     slo = SLO(SLO_FACTOR * alone.token_mean, 5000.0)
     tokens = sum(arrival.tokens for arrival in found) / (found[-1].at - found[0].at)
     policies = _policies(settings.policy, slo)
-    for part in LOADS:
+    for part in loads:
         paced = scaled(found, speed=part * peak.tokens_per_s / tokens)
+        without = Load(paced, clients=CLIENTS)
         load = Load(paced, clients=CLIENTS, tuning=TUNING, rows=rows)
-        (without,) = await play(
-            policies["co-serving"], Load(paced, clients=CLIENTS), slo, f"no fine-tuning, load {part:g}"
-        )
-        report.rows.append(_row(part, "co-serving, no fine-tuning", [without], tuned))
-        for name, spec in policies.items():
-            played = await play(spec, load, slo, f"{name}, load {part:g}", settings.rounds)
-            row = _row(part, name, played, tuned)
+        played: dict[str, list[Outcome]] = {}
+        async with AsyncExitStack() as stack:
+            crowds = {UNTUNED: await crowd(stack, policies["co-serving"], without)}
+            for name, spec in policies.items():
+                crowds[name] = await crowd(stack, spec, load)
+            for turn in range(-1, settings.rounds):
+                for name, one in crowds.items():
+                    text = settings.says(turn, f"{name}, load {part:g}")
+                    outcome = await one.play(slo, partial(settings.says_part, text))
+                    if turn >= 0:
+                        played.setdefault(name, []).append(outcome)
+        for name, outcomes in played.items():
+            row = _row(part, name, outcomes, tuned)
             report.rows.append(row)
-            if part == max(LOADS):
+            if part == max(loads) and name != UNTUNED:
                 prefix = "" if name == "co-serving" else name.replace(" ", "_") + "_"
                 report.headline[f"{prefix}slo_attainment"] = row["SLO kept"]
                 report.headline[f"{prefix}finetune_kept"] = row["fine-tuning kept"]
@@ -72,8 +84,8 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None) -> Report:
         f"{LENGTHS[preset.name]}, by {CLIENTS} clients; {TUNING} client that fine-tunes on {rows} tokens a step. SLO: "
         f"{slo.token_ms:.0f} ms a token ({SLO_FACTOR:g} times one client's, alone), 5 s to the first. Load: part of "
         f"the {peak.tokens_per_s:.1f} tokens/s that inference gets without pause and without fine-tuning. Fine-tuning "
-        f"alone: {tuned.finetune_per_s:.1f} tokens/s. Medians of {settings.rounds} rounds; base layers "
-        f"{settings.base_layers!r}."
+        f"alone: {tuned.finetune_per_s:.1f} tokens/s. Medians of {settings.rounds} rounds, in each of which all take "
+        f"their turn; base layers {settings.base_layers!r}."
     )
     return report
 
