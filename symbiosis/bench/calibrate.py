@@ -30,7 +30,7 @@ __all__ = ["Calibration", "Notes", "calibrate"]
 DECODING = range(8, 1, -1)
 """Clients that decode together. Each number is measured: from one to the next, batches may get slower, or faster."""
 MIXED = (0, 3, 1, 2)
-"""In which order clients get the adapters: the first two of them have as much work on average as all have."""
+"""In which order clients get the adapters: the first two, who read prompts, adapt as many layers on average as all."""
 STEPS = 6
 PROMPTS = (4, 12, 32, 64, 128, 256, 512, 1024)
 TUNING = (32, 128, 512)
