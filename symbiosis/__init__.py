@@ -5,20 +5,20 @@ from typing import TYPE_CHECKING, Any
 from symbiosis._version import __version__
 
 if TYPE_CHECKING:
-    from symbiosis.core.client import Client
-    from symbiosis.core.connect import Base, connect, open_model
-    from symbiosis.core.executor import Executor
-    from symbiosis.core.windows import backward_in_windows
+    from symbiosis.client.client import Client
+    from symbiosis.client.connect import Base, connect, open_model
+    from symbiosis.host import Executor
+    from symbiosis.training.windows import backward_in_windows
 
 __all__ = ["Base", "Client", "Executor", "__version__", "backward_in_windows", "connect", "open_model"]
 
 _HOMES = {
-    "Base": "symbiosis.core.connect",
-    "Client": "symbiosis.core.client",
-    "Executor": "symbiosis.core.executor",
-    "backward_in_windows": "symbiosis.core.windows",
-    "connect": "symbiosis.core.connect",
-    "open_model": "symbiosis.core.connect",
+    "Base": "symbiosis.client.connect",
+    "Client": "symbiosis.client.client",
+    "Executor": "symbiosis.host",
+    "backward_in_windows": "symbiosis.training.windows",
+    "connect": "symbiosis.client.connect",
+    "open_model": "symbiosis.client.connect",
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 
 import symbiosis
-from symbiosis.core.protocols import Policy
+from symbiosis.core.policy import Policy
 from symbiosis.testing import Comparison, Job, Outcome, World
 
 T = TypeVar("T")

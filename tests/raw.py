@@ -7,7 +7,8 @@ from typing import Any
 
 import zmq
 
-from symbiosis.core.requests import Key, Kind, Pass
+from symbiosis.core.requests import Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.transports import wire
 from symbiosis.transports.keys import load_key
 from symbiosis.transports.wire import CallMessage, Type

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import symbiosis
-from symbiosis.core.protocols import Decision, Policy, View, Wait
-from symbiosis.core.requests import NO_TERMS, Batch, Call, Key, Kind, Pass, Request, Terms
+from symbiosis.core.policy import Decision, Policy, View, Wait
+from symbiosis.core.requests import Batch, Call, Key, Pass, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
-from symbiosis.core.session import kind_of
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import PolicyError, UsageError
+from symbiosis.executor.session import kind_of
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import Admission, tenant_of
 from symbiosis.testing import PolicyConformance, World, tiny_model

@@ -15,10 +15,11 @@ import torch
 from typer.testing import CliRunner
 
 from symbiosis.cli.commands import app
-from symbiosis.core.executor import Executor
-from symbiosis.core.protocols import Channel
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel
 from symbiosis.errors import UnknownNameError, UsageError
+from symbiosis.host import Executor
 from symbiosis.privacy import MixedNoise, NoisePool
 from symbiosis.privacy.amplitude import Levels
 from symbiosis.privacy.audit import (

@@ -11,7 +11,8 @@ import zmq
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.transports import wire
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.shm_client import ShmBlockingChannel

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import pytest
 
 import symbiosis
-from symbiosis.core.protocols import Policy
+from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice, Terms
+from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.scheduler import WaitUntil
+from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate

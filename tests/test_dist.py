@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lane_process, rendezvous, wire

@@ -445,7 +445,7 @@ class TestTheComparisonItself:
 
     async def test_swapped_rows_are_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """If split gave rows to the wrong tenant, the crowded test would fail."""
-        from symbiosis.core import runner
+        from symbiosis.executor import runner
 
         split = runner.split
         monkeypatch.setattr(

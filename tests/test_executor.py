@@ -13,10 +13,9 @@ import torch
 from peft import LoraConfig
 
 import symbiosis
-from symbiosis.core.fibers import current_fiber
-from symbiosis.core.protocols import Decision, Run, View, Wait
+from symbiosis.client.fibers import current_fiber
+from symbiosis.core.policy import Decision, Run, View, Wait
 from symbiosis.core.requests import Batch, Request
-from symbiosis.core.runner import DeviceClock
 from symbiosis.errors import (
     CannotWaitError,
     ClientClosedError,
@@ -25,6 +24,7 @@ from symbiosis.errors import (
     UnknownNameError,
     UsageError,
 )
+from symbiosis.executor.runner import DeviceClock
 from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.testing import run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
@@ -252,7 +252,7 @@ async def test_the_model_is_frozen_and_left_as_it_was(base: Any) -> None:
 @pytest.fixture
 def soon_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody need be away for a while before a client counts as alone."""
-    monkeypatch.setattr("symbiosis.core.executor._COMPANY_S", 0)
+    monkeypatch.setattr("symbiosis.host._COMPANY_S", 0)
 
 
 class Asked(NoLockstep):
@@ -529,7 +529,7 @@ async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
 
 async def test_who_has_stopped_in_the_middle_is_not_waited_for(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a debugger, or saying BEGIN and nothing else: others wait for it once, and not for ever."""
-    monkeypatch.setattr("symbiosis.core.executor._STOPPED_S", 0.2)
+    monkeypatch.setattr("symbiosis.host._STOPPED_S", 0.2)
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client(name="stopped") as stopped, executor.client(name="works") as works:
             channel = stopped._channel

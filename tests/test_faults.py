@@ -12,7 +12,8 @@ import torch
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain
 from symbiosis.testing.faults import Faults, FaultyProxy

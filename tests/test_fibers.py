@@ -15,7 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from symbiosis.core.fibers import RandomStream, current_fiber, run_in_fiber
+from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.testing import tiny_model
 from symbiosis.transports import wire
 from symbiosis.transports.wire import CallMessage, Type

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Batch, Call, Key, Kind, Pass
+from symbiosis.core.requests import Batch, Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.policies import NoLockstep
 from symbiosis.testing import ARCHITECTURES, Comparison, Job, compare, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, METHODS, adamw, ia3, in_thread, lora

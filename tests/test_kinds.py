@@ -12,7 +12,8 @@ import torch
 import transformers
 
 import symbiosis
-from symbiosis.core.requests import Kind, Request
+from symbiosis.core.requests import Request
+from symbiosis.core.terms import Kind
 from symbiosis.policies import NoLockstep
 from symbiosis.testing import tiny_model
 from tests.helpers import adamw, lora

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core import blocks
-from symbiosis.core.layers import base_layer, is_linear
 from symbiosis.core.requests import Key, LayerSpec, Pass, expected
 from symbiosis.errors import RequestError, SplitError
+from symbiosis.executor import products as blocks
+from symbiosis.executor.layers import base_layer, is_linear
 
 
 def conv(out_features: int, in_features: int) -> Conv1D:

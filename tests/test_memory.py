@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.core.parameters import SharedParameter
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.client.parameters import SharedParameter
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import LayerError
 from symbiosis.testing import tiny_model
 from tests.helpers import BATCH, IDS, adamw, lora, prefix, until
@@ -52,7 +53,7 @@ async def test_what_was_sent_and_answered_is_let_go(base: Any, how: str, max_row
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
 async def test_rows_of_requests_that_came_to_nothing(base: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest keeps log records, these the traceback, and that the frames of the layer that failed.
-    monkeypatch.setattr(logging.getLogger("symbiosis.core.executor"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("symbiosis.host"), "disabled", True)
     async with symbiosis.Executor(base) as executor:
         client = await executor.client().open()
         channel = client._channel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from symbiosis.core.parameters import SharedParameter, placeholder, share
+from symbiosis.client.parameters import SharedParameter, placeholder, share
 from symbiosis.errors import PlaceholderError
 
 ORIGINAL = torch.arange(6.0).reshape(2, 3)

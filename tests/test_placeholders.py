@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import symbiosis
-from symbiosis.core.parameters import SharedParameter
+from symbiosis.client.parameters import SharedParameter
 from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError
 from symbiosis.testing import tiny_model
 from tests.fused import LOSSES, Chunked, step

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Batch, Key, Kind, Pass
+from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.core.scheduler import WaitUntil
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, opportunistic
 from symbiosis.policies.order import FurthestBehind

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-from symbiosis.core.protocols import Policy, Run, View, Wait
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.policy import Policy, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import Idle, Scheduler
+from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError, UsageError
 from symbiosis.policies import Fair, NoLockstep
 from symbiosis.testing import PolicyConformance, World

@@ -28,13 +28,14 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.fibers import modes_aside
-from symbiosis.core.layers import BaseLayer, base_layer
-from symbiosis.core.protocols import Check, Identity
 from symbiosis.core.registry import make_privacy
-from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass, expected
-from symbiosis.core.share import weights_fingerprint
+from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Check, Identity
 from symbiosis.errors import ExecutorClosedError, PrivacyError, UnknownNameError, UsageError
+from symbiosis.executor.fingerprint import weights_fingerprint
+from symbiosis.executor.layers import BaseLayer, base_layer
+from symbiosis.modes import modes_aside
 from symbiosis.privacy import LocalPads, MaskedChannel, MixedNoise, NoisePool, SecretShares, keystream, local_pads
 from symbiosis.privacy.amplitude import Levels, error_per_scale, size_of
 from symbiosis.privacy.cycle import Cycle

@@ -23,9 +23,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import T5Config, T5ForConditionalGeneration
 
 import symbiosis
-from symbiosis.core.layers import base_layer, is_linear
 from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import PrivacyError
+from symbiosis.executor.layers import base_layer, is_linear
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap, keystream, local_pads
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE
 from symbiosis.privacy.audit.evidence import Place

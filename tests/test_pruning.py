@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 import symbiosis
-from symbiosis.core import pruning
-from symbiosis.core.pruning import pruned
 from symbiosis.testing import ARCHITECTURES, tiny_model
+from symbiosis.training import pruning
+from symbiosis.training.pruning import pruned
 from tests.helpers import BATCH, GRADIENTS, METHODS, adamw, lora
 from tests.test_windows import Gradients, difference, plain, quiet, undropped
 

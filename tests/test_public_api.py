@@ -35,7 +35,7 @@ def test_top_level() -> None:
         "open_model",
     ]
     assert set(symbiosis.__all__) <= set(dir(symbiosis))
-    assert symbiosis.Executor.__module__ == "symbiosis.core.executor"
+    assert symbiosis.Executor.__module__ == "symbiosis.host"
     with pytest.raises(AttributeError, match="'Nothing'"):
         symbiosis.Nothing  # noqa: B018
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from symbiosis.core import registry
-from symbiosis.core.protocols import Transport
 from symbiosis.core.registry import POLICIES, TRANSPORTS, make_policy, make_transport, names
+from symbiosis.core.transport import Transport
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, RateLimit
 from symbiosis.policies.opportunistic import WAIT_MS

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from symbiosis.core.protocols import Decision, Run, View, Wait
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request
+from symbiosis.core.policy import Decision, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import Idle, Scheduler, WaitUntil
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
 from tests.helpers import world_of

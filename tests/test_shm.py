@@ -19,7 +19,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import symbiosis
-from symbiosis.core.requests import Key, Kind, Pass
+from symbiosis.core.requests import Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import (
     ClientClosedError,
     ConnectionLostError,

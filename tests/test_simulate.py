@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from symbiosis.bench.calibrate import Curve
 from symbiosis.cli.commands import app
 from symbiosis.cli.simulate import _ratio, _show, _text
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
+from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from symbiosis.core.splitting import SplitModel
-from symbiosis.core.virtlayer import Link, VirtConv1D, VirtLayer, VirtLinear
+from symbiosis.client.virtlayer import Link, VirtConv1D, VirtLayer, VirtLinear
 from symbiosis.errors import PlaceholderError, SplitError, UsageError
+from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import ARCHITECTURES, tiny_model
 
 BLOCK = 7

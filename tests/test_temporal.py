@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Batch, Key, Kind, Pass
+from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, DynamicTemporalSharing, TemporalSharing
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate

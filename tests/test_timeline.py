@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import symbiosis
-from symbiosis.core import timeline as timelines
-from symbiosis.core.requests import Batch, Key, Kind, Pass, Request, Slice
-from symbiosis.core.timeline import Timeline
+from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
+from symbiosis.executor import timeline as timelines
+from symbiosis.executor.timeline import Timeline
 from tests.helpers import BATCH, IDS, adamw, lora
 
 

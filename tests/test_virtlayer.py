@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import symbiosis
-from symbiosis.core import virtlayer
-from symbiosis.core.virtlayer import VirtLayer, VirtLinear
+from symbiosis.client import virtlayer
+from symbiosis.client.virtlayer import VirtLayer, VirtLinear
 from symbiosis.errors import RequestError
 from symbiosis.testing import tiny_model
 from tests.helpers import BATCH, IDS, lora

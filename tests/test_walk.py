@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.core.connect import _Walk
+from symbiosis.client.connect import _Walk
 from tests.helpers import IDS, in_thread
 
 

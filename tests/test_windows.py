@@ -17,10 +17,10 @@ import transformers
 from transformers import DynamicCache
 
 import symbiosis
-from symbiosis.core import windows
-from symbiosis.core.requests import Kind
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.testing import ARCHITECTURES, tiny_model
+from symbiosis.training import windows
 from tests.helpers import BATCH, CAUSAL, GRADIENTS, IDS, METHODS, adamw, crowd, lora, prefix, until
 
 LENGTH = 19

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis import errors
-from symbiosis.core.requests import Key, Kind, Pass, Terms
+from symbiosis.core.requests import Key, Pass
+from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import BrokenError, LayerError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.wire import CallMessage, Frames, Hello, Type

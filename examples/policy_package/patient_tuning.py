@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from symbiosis.core.protocols import Decision, QueueView, Run, View
-from symbiosis.core.requests import Kind, Request
+from symbiosis.core.policy import Decision, QueueView, Run, View
+from symbiosis.core.requests import Request
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 
 

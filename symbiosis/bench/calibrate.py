@@ -17,9 +17,10 @@ import torch
 from symbiosis.bench.jobs import Decoding, adamw
 from symbiosis.bench.models import PAPER_LORA, lora
 from symbiosis.bench.settings import Settings
-from symbiosis.core.client import Client
-from symbiosis.core.protocols import Decision, Policy, View
-from symbiosis.core.requests import Batch, Key, Kind, Request
+from symbiosis.client.client import Client
+from symbiosis.core.policy import Decision, Policy, View
+from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.terms import Kind
 from symbiosis.policies.lockstep import Lockstep
 from symbiosis.policies.no_lockstep import NoLockstep
 from symbiosis.simulation.costs import Costs
@@ -210,7 +211,7 @@ def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:
     }, overhead
 
 
-class _Recorder:
+class _Recorder(Policy):
     """A policy that takes notes: lockstep, which makes batches as large as there are clients, or one by one."""
 
     name = "recorder"

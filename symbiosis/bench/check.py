@@ -12,7 +12,7 @@ from typing import NamedTuple
 from symbiosis.bench.calibrate import Calibration, Notes
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.settings import Settings
-from symbiosis.core.protocols import Policy
+from symbiosis.core.policy import Policy
 from symbiosis.simulation.outcome import SLO, Outcome
 from symbiosis.simulation.replay import Load, replay, told
 

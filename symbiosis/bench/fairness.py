@@ -12,9 +12,9 @@ from symbiosis.bench.jobs import Decoding
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
-from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
+from symbiosis.client.client import Client
 from symbiosis.core.registry import make_policy
+from symbiosis.host import Executor
 from symbiosis.policies import Fair
 from symbiosis.policies.admission import tenant_of
 

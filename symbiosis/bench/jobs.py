@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from symbiosis.bench.models import Preset
-from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
+from symbiosis.client.client import Client
+from symbiosis.host import Executor
 
 __all__ = ["Decoding", "Tenant", "Tuning", "adamw", "now", "random_batch"]
 

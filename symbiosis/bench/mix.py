@@ -12,7 +12,7 @@ from symbiosis.bench.jobs import Decoding, Tuning, random_batch
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
-from symbiosis.core.client import Client
+from symbiosis.client.client import Client
 
 __all__ = ["mix"]
 

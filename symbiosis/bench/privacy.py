@@ -13,7 +13,7 @@ from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import served
 from symbiosis.bench.settings import Settings
-from symbiosis.core.protocols import Privacy
+from symbiosis.core.privacy import Privacy
 from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares
 
 __all__ = ["privacy"]

@@ -12,8 +12,8 @@ import torch
 
 from symbiosis.bench.jobs import Decoding, Tuning
 from symbiosis.bench.models import PAPER_LORA, Preset, lora
-from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
+from symbiosis.client.client import Client
+from symbiosis.host import Executor
 from symbiosis.simulation.clients import Done
 from symbiosis.simulation.outcome import SLO, Outcome, outcome
 from symbiosis.simulation.replay import Load

@@ -10,8 +10,9 @@ from statistics import median
 
 from symbiosis.bench.report import Report
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import NO_TERMS, Batch, Key, Kind, Pass, Request, Terms
+from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
 
 __all__ = ["schedule"]
 
@@ -62,7 +63,6 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
     """Seconds of CPU a request, and the mean batch."""
     scheduler = Scheduler(make_policy(spec), layers=LAYERS, max_rows=MAX_ROWS)
     walks: dict[str, itertools.cycle[tuple[Key, int, Kind]]] = {}
-    terms: dict[str, Terms] = {}
     uneven = load == "uneven"
     forward = [Key((layer,), Pass.FORWARD) for layer in range(LAYERS)]
     backward = [Key((layer,), Pass.BACKWARD) for layer in reversed(range(LAYERS))]
@@ -71,7 +71,6 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
     write = [(key, 1, Kind.DECODE) for key in forward]
     for number in range(count):
         name = f"client-{number}"
-        terms[name] = Terms(priority=number % 1000, asked=False) if uneven else NO_TERMS
         if number % 4 == 3:
             steps = tune
         elif uneven:
@@ -80,14 +79,14 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
             steps = read + 8 * write if number % 32 == 0 else write
         # They do not all begin at the same layer.
         walks[name] = itertools.cycle(steps[number % LAYERS :] + steps[: number % LAYERS])
-        scheduler.client_joined(name)
-        scheduler.pass_began(name)
+        scheduler.client_joined(name, Terms(priority=number % 1000) if uneven else NO_TERMS, local=uneven)
+        scheduler.pass_began(name, 0.0)
     ids = itertools.count()
     now = members = batches = answered = 0.0
 
     def ask(name: str) -> None:
         key, rows, kind = next(walks[name])
-        scheduler.submit(Request(next(ids), name, key, rows, kind, now, terms=terms[name]))
+        scheduler.submit(Request(next(ids), name, key, rows, kind, now))
 
     gc.collect()  # or what was made so far, and all that was imported, is looked through while the time is taken
     began = time.process_time()
@@ -103,7 +102,7 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
         now += seconds
         batches += 1
         members += len(action.slices)
-        for request in scheduler.completed(action, seconds):
+        for request in scheduler.completed(action, seconds, now):
             answered += 1
             ask(request.client)
     return (time.process_time() - began) / answered, members / batches

@@ -90,7 +90,7 @@ def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
     import torch
 
     from symbiosis.bench.models import PRESETS, build
-    from symbiosis.core.executor import Executor
+    from symbiosis.host import Executor
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
@@ -117,7 +117,7 @@ def _decode(preset: str, address: str, seed: str) -> None:
 
     from symbiosis.bench.jobs import Decoding
     from symbiosis.bench.models import PRESETS, lora
-    from symbiosis.core.connect import open_model
+    from symbiosis.client.connect import open_model
 
     torch.set_num_threads(1)  # a row at a time has nothing for a second thread
     with open_model(address) as model:

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from symbiosis.bench.models import Preset, build
-from symbiosis.core.executor import Executor
-from symbiosis.core.protocols import Policy
+from symbiosis.core.policy import Policy
+from symbiosis.host import Executor
 
 __all__ = ["Settings"]
 

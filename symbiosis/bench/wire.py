@@ -26,7 +26,8 @@ import torch
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import served
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Kind, Pass
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 
 __all__ = ["wire"]
 

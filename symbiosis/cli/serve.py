@@ -142,7 +142,7 @@ def _limits(given: list[str]) -> Any:
 
 
 async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path | None, **settings: Any) -> None:
-    from symbiosis.core.executor import Executor
+    from symbiosis.host import Executor
 
     out = console(stderr=True)
     stop = asyncio.Event()

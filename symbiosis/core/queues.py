@@ -12,7 +12,7 @@ __all__ = ["Queue", "Queues"]
 
 
 class Queue:
-    """The queued requests of one key. Implements :class:`~symbiosis.core.protocols.QueueView`."""
+    """The queued requests of one key. Implements :class:`~symbiosis.core.policy.QueueView`."""
 
     __slots__ = ("_by_client", "_requests", "key", "rows")
 

@@ -16,7 +16,9 @@ import re
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
-from symbiosis.core.protocols import Policy, Privacy, Transport
+from symbiosis.core.policy import Policy
+from symbiosis.core.privacy import Privacy
+from symbiosis.core.transport import Transport
 from symbiosis.errors import UnknownNameError, UsageError
 
 __all__ = ["make_policy", "make_privacy", "make_transport", "names"]
@@ -97,7 +99,8 @@ def make_policy(spec: str | Policy) -> Policy:
             raise UsageError(f"policy is {spec!r}; give an object: {spec.__name__}()")
         if not isinstance(spec, Policy):
             raise UsageError(
-                f"policy is {spec!r}; give a name such as 'opportunistic', or an object with name, submitted and decide"
+                f"policy is {spec!r}; give a name such as 'opportunistic', or an instance of a subclass of "
+                f"{Policy.__module__}.Policy"
             )
         return spec
     spec, *inner = re.split(r"\+(?=[A-Za-z])", spec, maxsplit=1)  # and not in 1e+3

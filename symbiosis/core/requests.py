@@ -6,14 +6,14 @@ A *request* is one client's rows for one key, where a *key* is (layers, pass). R
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from symbiosis.errors import RequestError, UsageError
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
+from symbiosis.errors import RequestError
 
 if TYPE_CHECKING:
     import asyncio
@@ -21,17 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "NO_TERMS",
     "Batch",
     "Call",
     "Expected",
     "Key",
-    "Kind",
     "LayerSpec",
     "Pass",
     "Request",
     "Slice",
-    "Terms",
     "expected",
 ]
 
@@ -67,14 +64,6 @@ class Pass(IntEnum):
 
 _BACKWARD = (Pass.BACKWARD, Pass.BACKWARD_FP32)
 """By a name of their own: on Python 3.11 a member looked up on its class takes six times as long."""
-
-
-class Kind(IntEnum):
-    """What the rows are for, so that a policy can tell the patient from the urgent."""
-
-    DECODE = 0
-    PREFILL = 1
-    FINETUNE = 2
 
 
 class Key(NamedTuple):
@@ -164,46 +153,6 @@ class Call:
     """Where the executor puts the answer."""
 
 
-class Terms(NamedTuple):
-    """What a client is promised, for all of its requests. A policy does with it what it is made for."""
-
-    priority: int = 0
-    """Higher goes first."""
-    slo_ms: float | None = None
-    """Milliseconds for each generated token; None: what the policy promises everybody."""
-    ttft_ms: float | None = None
-    """Milliseconds to the first token; likewise."""
-    kind: Kind | None = None
-    """What all its rows are for, whatever they look like."""
-    asked: bool = True
-    """Whether the client only asks for this, as those in other processes do, and nobody has promised it. A policy gives
-    it less than it gives everybody, where it asks for that, but no more."""
-
-    def check(self) -> Terms:
-        """These terms.
-
-        Raises:
-            UsageError: they cannot be kept, or mean nothing.
-        """
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
-            raise UsageError(f"priority is {self.priority!r}; it must be a whole number of {MAX_PRIORITY} at most")
-        for name, value in (("slo_ms", self.slo_ms), ("ttft_ms", self.ttft_ms)):
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
-            ):
-                raise UsageError(f"{name} is {value!r}; it must be milliseconds greater than 0")
-        if self.kind is not None and not isinstance(self.kind, Kind):
-            raise UsageError(
-                f"kind is {self.kind!r}; it must be one of {', '.join(f'Kind.{each.name}' for each in Kind)}, "
-                f"from {Kind.__module__}"
-            )
-        return self
-
-
-MAX_PRIORITY = 1000
-NO_TERMS = Terms()
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """A request as the scheduler and the policies see it: everything but its tensors."""
@@ -221,6 +170,9 @@ class Request:
     """Rows whose batch has completed."""
     cancelled: bool = field(default=False)
     terms: Terms = field(default=NO_TERMS)
+    """Effective terms of the client."""
+    local: bool = field(default=False)
+    """Whether the client computes on this executor's cores, so that its own work delays other clients."""
 
     @property
     def remaining(self) -> int:

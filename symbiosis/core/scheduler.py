@@ -1,44 +1,50 @@
-"""Which rows run next: queues, invariants, and the one question put to a policy.
+"""Which rows run next: queues, invariants, and the question that is put to a policy.
 
-The scheduler does no I/O, reads no clock and touches no tensor. Whoever drives it (the executor, a simulator, a test)
-reports what happens (`submit`, `cancel`, `completed`, clients joining and walking) and pulls `next_action(now)`.
+The scheduler does no I/O, reads no clock and touches no tensor. Its driver (the executor, the simulator or a test)
+reports what happens (`offer`, `cancel`, `completed`, clients that join, leave, and begin or end a pass) and pulls
+`next_action(now)`. Times are seconds on the driver's clock.
 
-A :class:`~symbiosis.core.protocols.Policy` only chooses. The scheduler holds every decision against its rules before
-acting on it:
+A :class:`~symbiosis.core.policy.Policy` only chooses. The scheduler checks each decision before it acts on it:
 
-* a batch has one key, so it never mixes layers or passes;
-* a batch takes between 1 and ``max_rows`` rows, each of them queued, none twice;
-* for each client and key, requests are taken first in, first out;
-* waiting without a time limit is for when somebody is thinking, so that everything queued is served in the end.
+* A batch has one key, so it never mixes layers or passes.
+* A batch takes between 1 and ``max_rows`` rows. All of them are queued, and none is taken twice.
+* For each client and key, requests are taken first in, first out.
+* A wait without a time limit requires a client that is thinking, so that everything queued is served in the end.
 
-A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` that names the
-policy, and the method that raised. It is kept in :attr:`Scheduler.policy_errors`. Where there is no decision, the
-oldest request is served in its place, so one bad policy costs speed, not answers.
+A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` in
+:attr:`Scheduler.policy_errors`. The oldest request is then served instead, so a faulty policy costs speed, not answers.
 
-Cost: submit, cancel, completion and leaving are O(1) in the number of clients and of others' requests; a decision costs
-what the policy makes of it plus the size of its batch.
+Two decisions are not the policy's. A request that finds the executor idle runs at once, if no other client is thinking
+and the policy allows it. A client that is thinking for :data:`STOPPED_S` without a request is taken to have stopped: it
+no longer counts as thinking until its next request.
+
+Cost: submission, cancellation, completion and leaving are O(1) in the number of clients and of other requests. A
+decision costs what the policy needs, plus the size of its batch.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from symbiosis.core.protocols import MAX_WAIT_S, Decision, Policy, Run, Wait
+from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, Run, Wait
 from symbiosis.core.queues import Queue, Queues
 from symbiosis.core.requests import Batch, Key, Request, Slice
+from symbiosis.core.terms import NO_TERMS, Terms, effective
 from symbiosis.errors import PolicyError, UsageError
 
-__all__ = ["Idle", "Scheduler", "WaitUntil", "tell_unloaded"]
-
+__all__ = ["LONE", "STOPPED_S", "Idle", "Scheduler", "WaitUntil", "tell_unloaded"]
 
 MAX_REASON = 64
+"""Longest reason of a batch, in characters."""
+STOPPED_S = 1.0
+"""Seconds without a request after which a thinking client is taken to have stopped, in a debugger say."""
+LONE = "lone"
+"""Reason of a batch that ran without asking the policy."""
 
 
 class WaitUntil(NamedTuple):
@@ -56,43 +62,37 @@ IDLE = Idle()
 
 @dataclass(slots=True)
 class _Client:
+    terms: Terms
+    local: bool
     in_pass: bool = False
     open: dict[int, Request] = field(default_factory=dict)
     """Requests not yet answered, queued or running."""
 
-    @property
-    def thinking(self) -> bool:
-        return self.in_pass and not self.open
-
 
 class Scheduler:
-    """Queues and invariants around a policy. Implements :class:`~symbiosis.core.protocols.View` for it.
+    """Queues and invariants around a policy. Implements :class:`~symbiosis.core.policy.View` for it.
 
     Args:
-        policy: who chooses.
+        policy: chooses what runs.
         layers: size of the layer table.
-        max_rows: most rows in a batch; larger requests are served in slices.
+        max_rows: largest number of rows in a batch; larger requests are served in slices.
 
     Raises:
-        UsageError: no room for a row, or the policy was given to another scheduler before: what it remembers of that
-            one's requests would be taken for this one's.
+        UsageError: ``max_rows`` is less than 1, or the policy belongs to another scheduler.
     """
 
     def __init__(self, policy: Policy, *, layers: int, max_rows: int) -> None:
         if max_rows < 1:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
-        _claim(policy)
+        policy.bind()
         self.policy = policy
-        self._name = _said(policy.name)
-        self._lone_at_once = getattr(policy, "lone_at_once", False) is True
-        self._started: Callable[[Batch], None] | None = getattr(policy, "started", None)
-        self._ran: Callable[[Batch, float], None] | None = getattr(policy, "ran", None)
-        self._cancelled: Callable[[Request], None] | None = getattr(policy, "cancelled", None)
+        self._name = _text(policy.name)
         self.layers = layers
         self.max_rows = max_rows
-        self.thinking = 0
         self.policy_errors: deque[PolicyError] = deque(maxlen=16)
         self._clients: dict[str, _Client] = {}
+        self._thinking: OrderedDict[str, float] = OrderedDict()
+        """Clients in a pass with nothing outstanding that have not stopped, and since when."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
 
@@ -107,72 +107,88 @@ class Scheduler:
         return self._queues.oldest
 
     @property
+    def thinking(self) -> int:
+        return len(self._thinking)
+
+    @property
     def outstanding(self) -> int:
-        """Requests not yet answered, queued or running."""
+        """Number of requests not yet answered, queued or running."""
         return len(self._open)
 
     # -------------------------------------------------------------------------------------------------- what happens
 
-    def client_joined(self, client: str) -> None:
+    def client_joined(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Terms:
+        """Admit a client, and return its effective terms.
+
+        Args:
+            client: a name that no other client has.
+            terms: what the client asks for or, if it is local, what the provider grants.
+            local: whether the client computes in the executor's process.
+        """
         if client in self._clients:
             raise UsageError(f"a client named {client!r} is connected already; choose another name")
-        self._clients[client] = _Client()
+        granted = effective(terms, self.policy.default_terms(client), trusted=local)
+        self._clients[client] = _Client(granted, local)
+        return granted
 
-    def is_thinking(self, client: str) -> bool:
-        """Whether a client is in a pass with nothing outstanding."""
-        return self._clients[client].thinking
-
-    def client_left(self, client: str) -> list[Request]:
-        """Forget a client. Returns its unanswered requests, now cancelled."""
+    def client_left(self, client: str, now: float) -> list[Request]:
+        """Forget a client, and return its unanswered requests, which are now cancelled."""
         self.pass_ended(client)
         mine = list(self._clients[client].open.values())
         for request in mine:
-            self.cancel(request.id)
+            self.cancel(request.id, now)
         del self._clients[client]
         return mine
 
-    def pass_began(self, client: str) -> None:
+    def pass_began(self, client: str, now: float) -> None:
+        """Note that a client began to walk the model."""
         state = self._clients[client]
-        self.thinking -= state.thinking
         state.in_pass = True
-        self.thinking += state.thinking
+        if not state.open:
+            self._thinks(client, now)
 
     def pass_ended(self, client: str) -> None:
-        state = self._clients[client]
-        self.thinking -= state.thinking
-        state.in_pass = False
+        """Note that a client is idle."""
+        self._clients[client].in_pass = False
+        self._thinking.pop(client, None)
+
+    def offer(self, request: Request, now: float) -> Batch | None:
+        """Run or queue a request. Its id must be new, and its client must have joined.
+
+        Returns:
+            A batch of this request alone, which must run at once and counts as running until `completed`; or None: the
+            request is queued.
+        """
+        batch = self.offer_alone(request, now)
+        if batch is None:
+            self.submit(request)
+        return batch
+
+    def offer_alone(self, request: Request, now: float) -> Batch | None:
+        """Return a batch of this request alone if it may run at once; otherwise None, and nothing has changed.
+
+        A request runs at once if nothing is queued or running, no other client is thinking, and the policy allows it.
+        There is nothing to choose then, and the policy is not told of the request.
+        """
+        client = request.client
+        if (
+            self._open
+            or not self.policy.lone_at_once
+            or request.rows > self.max_rows
+            or len(self._thinking) > (client in self._thinking)
+        ):
+            return None
+        self._admit(request)
+        request.taken = request.rows
+        return Batch(request.key, (_slice((request, 0, request.rows)),), LONE, request.rows)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Its id must be new and its client must have joined."""
-        if request.rows < 1 or request.taken or request.done:
-            raise UsageError(
-                f"request {request.id} of {request.client!r} must bring 1 or more rows, none of them taken"
-            )
-        if request.id in self._open:
-            raise UsageError(f"request {request.id} of {request.client!r} was submitted already")
-        state = self._clients.get(request.client)
-        if state is None:
-            raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
-        if state.in_pass and not state.open:
-            self.thinking -= 1
-        self._open[request.id] = state.open[request.id] = request
+        """Queue a request. Its id must be new, and its client must have joined."""
+        self._admit(request)
         self._queues.add(request)
-        try:
-            self.policy.submitted(request)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 (a policy may be anybody's)
-            self._refuse("raised in submitted()", "it may not know of a request", error)
+        self._tell(self.policy.submitted, request)
 
-    def lone(self, client: str, rows: int) -> bool:
-        """Whether a request of ``client`` would be all there is to run, now and as far as anybody can tell, and the
-        policy need not be asked about such. It is never queued then; nothing is to be reported."""
-        if self._open or self.thinking > 1 or rows > self.max_rows or not self._lone_at_once:
-            return False
-        state = self._clients.get(client)
-        return state is not None and self.thinking == state.in_pass  # it has nothing outstanding: nothing is open
-
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: int, now: float) -> None:
         """Forget a request. Rows of it in a running batch are finished and dropped. Unknown ids are ignored."""
         request = self._open.pop(request_id, None)
         if request is None:
@@ -180,39 +196,40 @@ class Scheduler:
         request.cancelled = True
         if request.remaining:
             self._queues.cancel(request)
-            self._tell(self._cancelled, "cancelled", request)
-        state = self._clients[request.client]
-        del state.open[request.id]
-        if state.in_pass and not state.open:
-            self.thinking += 1
+            self._tell(self.policy.cancelled, request)
+        self._closed(request, now)
 
     def measured(self, batch: Batch, seconds: float) -> None:
-        """How long a batch took that has run; for who knows it later than at its completion."""
-        self._tell(self._ran, "ran", batch, seconds)
+        """Report how long a batch took, if that was not known when it was completed."""
+        if batch.reason is not LONE:
+            self._tell(self.policy.ran, batch, seconds)
 
-    def completed(self, batch: Batch, seconds: float | None) -> list[Request]:
-        """A batch has run, in so many seconds, or nobody knows yet. Returns the requests whose last row that was, in
-        batch order."""
+    def completed(self, batch: Batch, seconds: float | None, now: float) -> list[Request]:
+        """Note that a batch has run, and return the requests that it answered, in batch order.
+
+        Args:
+            batch: from :meth:`next_action` or :meth:`offer`.
+            seconds: how long it took; None if that is to be reported later by :meth:`measured`.
+            now: the time at which its results are handed out.
+        """
         if seconds is not None:
             self.measured(batch, seconds)
-        answered, clients = [], self._clients
+        answered = []
         for request, start, stop in batch.slices:
             request.done += stop - start
             if request.done == request.rows and not request.cancelled:
                 del self._open[request.id]
-                state = clients[request.client]
-                del state.open[request.id]
-                if state.in_pass and not state.open:
-                    self.thinking += 1
+                self._closed(request, now)
                 answered.append(request)
         return answered
 
     # ------------------------------------------------------------------------------------------------- what to do next
 
     def next_action(self, now: float) -> Batch | WaitUntil | Idle:
-        """The next thing to do at time ``now``. A batch that is returned counts as running until `completed`."""
+        """Return the next thing to do at time ``now``. A batch counts as running until `completed`."""
         if not len(self._queues):
             return IDLE
+        stops = self._drop_stopped(now)
         try:
             decision = self.policy.decide(self, now)
             if isinstance(decision, Run):
@@ -220,29 +237,29 @@ class Scheduler:
             problem = self._check(decision, now)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 (a policy may be anybody's)
+        except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
             self._refuse("raised in decide()", _INSTEAD, error)
         else:
             if problem is None:
                 if isinstance(decision, Wait):
-                    return WaitUntil(math.inf if decision.until is None else decision.until)
+                    return WaitUntil(min(math.inf if decision.until is None else decision.until, stops))
                 return self._start(decision)
             self._refuse(problem, _INSTEAD)
         oldest = self.oldest
         return self._start(Run(oldest.key, [(oldest, min(oldest.remaining, self.max_rows))], "policy-error"))
 
     def _check(self, decision: Decision | object, now: float) -> str | None:
-        """Why a decision must be refused, or None."""
+        """Return why a decision must be refused, or None."""
         if isinstance(decision, Wait):
             if decision.until is None or decision.until == math.inf:
-                return None if self.thinking else "waits without a limit while nobody is thinking"
+                return None if self.thinking else "waits without a limit while no client is thinking"
             if not self.thinking and decision.until > now + MAX_WAIT_S:
-                return f"waits {decision.until - now:g} s while nobody is thinking; {MAX_WAIT_S:g} are allowed"
+                return f"waits {decision.until - now:g} s while no client is thinking; {MAX_WAIT_S:g} are allowed"
             return None if decision.until > now else f"waits until {decision.until}, which is not after now ({now})"
         if not isinstance(decision, Run):
             return f"returned {decision!r}, which is neither Run nor Wait"
         if type(decision.reason) is not str or not 0 < len(decision.reason) <= MAX_REASON:
-            return f"gives {decision.reason!r:.100} as its reason, which is no text of 1 to {MAX_REASON} characters"
+            return f"gives {decision.reason!r:.100} as its reason, which is not a text of 1 to {MAX_REASON} characters"
         queue = self._queues.by_key.get(decision.key)
         if queue is None:
             return f"runs {decision.key}, for which nothing is queued"
@@ -277,23 +294,58 @@ class Scheduler:
             request.taken += count
         batch = Batch(key, slices, run.reason, rows)
         self._queues.started(batch)
-        self._tell(self._started, "started", batch)
+        self._tell(self.policy.started, batch)
         return batch
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
-    def _tell(self, method: Callable[..., None] | None, name: str, *what: Any) -> None:
-        """Call one of the methods that a policy may have or not."""
-        if method is not None:
-            try:
-                method(*what)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # noqa: BLE001 (a policy may be anybody's)
-                self._refuse(f"raised in {name}()", "what it keeps in mind may be wrong from here on", error)
+    def _admit(self, request: Request) -> _Client:
+        """Enter a request in the books of open requests."""
+        if request.rows < 1 or request.taken or request.done:
+            raise UsageError(
+                f"request {request.id} of {request.client!r} must bring 1 or more rows, none of them taken"
+            )
+        if request.id in self._open:
+            raise UsageError(f"request {request.id} of {request.client!r} was submitted already")
+        state = self._clients.get(request.client)
+        if state is None:
+            raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
+        self._open[request.id] = state.open[request.id] = request
+        self._thinking.pop(request.client, None)
+        request.terms, request.local = state.terms, state.local
+        return state
 
-    def _refuse(self, problem: str, so: str, cause: BaseException | None = None) -> None:
-        error = PolicyError(f"policy {self._name} {problem}{f': {_said(cause)}' if cause else ''}; {so}")
+    def _closed(self, request: Request, now: float) -> None:
+        """A request is no longer open."""
+        state = self._clients[request.client]
+        del state.open[request.id]
+        if state.in_pass and not state.open:
+            self._thinks(request.client, now)
+
+    def _thinks(self, client: str, now: float) -> None:
+        self._thinking[client] = now
+        self._thinking.move_to_end(client)
+
+    def _drop_stopped(self, now: float) -> float:
+        """Stop counting clients that have stopped as thinking; return when the next one will have stopped."""
+        while self._thinking:
+            client, since = next(iter(self._thinking.items()))
+            if now < since + STOPPED_S:
+                return since + STOPPED_S
+            del self._thinking[client]
+        return math.inf
+
+    def _tell(self, hook: Callable[..., None], *what: Any) -> None:
+        """Call a hook of the policy."""
+        try:
+            hook(*what)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
+            self._refuse(f"raised in {hook.__name__}()", "its own records may be wrong from here on", error)
+
+    def _refuse(self, problem: str, consequence: str, cause: BaseException | None = None) -> None:
+        error = PolicyError(f"policy {self._name} {problem}{f': {_text(cause)}' if cause else ''}; {consequence}")
         error.__cause__ = cause
         self.policy_errors.append(error)
 
@@ -305,57 +357,38 @@ class Scheduler:
             assert not request.cancelled
             assert (request.remaining > 0) == (request in self._queues), "a request with rows left is not queued"
         theirs = {request.id: request for state in self._clients.values() for request in state.open.values()}
-        assert theirs == self._open, "the clients' open requests are not all that are open"
+        assert theirs == self._open, "the clients' open requests differ from the open requests"
         for client, state in self._clients.items():
-            assert all(request.client == client for request in state.open.values()), f"{client!r} has one of another's"
-        assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is off"
+            assert all(request.client == client for request in state.open.values()), f"{client!r} has a foreign request"
+        for client in self._thinking:
+            assert self._clients[client].in_pass, f"{client!r} counts as thinking outside a pass"
+            assert not self._clients[client].open, f"{client!r} counts as thinking with an open request"
+        assert list(self._thinking.values()) == sorted(self._thinking.values()), "thinking clients are out of order"
 
 
 _slice = partial(tuple.__new__, Slice)
-"""What ``Slice(…)`` does, in a third of the time."""
+"""Makes a ``Slice`` in a third of the time that calling the class takes."""
 _INSTEAD = "the oldest request was served instead"
 
 
 def tell_unloaded(policy: Policy, seconds: float) -> None:
-    """Tell a policy that wants to know what a token takes in base layers when nothing else goes on, in seconds.
+    """Tell a policy how long one token takes in the base layers of an idle executor, in seconds.
 
     Raises:
-        UsageError: it promises what cannot be kept even then.
-        PolicyError: it raised something else.
+        UsageError: the policy promises latencies below this.
+        PolicyError: the policy raised another error.
     """
     try:
-        getattr(policy, "unloaded", lambda seconds: None)(seconds)
+        policy.unloaded(seconds)
     except UsageError:
         raise
     except Exception as error:
-        raise PolicyError(f"policy {_said(policy.name)} raised in unloaded(): {_said(error)}") from error
+        raise PolicyError(f"policy {_text(policy.name)} raised in unloaded(): {_text(error)}") from error
 
 
-def _said(what: object) -> str:
-    """Its representation, or what it is, where that fails as well."""
+def _text(what: object) -> str:
+    """Return the representation of an object, or its type where that fails too."""
     try:
         return repr(what)
-    except Exception:  # noqa: BLE001 (a policy may be anybody's)
+    except Exception:  # noqa: BLE001 (a policy's __repr__ may raise anything)
         return f"<{type(what).__name__}>"
-
-
-_claimed: set[int] = set()
-"""Policies that were given to a scheduler, by identity: they need not be hashable."""
-
-
-def _claim(policy: Policy) -> None:
-    """Take a policy, and those that it goes around, for one scheduler."""
-    each: Policy | None = policy
-    while each is not None:
-        if id(each) in _claimed:
-            raise UsageError(
-                f"the policy {each!r} was given to another executor, simulation or test before, and remembers what was "
-                "asked there; make a new one for each"
-            )
-        each = getattr(each, "policy", None)
-    each = policy
-    while each is not None:
-        with contextlib.suppress(TypeError):  # a class with __slots__ may have no room for it
-            weakref.finalize(each, _claimed.discard, id(each))
-            _claimed.add(id(each))
-        each = getattr(each, "policy", None)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from symbiosis.core.protocols import MAX_WAIT_S, Decision, Policy, QueueView, View, Wait
+from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, QueueView, View, Wait
 from symbiosis.core.queues import Queues
 from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.terms import Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies.opportunistic import Opportunistic
 
@@ -63,7 +64,7 @@ def mapping(who: str, what: str, value: Mapping[str, T] | None, *, tenants: bool
     return value or {}
 
 
-class Admission(ABC):
+class Admission(Policy):
     """What wrappers have in common.
 
     Args:
@@ -78,9 +79,9 @@ class Admission(ABC):
     def __init__(self, policy: Policy | None = None) -> None:
         if policy is None:
             policy = Opportunistic()
-        if isinstance(policy, type) or not isinstance(policy, Policy):
-            raise UsageError(f"{self.name}: policy is {policy!r}; give an object with name, submitted and decide")
-        if getattr(policy, "idles", False) and not self.idles:
+        if not isinstance(policy, Policy):
+            raise UsageError(f"{self.name}: policy is {policy!r}; give an instance of a subclass of Policy")
+        if isinstance(policy, Admission) and policy.idles and not self.idles:
             raise UsageError(
                 f"{self.name} cannot go around {policy.name}: others would wait for what that holds back while nothing "
                 f"runs. Give them the other way round, {type(policy).name}+{self.name}+…"
@@ -90,11 +91,13 @@ class Admission(ABC):
         self._view = _View()
         self._raised: BaseException | None = None
         """By the inner policy, when it was shown a request."""
-        self._told: dict[str, Callable[..., None]] = {
-            name: method
-            for name in ("started", "ran", "cancelled", "unloaded")
-            if (method := getattr(policy, name, None))
-        }
+
+    def bind(self) -> None:
+        super().bind()
+        self.policy.bind()
+
+    def default_terms(self, client: str) -> Terms:
+        return self.policy.default_terms(client)
 
     # ---------------------------------------------------------------------------------------------- for the subclasses
 
@@ -110,7 +113,7 @@ class Admission(ABC):
     def drop(self, request: Request) -> None:
         """A request that is held was cancelled."""
 
-    def gone(self, requests: Sequence[Request]) -> None:  # noqa: B027 (who does not count need not know)
+    def gone(self, requests: Sequence[Request]) -> None:
         """Requests, let in or held, have no more rows to run. Called after :meth:`drop`."""
 
     def admit(self, request: Request) -> None:
@@ -151,13 +154,13 @@ class Admission(ABC):
             self.drop(first)
         self.gone([request for request, _, stop in batch.slices if stop == request.rows])
         if shown:
-            self._tell("started", batch)
+            self.policy.started(batch)
 
     def ran(self, batch: Batch, seconds: float) -> None:
-        self._tell("ran", batch, seconds)
+        self.policy.ran(batch, seconds)
 
     def unloaded(self, seconds: float) -> None:
-        self._tell("unloaded", seconds)
+        self.policy.unloaded(seconds)
 
     def cancelled(self, request: Request) -> None:
         shown = request in self._view.admitted
@@ -167,18 +170,14 @@ class Admission(ABC):
             self.drop(request)
         self.gone([request])
         if shown:
-            self._tell("cancelled", request)
-
-    def _tell(self, name: str, *what: Any) -> None:
-        if name in self._told:
-            self._told[name](*what)
+            self.policy.cancelled(request)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.policy!r})"
 
 
 class _View:
-    """What was let in. Implements :class:`~symbiosis.core.protocols.View`."""
+    """What was let in. Implements :class:`~symbiosis.core.policy.View`."""
 
     real: View
 

@@ -34,8 +34,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
-from symbiosis.core.requests import Batch, Key, Kind, Request
+from symbiosis.core.policy import Decision, Policy, QueueView, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies.admission import mapping
 from symbiosis.policies.latency import LONGEST_S, LatencyModel, Line
@@ -144,7 +145,7 @@ class _Answer:
         return after[0] < layers[0] if then.is_backward else after[0] > layers[0]
 
 
-class CoServing:
+class CoServing(Policy):
     """Decode rows first, then prefill rows, then as many fine-tuning rows as the tightest SLO leaves time for.
 
     Args:
@@ -216,6 +217,10 @@ class CoServing:
         self._ran = 0.0
         """Seconds of batches so far."""
 
+    def default_terms(self, client: str) -> Terms:
+        slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
+        return Terms(slo_ms=slo_ms, ttft_ms=ttft_ms)
+
     def unloaded(self, seconds: float) -> None:
         promises = {"slo_ms": self.slo_ms, "ttft_ms": self.ttft_ms}
         for name, (slo, first) in self.clients.items():
@@ -273,22 +278,18 @@ class CoServing:
 
     def _begin(self, request: Request, before: _Token | None) -> _Token:
         client, now = request.client, request.arrived
-        slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
         terms = request.terms
-        if terms.asked:  # from elsewhere: a tighter SLO than others' would be at the expense of their fine-tuning
-            slo_ms, ttft_ms = max(terms.slo_ms or 0, slo_ms), max(terms.ttft_ms or 0, ttft_ms)
-        else:
-            slo_ms, ttft_ms = terms.slo_ms or slo_ms, terms.ttft_ms or ttft_ms
+        slo_ms, ttft_ms = terms.slo_ms or self.slo_ms, terms.ttft_ms or self.ttft_ms
         prefill = request.kind is _PREFILL
         slo = (ttft_ms if prefill else slo_ms) / 1e3
         aim = max(_EARLY * slo - _AHEAD * self._late, _EARLIEST * slo)
         text, number = (before.text, before.number + 1) if before else (now, 0)
         due = min(max(text + (number + 1) * aim, now + _LEAST * aim), now + _MOST * aim)
         promised = (self.ttft_ms if prefill else self.slo_ms) / 1e3
-        patience = _GIVEN_UP * (min(slo, promised) if terms.asked else slo)
+        patience = _GIVEN_UP * (slo if request.local else min(slo, promised))
         usual, away = self._usual.get(client, (0.0, 0.0))
-        lost = terms.asked and away >= _LOST * slo
-        usual_one = not lost and (not terms.asked or slo <= promised)
+        lost = not request.local and away >= _LOST * slo
+        usual_one = not lost and (request.local or slo <= promised)
         token = _Token(
             began=now,
             slo=slo,
@@ -364,7 +365,7 @@ class CoServing:
                 if request.kind is _DECODE:
                     if (token := self._tokens.get(request.client)) is not None:
                         token.answered = self._now + seconds
-                elif not request.terms.asked:
+                elif request.local:
                     self._answers(request, self._now + seconds)
         line.learn(batch.rows, seconds)
 
@@ -381,7 +382,7 @@ class CoServing:
     def own(self, request: Request) -> float:
         """Seconds that the client of a prefill's or a fine-tuning request will take from everybody once it is answered:
         none, if it is in another process."""
-        return 0.0 if request.terms.asked else self._own[request.kind][request.key].predict(request.rows)
+        return self._own[request.kind][request.key].predict(request.rows) if request.local else 0.0
 
     # ------------------------------------------------------------------------------------------------------- decisions
 

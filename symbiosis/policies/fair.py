@@ -26,8 +26,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from symbiosis.core.protocols import Policy, View
-from symbiosis.core.requests import Kind, Request
+from symbiosis.core.policy import Policy, View
+from symbiosis.core.requests import Request
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies.admission import Admission, mapping, number, tenant_of, tokens
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from symbiosis.core.protocols import Decision, Run, View, Wait
+from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Request
 from symbiosis.policies.order import FurthestBehind
 
 __all__ = ["Lockstep"]
 
 
-class Lockstep:
+class Lockstep(Policy):
     """Run only when every client in a pass is blocked, and then the queue that is furthest behind.
 
     A client that thinks for long holds up all others: that is what lockstep means. A client cannot be overtaken for

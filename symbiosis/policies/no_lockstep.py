@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from symbiosis.core.protocols import Decision, Run, View
-from symbiosis.core.requests import Request
+from symbiosis.core.policy import Decision, Policy, Run, View
 
 __all__ = ["NoLockstep"]
 
 
-class NoLockstep:
+class NoLockstep(Policy):
     """Run the oldest request alone, as soon as the executor is free."""
 
     name = "no-lockstep"
     lone_at_once = True
-
-    def submitted(self, request: Request) -> None:
-        pass
 
     def decide(self, view: View, now: float) -> Decision:
         oldest = view.oldest

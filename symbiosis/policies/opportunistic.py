@@ -9,8 +9,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from symbiosis.core.protocols import Decision, QueueView, Run, View, Wait
-from symbiosis.core.requests import Batch, Key, Kind, Request
+from symbiosis.core.policy import Decision, Policy, QueueView, Run, View, Wait
+from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies.latency import LatencyModel
 from symbiosis.policies.order import FurthestBehind
@@ -35,7 +36,7 @@ WAIT_MS = MappingProxyType({"decode": 10.0, "prefill": 2.0, "finetune": 2.0})
 training batches have more rows, and are worth a batch sooner."""
 
 
-class Opportunistic:
+class Opportunistic(Policy):
     """Give every request a deadline scaled with its size; batch whatever has come when one is due.
 
     A request of ``rows`` rows is due after ``min(wait_ms · rows, max_wait_ms)``. Once the executor is free and somebody

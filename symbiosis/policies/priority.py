@@ -8,8 +8,9 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from symbiosis.core.protocols import Policy, View
+from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
+from symbiosis.core.terms import Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies.admission import Admission, mapping, number, tenant_of
 
@@ -54,8 +55,12 @@ class Priority(Admission):
         self._level_of: dict[int, _Level] = {}
         """By request, held or let in."""
 
+    def default_terms(self, client: str) -> Terms:
+        inner = super().default_terms(client)
+        return inner._replace(priority=inner.priority + self.tenants.get(tenant_of(client), 0))
+
     def hold(self, request: Request) -> None:
-        priority = self._priority(request)
+        priority = request.terms.priority
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level()
@@ -90,10 +95,6 @@ class Priority(Admission):
     def gone(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._level_of.pop(request.id).queued -= 1
-
-    def _priority(self, request: Request) -> int:
-        own = min(request.terms.priority, 0) if request.terms.asked else request.terms.priority
-        return own + self.tenants.get(tenant_of(request.client), 0) if self.tenants else own
 
     def __repr__(self) -> str:
         return f"Priority({self.policy!r}, max_wait_ms={self.max_wait_ms:g})"

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from symbiosis.core.protocols import Policy, View
+from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.policies.admission import Admission, mapping, number, tenant_of, tokens
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from symbiosis.core.protocols import Decision, Run, View, Wait
-from symbiosis.core.requests import Key, Kind, Request
+from symbiosis.core.policy import Decision, Policy, Run, View, Wait
+from symbiosis.core.requests import Key, Request
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies.order import Index
 
@@ -20,7 +21,7 @@ _AWAY_S = 0.1
 """Without a request of inference for so long there is none, and fine-tuning need not wait for its turn."""
 
 
-class TemporalSharing:
+class TemporalSharing(Policy):
     """One iteration of fine-tuning every ``every`` iterations of inference.
 
     Args:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from symbiosis.core.requests import Key, Kind
+from symbiosis.core.requests import Key
+from symbiosis.core.terms import Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.usual import Usual
 

@@ -4,7 +4,7 @@ It stands between a client and its transport, so everything that a transport doe
 sending again) it does with masked rows: they are masked once, before it sees them.
 
 What can be masked are products with a weight: forward and backward of linear layers. Anything else is refused here, and
-never sent bare; a client's :class:`~symbiosis.core.virtlayer.Link` is told that it is private, so that modules which
+never sent bare; a client's :class:`~symbiosis.client.virtlayer.Link` is told that it is private, so that modules which
 an executor would serve whole run on the client.
 """
 
@@ -20,13 +20,12 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
 
-from symbiosis.core.fibers import in_modes, modes_aside
-from symbiosis.core.protocols import Channel, Check, Identity, Reply
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
-from symbiosis.core.virtlayer import Link
+from symbiosis.core.share import Resident, Share
+from symbiosis.core.transport import Channel, Check, Identity, Reply
 from symbiosis.errors import ClientClosedError, PrivacyError
+from symbiosis.modes import in_modes, modes_aside
 from symbiosis.privacy.amplitude import size_of
 from symbiosis.privacy.masks import Ask, Asked, Mask, Masked
 
@@ -140,9 +139,9 @@ class MaskedChannel:
     def before_return(self, check: Check) -> None:
         self._first.before_return(check)
 
-    def skeleton(self, link: Link) -> nn.Module:
-        link.private = True
-        return self._first.skeleton(link)
+    @property
+    def share(self) -> Share | Resident:
+        return self._first.share
 
     def send(self, call: Call) -> Reply:
         masked, finish = self._masked(call)

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.cores import use_cores
-from symbiosis.core.protocols import Channel
-from symbiosis.core.requests import Call, Key, Kind
+from symbiosis.client.cores import use_cores
+from symbiosis.core.requests import Call, Key
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.log import get_logger
 from symbiosis.privacy.amplitude import WRAPPED_SCALE, Levels, whole

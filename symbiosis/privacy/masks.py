@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from symbiosis.core.requests import Call, Key, Kind, LayerSpec
+from symbiosis.core.requests import Call, Key, LayerSpec
+from symbiosis.core.terms import Kind
 from symbiosis.privacy.amplitude import Levels
 
 __all__ = ["Ask", "Asked", "Mask", "Masked"]

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Channel
-from symbiosis.core.requests import Call, Key, Kind
+from symbiosis.core.requests import Call, Key
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel
 from symbiosis.privacy.amplitude import Levels, whole
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Ask, Asked, Masked

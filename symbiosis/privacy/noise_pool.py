@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from symbiosis.core.protocols import Channel
-from symbiosis.core.requests import Call, Kind
+from symbiosis.core.requests import Call
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import Levels, whole
 from symbiosis.privacy.cycle import Cycle

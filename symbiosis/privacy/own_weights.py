@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from symbiosis.core.blocks import times, times_transposed
-from symbiosis.core.layers import is_linear
-from symbiosis.core.loading import load_model
-from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.share import weights_fingerprint
+from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError
+from symbiosis.executor.fingerprint import weights_fingerprint
+from symbiosis.executor.layers import is_linear
+from symbiosis.executor.loading import load_model
+from symbiosis.executor.products import times, times_transposed
 from symbiosis.privacy.masks import Asked
 from symbiosis.privacy.usual import Usual
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Channel, Transport
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Terms
+from symbiosis.core.terms import Terms
+from symbiosis.core.transport import Channel, Transport
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, Levels, scale_for
 from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Ask, Mask
@@ -22,7 +22,7 @@ __all__ = ["Scheme"]
 
 
 class Scheme(ABC):
-    """A privacy scheme (:class:`symbiosis.core.protocols.Privacy`), to be subclassed."""
+    """A privacy scheme (:class:`symbiosis.core.privacy.Privacy`), to be subclassed."""
 
     name: str
     scale: float | None = None

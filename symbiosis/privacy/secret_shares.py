@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.protocols import Channel, Identity
-from symbiosis.core.requests import Call, Kind
+from symbiosis.core.requests import Call
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel, Identity
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE, Levels
 from symbiosis.privacy.keystream import BITS, Keystream

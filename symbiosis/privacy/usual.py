@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from symbiosis.core.fibers import modes_aside
 from symbiosis.core.requests import Key, LayerSpec
 from symbiosis.log import get_logger
+from symbiosis.modes import modes_aside
 
 __all__ = ["Usual"]
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.executor import Executor
-from symbiosis.core.requests import NO_TERMS, Call, Key, Kind, Terms
-from symbiosis.core.session import ExecutorSession
+from symbiosis.core.requests import Call, Key
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
+from symbiosis.executor.session import ExecutorSession
+from symbiosis.host import Executor
 
 __all__ = ["Seen", "Wiretap"]
 
@@ -53,21 +54,21 @@ class Wiretap:
 
     def __enter__(self) -> Wiretap:
         self._open = True
-        join = self._executor.join
+        join = self._executor.service.join
 
-        def joined(client: str, terms: Terms = NO_TERMS) -> ExecutorSession:
-            session = join(client, terms)
+        def joined(client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> ExecutorSession:
+            session = join(client, terms, local=local)
             self._tap(session)
             return session
 
-        setattr(self._executor, "join", joined)  # noqa: B010 (of this executor only)
+        setattr(self._executor.service, "join", joined)  # noqa: B010 (of this executor only)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
-        delattr(self._executor, "join")
+        delattr(self._executor.service, "join")
 
     def of(self, client: str) -> list[Seen]:
         """What was seen of one client."""

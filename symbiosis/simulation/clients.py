@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from symbiosis.core.requests import Key, Kind, Pass
+from symbiosis.core.requests import Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.simulation.engine import Ask, Client, Think, Walk
 
 __all__ = ["Done", "Thinking", "backward", "finetune", "forward", "generate"]

@@ -15,9 +15,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Batch, Key, Kind, Request, Terms
+from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError
 
 __all__ = ["Ask", "Client", "Cost", "Simulation", "Think", "Until", "Walk"]
@@ -106,7 +107,6 @@ class Simulation:
         self._cost = cost
         self._overhead_s = overhead_s
         self._local = local
-        self._terms = Terms(asked=not local)
         self._free = 0.0
         """When what the clients have to compute is done, if they are local."""
         self._clients: dict[str, Client] = {}
@@ -122,7 +122,7 @@ class Simulation:
         """A client that joins at time ``at`` and leaves when it has no more to do."""
 
         def join() -> None:
-            self._scheduler.client_joined(name)
+            self._scheduler.client_joined(name, local=self._local)
             self._clients[name] = client
             self._resume(name, start=True)
 
@@ -156,11 +156,14 @@ class Simulation:
         try:
             action = next(client) if start else client.send(self.now)
             while isinstance(action, Walk):
-                (self._scheduler.pass_began if action.begins else self._scheduler.pass_ended)(name)
+                if action.begins:
+                    self._scheduler.pass_began(name, self.now)
+                else:
+                    self._scheduler.pass_ended(name)
                 action = client.send(self.now)
         except StopIteration:
             del self._clients[name]
-            self._scheduler.client_left(name)
+            self._scheduler.client_left(name, self.now)
             return
         if isinstance(action, Think):
             ends = self.now + action.seconds
@@ -170,11 +173,11 @@ class Simulation:
         elif isinstance(action, Until):
             self._at(max(action.time, self.now), lambda: self._resume(name))
         else:
-            request = Request(
-                next(self._numbers), name, action.key, action.rows, action.kind, self.now, terms=self._terms
-            )
+            request = Request(next(self._numbers), name, action.key, action.rows, action.kind, self.now)
             self._waiting[request.id] = name
-            self._scheduler.submit(request)
+            batch = self._scheduler.offer(request, self.now)
+            if batch is not None:
+                self._run(batch)
 
     def _ask(self) -> None:
         if self._busy or (self._local and self._free > self.now):
@@ -183,15 +186,19 @@ class Simulation:
         if self._scheduler.policy_errors:
             raise PolicyError(str(self._scheduler.policy_errors[0])) from self._scheduler.policy_errors[0]
         if isinstance(action, Batch):
-            self._busy = True
-            seconds = self._cost(action, action.key == self._last_key)
-            self._last_key = action.key
-            if self._local:
-                self._free = self.now + seconds + self._overhead_s
-            self._at(self.now + seconds + self._overhead_s, lambda: self._ran(action, seconds))
+            self._run(action)
         elif isinstance(action, WaitUntil) and self.now < action.time < self._wake:
             self._wake = action.time
             self._at(action.time, self._woken)
+
+    def _run(self, batch: Batch) -> None:
+        """A batch starts now. Nothing else is running."""
+        self._busy = True
+        seconds = self._cost(batch, batch.key == self._last_key)
+        self._last_key = batch.key
+        if self._local:
+            self._free = self.now + seconds + self._overhead_s
+        self._at(self.now + seconds + self._overhead_s, lambda: self._ran(batch, seconds))
 
     def _woken(self) -> None:
         self._wake = math.inf
@@ -203,5 +210,5 @@ class Simulation:
         totals.members += len(batch.slices)
         totals.rows += batch.rows
         totals.busy_s += seconds
-        for request in self._scheduler.completed(batch, seconds):
+        for request in self._scheduler.completed(batch, seconds, self.now):
             self._resume(self._waiting.pop(request.id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from symbiosis.core.protocols import Policy
+from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch
 from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.simulation.clients import Done, finetune, generate

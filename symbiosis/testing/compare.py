@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
+from symbiosis.client.client import Client
+from symbiosis.host import Executor
 
 if TYPE_CHECKING:
     from peft import PeftConfig

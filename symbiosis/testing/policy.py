@@ -33,9 +33,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import Batch, Kind, Request, Terms
+from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Request
 from symbiosis.core.scheduler import WaitUntil
+from symbiosis.core.terms import Kind, Terms
 from symbiosis.testing.world import World
 
 __all__ = ["PolicyConformance"]
@@ -49,14 +50,16 @@ class _Size(NamedTuple):
     """Of one request: more than a batch may have, so that requests are cut."""
 
 
-_ANY_TERMS = st.builds(
+_ANY_WISHES = st.builds(
     Terms,
     priority=st.integers(-2, 2),
     slo_ms=st.sampled_from([None, 1.0, 50.0, 1e4]),
     ttft_ms=st.sampled_from([None, 10.0, 1e5]),
     kind=st.none() | st.sampled_from(Kind),
-    asked=st.booleans(),
 )
+_Joining = tuple[Terms, bool]
+"""What a client asks for, and whether it is local."""
+_ANY_TERMS = st.tuples(_ANY_WISHES, st.booleans())
 _TENANTS = 2
 """Whose clients take part: ``tenant-0/…``, ``tenant-1/…``"""
 _TINY = _Size(layers=2, max_rows=8, clients=3, most_rows=20)
@@ -153,7 +156,7 @@ class PolicyConformance(ABC):
             works=st.lists(st.tuples(work, st.sampled_from([0.0, 1e-4, 1e-2])), min_size=1, max_size=20),
             terms=st.lists(_ANY_TERMS, min_size=1, max_size=3),
         )
-        def game(works: Sequence[tuple[_Work, float]], terms: Sequence[Terms]) -> None:
+        def game(works: Sequence[tuple[_Work, float]], terms: Sequence[_Joining]) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
             _await(world, works, terms, self.patience_s)
 
@@ -178,7 +181,7 @@ class PolicyConformance(ABC):
             batches_in_patience=st.sampled_from([20, 100]),
         )
         def game(
-            victim: _Work, others: Sequence[_Work], rivals: int, terms: Sequence[Terms], batches_in_patience: int
+            victim: _Work, others: Sequence[_Work], rivals: int, terms: Sequence[_Joining], batches_in_patience: int
         ) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
             _play(world, self, victim, others, rivals, terms, self.patience_s / batches_in_patience)
@@ -196,7 +199,7 @@ def _play(
     victim: _Work,
     others: Sequence[_Work],
     rivals: int,
-    terms: Sequence[Terms],
+    terms: Sequence[_Joining],
     batch_s: float,
 ) -> None:
     """The victim comes on the first of the terms, rivals on all of them in turn."""
@@ -205,10 +208,10 @@ def _play(
     terms_of = dict(zip(["victim", *names], itertools.cycle(terms), strict=False))
 
     def submit(client: str, work: _Work) -> Request:
-        return world.submit(client, world.keys[work[0]], work[1], work[2], terms_of[client])
+        return world.submit(client, world.keys[work[0]], work[1], work[2])
 
     for name in [*names, "victim"]:
-        world.join(name)
+        world.join(name, terms_of[name][0], local=terms_of[name][1])
         world.begin_pass(name)
     for name in names[: rivals // 2]:
         submit(name, next(script))
@@ -247,7 +250,7 @@ _WAITS, _WAITS_A_SECOND = 100, 10_000
 """Without anything that happens in between: more is asking all the time."""
 
 
-def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[Terms], patience_s: float) -> None:
+def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_Joining], patience_s: float) -> None:
     """Each work is submitted so many seconds after the one before it, by a client of its own, or later if a batch is
     running then."""
     thinker = "tenant-0/thinker"
@@ -259,8 +262,9 @@ def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[T
         while coming and due <= world.clock.now:
             (key, rows, kind), _ = coming.pop()
             name = f"tenant-{len(coming) % _TENANTS}/client-{len(coming)}"
-            world.join(name)
-            world.submit(name, world.keys[key], rows, kind, terms[len(coming) % len(terms)])
+            asked, local = terms[len(coming) % len(terms)]
+            world.join(name, asked, local=local)
+            world.submit(name, world.keys[key], rows, kind)
             waits, began = 0, world.clock.now
             if coming:
                 due += coming[-1][1]
@@ -299,15 +303,13 @@ def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) 
             super().__init__()
             self.world = World(make_policy(), layers=size.layers, max_rows=size.max_rows)
             self.until: float | None = None
-            self.terms: dict[str, Terms] = {}
 
         @rule(client=clients, in_pass=st.booleans(), terms=_ANY_TERMS)
-        def join_or_leave(self, client: str, in_pass: bool, terms: Terms) -> None:
+        def join_or_leave(self, client: str, in_pass: bool, terms: _Joining) -> None:
             if client in self.world.clients:
                 self.world.leave(client)
             else:
-                self.world.join(client)
-                self.terms[client] = terms
+                self.world.join(client, terms[0], local=terms[1])
                 if in_pass:
                     self.world.begin_pass(client)
 
@@ -323,11 +325,12 @@ def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) 
             rows=st.one_of(st.integers(1, 4), st.integers(1, size.most_rows)),
             kind=st.sampled_from(Kind),
             times=st.integers(1, 3),
+            offered=st.booleans(),
         )
-        def submit(self, number: int, key: int, rows: int, kind: Kind, times: int) -> None:
+        def submit(self, number: int, key: int, rows: int, kind: Kind, times: int, offered: bool) -> None:
             client = list(self.world.clients)[number % len(self.world.clients)]
             for _ in range(times):
-                self.world.submit(client, self.world.keys[key], rows, kind, self.terms[client])
+                (self.world.offer if offered else self.world.submit)(client, self.world.keys[key], rows, kind)
 
         @precondition(lambda self: self.world.waiting)
         @rule(number=numbers)

@@ -26,11 +26,13 @@ from typing import Any
 import pytest
 import torch
 
-from symbiosis.core.executor import Executor
-from symbiosis.core.protocols import Channel
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
+from symbiosis.core.requests import Call, Key, LayerSpec, Pass
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel
 from symbiosis.errors import BrokenError, PeerError, SymbiosisError, UsageError
+from symbiosis.executor.layers import base_layer
+from symbiosis.host import Executor
 from symbiosis.testing.models import tiny_model
 
 __all__ = ["TransportConformance"]
@@ -109,7 +111,9 @@ class TransportConformance:
     @staticmethod
     def _expected(executor: Executor, call: Call) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            return tuple(executor._split.layers[layer].run(call.key.pass_, call.tensors) for layer in call.key.layers)
+            layers = executor.service.resident().layers
+            found = [base_layer(layer, layers[layer][0].name, layers[layer][1]) for layer in call.key.layers]
+            return tuple(layer.run(call.key.pass_, call.tensors) for layer in found)
 
     async def _check(self, executor: Executor, channel: Channel, call: Call) -> None:
         results = await asyncio.wait_for(channel.send(call), WITHIN_S)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 
-from symbiosis.core.protocols import Policy
-from symbiosis.core.requests import NO_TERMS, Batch, Key, Kind, Pass, Request, Terms
-from symbiosis.core.scheduler import Idle, Scheduler, WaitUntil
+from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Key, Pass, Request
+from symbiosis.core.scheduler import STOPPED_S, Idle, Scheduler, WaitUntil
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
 
 __all__ = ["FakeClock", "World"]
 
@@ -67,65 +68,103 @@ class World:
         self._done: dict[int, int] = {}
         self._began: dict[int, float] = {}
         """When the running batches started, by identity."""
+        self._thinks_since: dict[str, float] = {}
+        """Clients in a pass with nothing outstanding that have not stopped, and since when."""
         self._ids = 0
 
     # ---------------------------------------------------------------------------------------------------- what happens
 
-    def join(self, client: str) -> None:
-        self.scheduler.client_joined(client)
+    def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> None:
+        self.scheduler.client_joined(client, terms, local=local)
         self.clients[client] = False
         self.check()
 
     def leave(self, client: str) -> None:
-        left = self.scheduler.client_left(client)
+        left = self.scheduler.client_left(client, self.clock.now)
         mine = [request for request in self.waiting.values() if request.client == client]
         assert left == mine, f"{client} left: {mine} were open, but {left} were given back"
         for request in mine:
             del self.waiting[request.id]
         del self.clients[client]
+        self._thinks_since.pop(client, None)
         self.check()
 
     def begin_pass(self, client: str) -> None:
-        self.scheduler.pass_began(client)
+        self.scheduler.pass_began(client, self.clock.now)
         self.clients[client] = True
+        self._freed(client)
         self.check()
 
     def end_pass(self, client: str) -> None:
         self.scheduler.pass_ended(client)
         self.clients[client] = False
+        self._thinks_since.pop(client, None)
         self.check()
 
-    def submit(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, terms: Terms = NO_TERMS) -> Request:
-        request = Request(self._ids, client, key, rows, kind, self.clock.now, terms=terms)
-        self._ids += 1
-        self.waiting[request.id] = request
-        self._taken[request.id] = self._done[request.id] = 0
+    def submit(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE) -> Request:
+        """Queue a request."""
+        request = self._request(client, key, rows, kind)
         self.scheduler.submit(request)
         self.check()
         return request
 
-    def cancel(self, request: Request) -> None:
-        self.waiting.pop(request.id, None)
-        self.scheduler.cancel(request.id)
+    def offer(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE) -> Batch | None:
+        """Offer a request: either it is queued, or a batch of it alone starts, which counts as running."""
+        idle = not self.waiting and set(self._thinks_since) <= {client}
+        batch = self.scheduler.offer(self._request(client, key, rows, kind), self.clock.now)
+        if batch is not None:
+            assert idle, f"a request of {client} ran alone although other clients were at work"
+            self._started(batch)
         self.check()
+        return batch
+
+    def _request(self, client: str, key: Key, rows: int, kind: Kind) -> Request:
+        request = Request(self._ids, client, key, rows, kind, self.clock.now)
+        self._ids += 1
+        self.waiting[request.id] = request
+        self._taken[request.id] = self._done[request.id] = 0
+        self._thinks_since.pop(client, None)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Withdraw a request, which may have been answered."""
+        was_open = self.waiting.pop(request.id, None) is not None
+        self.scheduler.cancel(request.id, self.clock.now)
+        if was_open:
+            self._freed(request.client)
+        self.check()
+
+    def _freed(self, client: str) -> None:
+        """Note that a client thinks from now on, if it is in a pass and has nothing outstanding."""
+        if self.clients[client] and all(request.client != client for request in self.waiting.values()):
+            self._thinks_since[client] = self.clock.now
 
     def decide(self) -> Batch | WaitUntil | Idle:
         """Ask for the next action, and check it. A batch counts as running until :meth:`complete`."""
-        before = {request.id: self._taken[request.id] for request in self.queued}
+        before = bool(self.queued)
+        if before:
+            self._thinks_since = {
+                client: since for client, since in self._thinks_since.items() if self.clock.now < since + STOPPED_S
+            }
         action = self.scheduler.next_action(self.clock.now)
         if isinstance(action, Batch):
-            self._check_batch(action)
-            self.running.append(action)
-            self._began[id(action)] = self.clock.now
-            self.batches += 1
+            self._started(action)
         elif isinstance(action, WaitUntil):
             assert before, f"{self.policy!r} waits although nothing is queued"
             assert action.time > self.clock.now, f"{self.policy!r} waits until {action.time}, now is {self.clock.now}"
-            assert action.time < math.inf or self.thinking, f"{self.policy!r} waits for ever while nobody is thinking"
+            assert action.time < math.inf or self.thinking, (
+                f"{self.policy!r} waits for ever while no client is thinking"
+            )
         else:
-            assert not before, f"idle, although {len(before)} requests are queued"
+            assert not before, f"idle, although {len(self.queued)} requests are queued"
         self.check()
         return action
+
+    def _started(self, batch: Batch) -> None:
+        self._check_batch(batch)
+        self.running.append(batch)
+        self._began[id(batch)] = self.clock.now
+        self.batches += 1
 
     def complete(self, batch: Batch, seconds: float | None = None) -> list[Request]:
         """A running batch has ended. Returns the requests that this answered. The policy is told that it took as long
@@ -138,7 +177,10 @@ class World:
             if request.id in self.waiting and self._done[request.id] == request.rows:
                 del self.waiting[request.id]
                 expected.append(request)
-        answered = self.scheduler.completed(batch, self.clock.now - began if seconds is None else seconds)
+        seconds = self.clock.now - began if seconds is None else seconds
+        answered = self.scheduler.completed(batch, seconds, self.clock.now)
+        for request in answered:
+            self._freed(request.client)
         assert answered == expected, f"{expected} should have been answered, not {answered}"
         self.check()
         return answered
@@ -177,9 +219,8 @@ class World:
 
     @property
     def thinking(self) -> list[str]:
-        """Clients in a pass with nothing outstanding."""
-        busy = {request.client for request in self.waiting.values()}
-        return [client for client, in_pass in self.clients.items() if in_pass and client not in busy]
+        """Clients in a pass with nothing outstanding that have not stopped."""
+        return list(self._thinks_since)
 
     def check(self) -> None:
         """The scheduler's books agree with ours, and it has found no fault with the policy."""

@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from symbiosis.core.protocols import Check
 from symbiosis.core.requests import Call
+from symbiosis.core.transport import Check
 from symbiosis.errors import (
     ClientClosedError,
     ConnectionLostError,

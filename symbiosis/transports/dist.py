@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Channel, Service, Session
-from symbiosis.core.requests import NO_TERMS, Terms
+from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.core.transport import Channel, Service, Session
 from symbiosis.errors import (
     BrokenError,
     BusyError,

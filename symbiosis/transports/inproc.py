@@ -8,8 +8,9 @@ from typing import NoReturn
 
 import torch
 
-from symbiosis.core.protocols import Check, Identity, Service, Session
-from symbiosis.core.requests import NO_TERMS, Call, LayerSpec, Terms
+from symbiosis.core.requests import Call, LayerSpec
+from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.core.transport import Check, Identity, Service, Session
 from symbiosis.errors import ExecutorClosedError, UsageError
 from symbiosis.transports.threads import ThreadCalls
 
@@ -54,7 +55,7 @@ class InProcListener:
         self._channels: set[InProcChannel] = set()
 
     def accept(self, client: str, terms: Terms) -> InProcChannel:
-        session = self._service.join(client, terms)
+        session = self._service.join(client, terms, local=True)
         channel = InProcChannel(self._service, session, self.loop, self._channels.discard)
         self._channels.add(channel)
         return channel
@@ -86,7 +87,7 @@ class InProcChannel:
         self.cancel = session.cancel
         self.begin_pass = session.begin_pass
         self.end_pass = session.end_pass
-        self.skeleton = service.skeleton
+        self.share = service.resident()
         self._threads = ThreadCalls(loop, self.send, self.cancel)
         self.interrupt = self._threads.interrupt
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Expected, Service, Session
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Expected
+from symbiosis.core.transport import Service, Session
 from symbiosis.errors import BusyError, ClientClosedError, ExecutorClosedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
@@ -115,7 +115,7 @@ class Peer(ABC):
         self._greeted = True
         if hello.name is not None:
             try:
-                self.session = self._service.join(self.qualified(hello.name), hello.terms._replace(asked=True))
+                self.session = self._service.join(self.qualified(hello.name), hello.terms)
             except UsageError as error:  # the name is in use
                 self.refuse(BusyError(str(error)))
                 return

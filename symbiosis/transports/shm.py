@@ -22,8 +22,9 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from symbiosis.core.protocols import Channel, Expected, Look, Service
-from symbiosis.core.requests import NO_TERMS, Terms
+from symbiosis.core.requests import Expected
+from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.core.transport import Channel, Look, Service
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import device, shm_client, wire

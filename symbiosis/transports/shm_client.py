@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
 
-from symbiosis.core.protocols import Check, Identity
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
-from symbiosis.core.share import Hollow
-from symbiosis.core.virtlayer import Link
+from symbiosis.core.transport import Check, Identity
 from symbiosis.errors import (
     ClientClosedError,
     ConnectionLostError,
@@ -93,17 +90,17 @@ class _ShmChannel:
         self.device = self._gpu_here or _CPU
         self._address = address
         self._retry_s = retry_s
-        self._share = connection.share
+        self._share_file = connection.share
         self._ids = itertools.count(1)
         self._in_pass = False
-        self._hollow: Hollow = connection.welcome.hollow(self._tensors, self.device)
-        self.layers: Sequence[LayerSpec] = self._hollow.layers
+        self.layers: Sequence[LayerSpec] = connection.welcome.layers
+        self.share = connection.welcome.share(self._tensors)
         self._expected: dict[Key, Expected] = {}
         os.close(connection.share)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         # Mapped privately: pages are shared with every other client until this process writes to them.
-        with safe_open(f"/proc/self/fd/{self._share}", "pt") as file:
+        with safe_open(f"/proc/self/fd/{self._share_file}", "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
 
     def _check_again(self, connection: Connection) -> None:
@@ -121,9 +118,6 @@ class _ShmChannel:
 
     def before_return(self, check: Check) -> None:
         self._checks.append(check)
-
-    def skeleton(self, link: Link) -> nn.Module:
-        return self._hollow.skeleton(link)
 
     def _gpu_arena(self, connection: Connection) -> DeviceArena | None:
         """Where tensors lie instead, if both sides have the same GPU; nothing in it yet."""

@@ -9,7 +9,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from symbiosis.core.protocols import Look
+from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena
@@ -110,7 +110,7 @@ def look(address: str) -> Look:
     type_, content = wire.unpack_answer(message)
     if type_ is not Type.STATUS or not content or not isinstance(content[0], dict):
         raise WireError(f"the executor at {address} answered STATUS with {type_.name}")
-    return Look(content[0], welcome.share, welcome.tokenizer)
+    return Look(content[0], welcome.description, welcome.tokenizer)
 
 
 def connect(address: str, hello: Hello, fingerprint: str | None = None) -> Connection:

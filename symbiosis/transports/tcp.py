@@ -20,8 +20,8 @@ from typing import Any
 
 import zmq
 
-from symbiosis.core.protocols import Channel, Look, Service
-from symbiosis.core.requests import NO_TERMS, Terms
+from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.core.transport import Channel, Look, Service
 from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.log import get_logger
 from symbiosis.transports import tcp_client, wire

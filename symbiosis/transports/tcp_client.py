@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from symbiosis.core.protocols import Check, Identity, Look
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
-from symbiosis.core.share import Hollow
-from symbiosis.core.virtlayer import Link
+from symbiosis.core.share import Share
+from symbiosis.core.transport import Check, Identity, Look
 from symbiosis.errors import (
     ClientClosedError,
     ConnectionLostError,
@@ -62,23 +60,23 @@ def look(address: str, options: Options) -> Look:
             connection.close()
         if not isinstance(status, dict):
             raise WireError(f"the executor at {address} has no status")
-        return Look(status, welcome.share, welcome.tokenizer)
+        return Look(status, welcome.description, welcome.tokenizer)
 
     with LoopThread() as thread:
         return thread.run(see())
 
 
-async def share_of(connection: Connection, welcome: Welcome, progress: Progress | None, device: torch.device) -> Hollow:
-    """The model, with the client's share of it from the executor unless this process has it."""
-    hollow = welcome.known(device)
-    if hollow is None:
-        share = ShareFile(welcome.content.get("share_bytes"))
+async def share_of(connection: Connection, welcome: Welcome, progress: Progress | None) -> Share:
+    """Return the share, fetching its tensors from the executor unless this process has them."""
+    share = welcome.known()
+    if share is None:
+        file = ShareFile(welcome.content.get("share_bytes"))
         try:
-            await connection.fetch(share, progress)
-            hollow = welcome.hollow(share.tensors, device)
+            await connection.fetch(file, progress)
+            share = welcome.share(file.tensors)
         finally:
-            share.close()
-    return hollow
+            file.close()
+    return share
 
 
 def measure(call: Call, due: Expected, layers: Sequence[LayerSpec], limits: Limits) -> tuple[int, int]:
@@ -137,16 +135,14 @@ class TcpChannel:
     connection is lost, it reconnects and sends again what was outstanding; calls made meanwhile wait.
     """
 
-    def __init__(
-        self, connection: Connection, welcome: Welcome, hollow: Hollow, hello: Hello, options: Options
-    ) -> None:
+    def __init__(self, connection: Connection, welcome: Welcome, share: Share, hello: Hello, options: Options) -> None:
         self.client = str(hello.name)
         self._hello = hello
         self._checks: list[Check] = []
         self.device = self.device_for(welcome)
         self.welcome = welcome
-        self.layers: Sequence[LayerSpec] = hollow.layers
-        self._hollow = hollow
+        self.layers: Sequence[LayerSpec] = welcome.layers
+        self.share = share
         self._address = connection.address
         self._options = options
         self._loop = asyncio.get_running_loop()
@@ -174,8 +170,8 @@ class TcpChannel:
         connection = Connection(address, options)
         welcome = await connection.open(hello)
         try:
-            hollow = await share_of(connection, welcome, options.progress, cls.device_for(welcome))
-            return cls(connection, welcome, hollow, hello, options)
+            share = await share_of(connection, welcome, options.progress)
+            return cls(connection, welcome, share, hello, options)
         except BaseException:
             connection.close()
             raise
@@ -190,9 +186,6 @@ class TcpChannel:
 
     def before_return(self, check: Check) -> None:
         self._checks.append(check)
-
-    def skeleton(self, link: Link) -> nn.Module:
-        return self._hollow.skeleton(link)
 
     def _expects(self, key: Key) -> Expected:
         found = self._expected.get(key)
@@ -405,14 +398,14 @@ class TcpBlockingChannel(BlockingChannel):
     """
 
     def __init__(
-        self, address: str, line: Line, welcome: Welcome, hollow: Hollow, hello: Hello, options: Options
+        self, address: str, line: Line, welcome: Welcome, share: Share, hello: Hello, options: Options
     ) -> None:
         super().__init__(address, str(hello.name), options.retry_s)
         self._hello = hello
         self.device = _CPU
         self.welcome = welcome
-        self.layers: Sequence[LayerSpec] = hollow.layers
-        self.skeleton = hollow.skeleton
+        self.layers: Sequence[LayerSpec] = welcome.layers
+        self.share = share
         self._options = options
         self._line = line
         self._ids = itertools.count(1)
@@ -422,15 +415,15 @@ class TcpBlockingChannel(BlockingChannel):
     def open(cls, address: str, hello: Hello, options: Options) -> TcpBlockingChannel:
         """Join the executor at ``address``."""
 
-        async def join(progress: Progress | None) -> tuple[Line, Welcome, Hollow]:
+        async def join(progress: Progress | None) -> tuple[Line, Welcome, Share]:
             connection = Connection(address, options)
             welcome = await connection.open(hello)
             try:
-                hollow = await share_of(connection, welcome, progress, _CPU)
+                share = await share_of(connection, welcome, progress)
             except BaseException:
                 connection.close()
                 raise
-            return connection.detach(), welcome, hollow
+            return connection.detach(), welcome, share
 
         with LoopThread() as thread, bar_unless(options.progress, address) as progress:
             return cls(address, *thread.run(join(progress)), hello, options)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import zmq
 
-from symbiosis.core.protocols import Expected
+from symbiosis.core.requests import Expected
 from symbiosis.errors import BusyError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.peer import Peer

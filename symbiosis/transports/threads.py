@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call
+from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError, ExecutorClosedError, SymbiosisError
 from symbiosis.transports.blocking import SynchronousChannel, forked_error
 
@@ -143,7 +143,7 @@ class ThreadedChannel(SynchronousChannel):
         self.client = channel.client
         self.device = channel.device
         self.layers = channel.layers
-        self.skeleton = channel.skeleton
+        self.share = channel.share
         self.identity = channel.identity
         self.before_return = channel.before_return
         self._thread = thread

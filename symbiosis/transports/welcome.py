@@ -1,4 +1,4 @@
-"""What an executor tells a client that it lets in, checked, and the model that is built from it."""
+"""The WELCOME message, by which an executor admits a client: its check, and the share that it describes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.protocols import Identity
-from symbiosis.core.share import Hollow
+from symbiosis.core.requests import LayerSpec
+from symbiosis.core.share import Share, layers_of
+from symbiosis.core.transport import Identity
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import Limits
 
 __all__ = ["Welcome"]
 
-_hollows: weakref.WeakValueDictionary[tuple[str, str], Hollow] = weakref.WeakValueDictionary()
-"""The models of this process, so that its clients of one executor share their tensors."""
+_shares: weakref.WeakValueDictionary[str, Share] = weakref.WeakValueDictionary()
+"""The shares that clients of this process use, by fingerprint, so that they have their tensors in common."""
 
 
 class Welcome:
@@ -34,28 +35,36 @@ class Welcome:
             for name, data in tokenizer.items()
         ):
             raise WireError("the executor's welcome has no sound tokenizer files")
-        self.share: dict[str, Any] = share
+        self.description: dict[str, Any] = share
         self.tokenizer: dict[str, bytes] = tokenizer
         self.limits = Limits.of(self.content.get("limits"))
 
     @property
     def fingerprint(self) -> str:
         """Tells whether it is still the same model after a reconnect."""
-        return str(self.share["fingerprint"])
+        return str(self.description["fingerprint"])
 
     @property
     def identity(self) -> Identity:
         """Which executor it is, and of which base layers."""
-        return Identity(str(self.content.get("instance", "")), str(self.share.get("weights", "")))
+        return Identity(str(self.content.get("instance", "")), str(self.description.get("weights", "")))
 
-    def known(self, device: torch.device) -> Hollow | None:
-        """The model, if this process has made it before and still uses it."""
-        return _hollows.get((self.fingerprint, str(device)))
+    @property
+    def layers(self) -> list[LayerSpec]:
+        """The layer table.
 
-    def hollow(self, tensors: Callable[[], Mapping[str, torch.Tensor]], device: torch.device) -> Hollow:
-        """The model without its base layers; made once a process."""
-        key = self.fingerprint, str(device)
-        hollow = _hollows.get(key)
-        if hollow is None:
-            hollow = _hollows[key] = Hollow(self.share, tensors(), device)
-        return hollow
+        Raises:
+            ShareError: it is malformed.
+        """
+        return layers_of(self.description)
+
+    def known(self) -> Share | None:
+        """Return the share, if a client of this process uses it already."""
+        return _shares.get(self.fingerprint)
+
+    def share(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Share:
+        """Return the share, the same object for all clients of this process. ``tensors`` is called if it is new."""
+        share = self.known()
+        if share is None:
+            share = _shares[self.fingerprint] = Share(self.description, tensors(), self.tokenizer)
+        return share

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, cast
 import msgpack
 
 from symbiosis import errors
-from symbiosis.core.requests import NO_TERMS, Key, Kind, Pass, Terms
+from symbiosis.core.requests import Key, Pass
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 
 __all__ = [

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from symbiosis.cli.demo.jobs import Generation, Plan, Tenant, Training
-from symbiosis.core.executor import Executor
-from symbiosis.core.statistics import Statistics
+from symbiosis.executor.statistics import Statistics
+from symbiosis.host import Executor
 
 __all__ = ["Board", "Steps", "sparkline"]
 

@@ -12,10 +12,10 @@ import torch
 
 from symbiosis.cli.demo.jobs import Footprint, Generation, Plan, Tenant, Training
 from symbiosis.cli.demo.memory import Storages, cache_bytes, optimizer_tensors, saved_bytes, storages, total
-from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
-from symbiosis.core.statistics import Statistics
+from symbiosis.client.client import Client
 from symbiosis.errors import UsageError
+from symbiosis.executor.statistics import Statistics
+from symbiosis.host import Executor
 
 __all__ = ["Served", "serve"]
 

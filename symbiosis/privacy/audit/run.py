@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.client import Client
-from symbiosis.core.executor import Executor
-from symbiosis.core.protocols import Channel, Privacy
+from symbiosis.client.client import Client
+from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy
 from symbiosis.core.requests import Call
+from symbiosis.core.transport import Channel
+from symbiosis.host import Executor
 from symbiosis.privacy.audit.evidence import Visits, collect, random_traffic
 from symbiosis.privacy.audit.goals import Score
 from symbiosis.privacy.audit.provider import Provider, Scores, together

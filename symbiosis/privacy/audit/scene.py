@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
-from symbiosis.core.client import Client
-from symbiosis.core.protocols import Channel
+from symbiosis.client.client import Client
 from symbiosis.core.requests import Call, LayerSpec
+from symbiosis.core.transport import Channel
 from symbiosis.privacy.audit.evidence import Place
 from symbiosis.privacy.audit.goals import Truth
 

@@ -27,11 +27,12 @@ from torch import nn
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.fibers import Fiber, RandomStream
-from symbiosis.core.parameters import SharedParameter, fetch_of, placeholder, share, values_of
-from symbiosis.core.placeholders import Product, introduce
-from symbiosis.core.protocols import Channel
-from symbiosis.core.requests import Call, Key, Kind, LayerSpec, Pass
+from symbiosis.client.fibers import Fiber, RandomStream
+from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, share, values_of
+from symbiosis.client.placeholders import Product, introduce
+from symbiosis.core.requests import Call, Key, LayerSpec, Pass
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError, PrivacyError, RequestError
 
 __all__ = [

@@ -4,7 +4,7 @@ A client's model has two sorts of frozen parameters. The small ones outside the 
 are real and share memory with every other client of the process. The weights of base layers are *placeholders*: one
 NaN expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that
 reads it shows as NaN instead of a wrong answer (D8). What a VirtLayer's placeholder can do beyond that is in
-:mod:`symbiosis.core.placeholders`.
+:mod:`symbiosis.client.placeholders`.
 
 Either becomes the tenant's own copy at the moment somebody makes it trainable or writes into it (``modules_to_save``,
 ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change. Writes that go round

@@ -3,65 +3,88 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
-from symbiosis.core.requests import Call, Expected, Key, Kind, LayerSpec, Terms, expected
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
+from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import ClientClosedError, RequestError
+from symbiosis.executor.engine import Engine
 
-if TYPE_CHECKING:
-    from symbiosis.core.executor import Executor
-
-__all__ = ["ExecutorSession"]
+__all__ = ["ExecutorSession", "kind_of"]
 
 Results = tuple[torch.Tensor, ...]
 
-
 _MOST_DECODED = 64
-"""Rows of a request from another process that are believed to be a token each of as many texts."""
+"""Largest request of a client in another process, in rows, that counts as decode: one token each of so many texts."""
 
 
-def kind_of(call: Call, terms: Terms) -> Kind:
-    """What a call's rows are for. Kinds ascend from the most urgent to the most patient; a client from another process
-    is believed that its rows are more patient than they look, and not that they are less."""
+def kind_of(call: Call, terms: Terms, local: bool) -> Kind:
+    """Return the kind of a call's rows.
+
+    A client in another process may declare its rows more patient than they look, never more urgent.
+    """
     kind = Kind.FINETUNE if call.key.pass_.is_backward else call.kind
-    if kind is Kind.DECODE and terms.asked and call.tensors[0].shape[0] > _MOST_DECODED:
+    if kind is Kind.DECODE and not local and call.tensors[0].shape[0] > _MOST_DECODED:
         kind = Kind.PREFILL
     if terms.kind is None:
         return kind
-    return max(kind, terms.kind) if terms.asked else terms.kind
+    return terms.kind if local else max(kind, terms.kind)
 
 
 class ExecutorSession:
-    """One admitted client. Checks every call against the layer table before anything is queued."""
+    """One admitted client. Implements :class:`~symbiosis.core.transport.Session`.
 
-    def __init__(self, executor: Executor, client: str, specs: Sequence[LayerSpec], terms: Terms) -> None:
+    Args:
+        engine: runs the calls.
+        client: the client's name.
+        layers: the layer table.
+        device: device of all tensors of calls.
+        terms: the client's effective terms.
+        local: whether the client computes in the executor's process.
+        forget: called with the client's name when the session ends.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        client: str,
+        layers: Sequence[LayerSpec],
+        device: torch.device,
+        terms: Terms,
+        local: bool,
+        forget: Callable[[str], object],
+    ) -> None:
         self.client = client
         self.terms = terms
-        self._executor = executor
-        self._specs = specs
-        self._device = executor.device
+        self._engine = engine
+        self._layers = layers
+        self._device = device
+        self._local = local
+        self._forget = forget
         self._expected: dict[Key, Expected] = {}
-        """What was found for the keys seen so far."""
+        """Shapes for the keys seen so far."""
         self._ended: BaseException | None = None
+        self.flush = engine.flush
+        self.cancel = engine.cancel
 
     def submit(self, call: Call) -> asyncio.Future[Results]:
         self._check(call)
-        return self._executor.submit(self.client, call)
+        return self._engine.submit(self.client, call, kind_of(call, self.terms, self._local))
 
     def at_once(self, call: Call) -> Results | None:
         self._check(call)
-        return self._executor.at_once(self.client, call)
+        return self._engine.at_once(self.client, call, kind_of(call, self.terms, self._local))
 
     def expects(self, key: Key) -> Expected:
         found = self._expected.get(key)
         if found is None:
-            if len(self._expected) >= 8 * len(self._specs) + 64:  # more groups than any model has: a tenant at play
+            if len(self._expected) >= 8 * len(self._layers) + 64:  # more groups than any model has: an abusive client
                 self._refuse(f"layers {key.layers} are one group of siblings too many")
             try:
-                found = self._expected[key] = expected(self._specs, key)
+                found = self._expected[key] = expected(self._layers, key)
             except RequestError as error:
                 self._refuse(str(error))
         return found
@@ -83,7 +106,7 @@ class ExecutorSession:
                     break
             else:
                 return
-        name = self._specs[call.key.layers[0]].name
+        name = self._layers[call.key.layers[0]].name
         wanted = " and ".join(f"[n, {width}]" for width in widths)
         got = " and ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in tensors)
         self._refuse(f"{name} {call.key.pass_.name} takes {wanted} {dtype} on {self._device} with n ≥ 1, not {got}")
@@ -91,22 +114,17 @@ class ExecutorSession:
     def _refuse(self, problem: str) -> NoReturn:
         raise RequestError(f"request of {self.client!r} refused: {problem}")
 
-    def flush(self) -> None:
-        self._executor.pump_now()
-
-    def cancel(self, call: Call) -> None:
-        self._executor.cancel(call)
-
     def begin_pass(self) -> None:
         if self._ended is not None:
             raise self._ended
-        self._executor.begin_pass(self.client)
+        self._engine.begin_pass(self.client)
 
     def end_pass(self) -> None:
         if self._ended is None:
-            self._executor.end_pass(self.client)
+            self._engine.end_pass(self.client)
 
     def close(self, error: BaseException | None = None) -> None:
         if self._ended is None:
             self._ended = error or ClientClosedError(f"the client {self.client!r} was closed")
-            self._executor.leave(self.client, self._ended)
+            self._forget(self.client)
+            self._engine.leave(self.client, self._ended)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import NamedTuple
 
 from symbiosis.core.requests import Batch, Key, Request
@@ -99,8 +98,6 @@ class Counters:
     """The running counts behind :class:`Statistics`. A request counts once, in the batch with its last row."""
 
     run_s: float = 0.0
-    lock: Lock = field(default_factory=Lock)
-    """Batches are counted on whichever thread ran them."""
     layers: dict[Key, _Layer] = field(default_factory=dict)
     clients: dict[str, _Client] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -108,20 +105,9 @@ class Counters:
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
         """A batch ran from ``started`` to ``ended`` (seconds) and answered these requests."""
         size = len(batch.slices)
-        with self.lock:
-            layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
-            for request in answered:
-                self._request(layer, request.client, request.rows, started - request.arrived, size)
-
-    def count_lone(self, key: Key, client: str, rows: int, seconds: float) -> None:
-        """A request ran alone, without a wait."""
-        with self.lock:
-            self._request(self._layer(key, 1, rows, "lone", seconds), client, rows, 0.0, 1)
-
-    def requests_of(self, client: str) -> int:
-        """How many of a client were answered."""
-        found = self.clients.get(client)
-        return found.requests if found is not None else 0
+        layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
+        for request in answered:
+            self._request(layer, request.client, request.rows, started - request.arrived, size)
 
     def _layer(self, key: Key, size: int, rows: int, reason: str, seconds: float) -> _Layer:
         self.run_s += seconds

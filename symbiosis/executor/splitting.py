@@ -1,25 +1,19 @@
-"""Split a model into base layers, which the executor runs for everybody, and the client's share, which is all the rest.
-
-The client's share is a copy of the model's module tree in which every base layer is a VirtLayer and every other
-parameter shares memory with the original. No weight is copied.
-"""
+"""Splitting a model into base layers, which the executor runs, and the clients' part, which is all the rest."""
 
 from __future__ import annotations
 
-import copy
 import fnmatch
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from symbiosis.core.layers import BaseLayer, base_layer, is_linear
-from symbiosis.core.parameters import SharedParameter, share
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.virtlayer import Link, VirtConv1D, VirtLinear, virtualize
-from symbiosis.errors import PlaceholderError, SplitError, UsageError
+from symbiosis.core.share import Resident
+from symbiosis.errors import SplitError, UsageError
+from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
 
-__all__ = ["SplitModel", "make_skeleton"]
+__all__ = ["SplitModel"]
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
 """What transformers' models call the MLP of a block."""
@@ -70,57 +64,9 @@ class SplitModel:
         whole = tuple(f"{spec.name}." for spec in self.specs if not spec.linear)
         return [spec.layer for spec in self.specs if not spec.name.startswith(whole) and "expert" not in spec.name]
 
-    def skeleton(self, link: Link) -> nn.Module:
-        """A client's share of the model (D10), its base layers replaced by VirtLayers on ``link``.
-
-        Frozen parameters share memory with the base model and with every other client of this process; buffers are
-        the client's own. The model cannot be saved as a whole: it has no base weights.
-        """
-        return make_skeleton(self.model, [(layer.spec, layer.module) for layer in self.layers], link, self.device)
-
-
-def make_skeleton(
-    model: nn.Module, layers: Sequence[tuple[LayerSpec, nn.Module]], link: Link, device: torch.device
-) -> nn.Module:
-    """A copy of ``model`` whose ``layers`` are VirtLayers; frozen parameters share memory with it.
-
-    Base layers may be on the meta device, where a client has never seen their weights.
-    """
-    memo: dict[int, object] = {}
-    shared: dict[int, SharedParameter] = {}
-    linears = {id(module): (spec, module) for spec, module in layers if spec.linear}
-    for module in model.modules():
-        if id(module) not in linears:
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in shared:
-                    memo[id(parameter)] = shared[id(parameter)] = share(parameter, device)
-    for id_, (spec, module) in linears.items():
-        cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
-        memo[id_] = cls(module, spec, link, device, shared.get(id(module.weight)))  # type: ignore[arg-type]
-    skeleton: nn.Module = copy.deepcopy(model, memo)
-    for spec, _ in layers:
-        if not spec.linear:
-            virtualize(skeleton.get_submodule(spec.name), spec, link)
-    for method in ("save_pretrained", "push_to_hub"):
-        if hasattr(skeleton, method):
-            setattr(skeleton, method, _refuse_to_save)
-    if hasattr(skeleton, "resize_token_embeddings"):
-        setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
-    return skeleton
-
-
-def _refuse_to_save(*args: object, **kwargs: object) -> None:
-    raise PlaceholderError(
-        "this model cannot be saved as a whole: its base layers belong to the executor and their weights here are "
-        "placeholders; save the adapter with client.save_adapter(folder)"
-    )
-
-
-def _refuse_to_resize(*args: object, **kwargs: object) -> None:
-    raise PlaceholderError(
-        "the vocabulary of this model cannot be resized: its lm_head belongs to the executor; resize the base model "
-        "before it is served, or train single tokens with PEFT's trainable_token_indices"
-    )
+    def resident(self) -> Resident:
+        """Return the model and its base layers, for clients in this process."""
+        return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])
 
 
 def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]:

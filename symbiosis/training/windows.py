@@ -28,9 +28,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from symbiosis.core.pruning import pruned
-from symbiosis.core.virtlayer import finetuning
+from symbiosis.client.virtlayer import finetuning
 from symbiosis.errors import UsageError
+from symbiosis.training.pruning import pruned
 
 __all__ = ["WindowedStep", "backward_in_windows", "check_window", "tokens"]
 
@@ -180,7 +180,7 @@ class WindowedStep:
             ``attention_mask`` [B, T], ``position_ids`` [B or 1, T], ``token_type_ids`` [B, T], ``num_items_in_batch``,
             and options of the model that are not tensors.
         window: s, less than T.
-        prune: keep fewer activations (:mod:`symbiosis.core.pruning`).
+        prune: keep fewer activations (:mod:`symbiosis.training.pruning`).
 
     Raises:
         UsageError: the model, its adapter or the batch cannot be run in windows; the message says why.

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from symbiosis.core.client import Client
-from symbiosis.core.protocols import Channel, Look, Preparing, Privacy
+from symbiosis.client.client import Client
+from symbiosis.client.hollow import skeleton_for
+from symbiosis.client.virtlayer import Link, rehearse
+from symbiosis.core.privacy import Preparing, Privacy
 from symbiosis.core.registry import make_privacy, make_transport
-from symbiosis.core.requests import Kind, Terms
-from symbiosis.core.virtlayer import Link, rehearse
+from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.transport import Channel, Look
 from symbiosis.errors import ClientClosedError, ExecutorClosedError, UsageError
 
 if TYPE_CHECKING:
@@ -113,7 +115,7 @@ class Base:
             channel = await self._transport.connect(self.address, name, terms)
             return channel if scheme is None else await scheme.wrap(channel, self.address, terms, self._options)
 
-        client = Client(connect, peft_config, name=name or _name(), seed=seed, device=device)
+        client = Client(connect, peft_config, name=name or _name(), seed=seed, device=device, masked=scheme is not None)
         self._clients.append(client)
         return client
 
@@ -173,7 +175,7 @@ def open_model(
     Give it to ``get_peft_model``, ``Trainer``, ``pipeline``. Its base layers are VirtLayers, which block until the
     executor has answered. It is in evaluation mode, and frozen. It belongs to the process that opened it. Its
     tokenizer, where the executor has one, is ``model.tokenizer()``; ``model.precompute(training=True, **inputs)`` is as
-    :meth:`~symbiosis.core.client.Client.precompute`, and blocks. Adapters come first: they have layers asked otherwise.
+    :meth:`symbiosis.Client.precompute`, and blocks. Adapters come first: they have layers asked otherwise.
 
     Args:
         address: where, such as ``shm:///run/symbiosis.sock``.
@@ -191,8 +193,9 @@ def open_model(
         channel = scheme.wrap_blocking(channel, address, terms, options)
     link = Link()
     link.channel = channel
+    link.private = scheme is not None
     try:
-        model: Any = channel.skeleton(link)
+        model: Any = skeleton_for(channel, link)
         if device is not None:
             model = model.to(device)
         walk = _Walk(channel)

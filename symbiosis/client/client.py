@@ -2,7 +2,7 @@
 
 It owns all that is the tenant's: its share of the model, attention, KV cache, adapter, gradients, optimizer. Only rows
 for base layers leave it. Forward passes and ``generate`` run in fibers on the event loop; backward runs on a thread of
-the client's own, because autograd cannot be suspended (:mod:`symbiosis.core.fibers`).
+the client's own, because autograd cannot be suspended (:mod:`symbiosis.client.fibers`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from symbiosis.core.adapters import add_adapter, load_adapter, save_adapter
-from symbiosis.core.cores import use_cores
-from symbiosis.core.fibers import RandomStream, current_fiber, modes_aside, run_in_fiber
-from symbiosis.core.protocols import Channel, Preparing
-from symbiosis.core.pruning import pruned
-from symbiosis.core.virtlayer import Link, on_thread, rehearse
-from symbiosis.core.windows import WindowedStep, check_window, tokens
+from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
+from symbiosis.client.cores import use_cores
+from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
+from symbiosis.client.hollow import skeleton_for
+from symbiosis.client.virtlayer import Link, on_thread, rehearse
+from symbiosis.core.privacy import Preparing
+from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
+from symbiosis.modes import modes_aside
+from symbiosis.training.pruning import pruned
+from symbiosis.training.windows import WindowedStep, check_window, tokens
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -58,6 +61,7 @@ class Client:
         name: str,
         seed: int | None = None,
         device: str | torch.device | None = None,
+        masked: bool = False,
         crowded: Callable[[], bool] = lambda: False,
     ) -> None:
         self.name = name
@@ -70,6 +74,7 @@ class Client:
         self._model: Any = None
         self._channel: Channel | None = None
         self._link = Link()
+        self._link.private = masked
         self._stream: RandomStream | None = None
         self._turn = asyncio.Lock()
         self._thread: ThreadPoolExecutor | None = None
@@ -98,7 +103,7 @@ class Client:
             self._stream = RandomStream(device)
             if self._seed is not None:
                 self.manual_seed(self._seed)
-            model = channel.skeleton(self._link)
+            model = skeleton_for(channel, self._link)
             if device != channel.device:
                 model = model.to(device)
             if self._peft_config is not None:

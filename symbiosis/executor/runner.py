@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from symbiosis.core.layers import BaseLayer
-from symbiosis.core.requests import Batch, Call, Key, Kind, Pass, Slice
-from symbiosis.core.rows import merge, split
+from symbiosis.core.requests import Batch, Call, Key, Pass, Slice
+from symbiosis.core.terms import Kind
+from symbiosis.executor.layers import BaseLayer
+from symbiosis.executor.rows import merge, split
 
 __all__ = ["DeviceClock", "Runner"]
 

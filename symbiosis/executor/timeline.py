@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from symbiosis.core.requests import Batch, Key, Kind, Request
-from symbiosis.core.statistics import group_name
+from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.scheduler import LONE
 from symbiosis.errors import UsageError
+from symbiosis.executor.statistics import group_name
 
 __all__ = ["Timeline"]
 
@@ -71,7 +72,8 @@ class Timeline:
                 line = self._line(request.client)
                 if start == 0:
                     self._thought(request.client, request.arrived)
-                    self._event(line, "waiting", "waiting", request.arrived, started)
+                    if batch.reason != LONE:
+                        self._event(line, "waiting", "waiting", request.arrived, started)
                 elif (cut := self._cut.pop(request.client, None)) is not None and cut[0] == request.id:
                     self._event(line, "waiting", "waiting", cut[1], started)
                 if stop < request.rows:
@@ -80,17 +82,6 @@ class Timeline:
                 self._event(line, name, "running", started, ended, mine)
             for request in answered:
                 self._thinks_since[request.client] = ended
-
-    def ran_alone(self, key: Key, client: str, rows: int, kind: Kind, started: float, ended: float) -> None:
-        """A lone request ran, without a wait."""
-        with self._lock:
-            name = self._name_of(key)
-            facts = {"rows": rows, "members": 1, "reason": "lone", "pass": key.pass_.name.lower()}
-            self._event(_BATCHES, name, "batch", started, ended, facts)
-            line = self._line(client)
-            self._thought(client, started)
-            self._event(line, name, "running", started, ended, {"rows": rows, "kind": kind.name.lower()})
-            self._thinks_since[client] = ended
 
     def pass_began(self, client: str, now: float) -> None:
         with self._lock:

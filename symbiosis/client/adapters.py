@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from symbiosis.core.virtlayer import Link, VirtLayer
+from symbiosis.client.virtlayer import Link, VirtLayer
 from symbiosis.errors import PlaceholderError, UsageError
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.parameters import SharedParameter, values_of
+from symbiosis.client.parameters import SharedParameter, values_of
 from symbiosis.errors import PlaceholderError
 
 if TYPE_CHECKING:
-    from symbiosis.core.virtlayer import Here, VirtLayer
+    from symbiosis.client.virtlayer import Here, VirtLayer
 
 __all__ = ["Product", "introduce"]
 

@@ -12,22 +12,22 @@ Fibers share a thread, so whatever torch keeps per thread must follow the fiber 
   numbers as in a process of one's own.
 
 The autograd engine keeps C++ state per thread that cannot be put aside, so a fiber must not suspend inside it:
-``backward`` runs on a thread of the client's own (:mod:`symbiosis.core.client`).
+``backward`` runs on a thread of the client's own (:mod:`symbiosis.client.client`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from greenlet import getcurrent, greenlet
-from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["Fiber", "RandomStream", "current_fiber", "in_modes", "modes_aside", "run_in_fiber"]
+from symbiosis.modes import Modes, in_modes
+
+__all__ = ["Fiber", "RandomStream", "current_fiber", "run_in_fiber"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,89 +75,6 @@ _cpu = torch.default_generator
 _entered = threading.RLock()  # an abandoned fiber that is collected while another runs enters inside it
 
 
-_engine: Any = torch._C._autograd
-
-
-def in_modes() -> bool:
-    """Whether this thread is in any torch mode other than the grad mode."""
-    return bool(
-        torch.is_inference_mode_enabled()
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or _engine._top_saved_tensors_default_hooks(False) is not None
-        or not _engine._saved_tensors_hooks_is_enabled()
-        or not torch._C._is_fwd_grad_enabled()  # in the forward of a torch.autograd.Function
-    )
-
-
-class _Modes:
-    """torch's modes of a suspended fiber, all but the grad mode, which is so common that it is handled apart."""
-
-    __slots__ = ("_autocast", "_dispatch", "_forward_ad", "_function", "_hooks", "_inference", "_nesting", "_no_hooks")
-
-    def __init__(self) -> None:
-        """Take the modes off this thread and leave torch's defaults."""
-        # The guard gives back, when it exits, exactly the state that it found.
-        self._inference = torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else None
-        if self._inference is not None:
-            self._inference.__enter__()  # type: ignore[no-untyped-call]
-        self._forward_ad = torch._C._is_fwd_grad_enabled()
-        torch._C._set_fwd_grad_enabled(True)
-        self._autocast = [
-            (device, torch.get_autocast_dtype(device))
-            for device in _AUTOCAST_DEVICES
-            if torch.is_autocast_enabled(device)
-        ]
-        self._nesting = 0
-        if self._autocast:
-            self._park_autocast()
-        self._hooks: list[Any] = []
-        while (hooks := _engine._top_saved_tensors_default_hooks(False)) is not None:
-            self._hooks.append(hooks)
-            _engine._pop_saved_tensors_default_hooks()
-        self._no_hooks: str | None = _engine._saved_tensors_hooks_get_disabled_error_message()
-        if self._no_hooks is not None:
-            _engine._saved_tensors_hooks_enable()
-        self._function: list[Any] = [
-            torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())
-        ]
-        self._dispatch: list[Any] = [dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-
-    def _park_autocast(self) -> None:
-        for device, _ in self._autocast:
-            torch.set_autocast_enabled(device, False)
-        # Autocast caches casts of weights until the outermost context exits. Another tenant's contexts must not keep
-        # this one's cache alive beyond an optimizer step, so each suspension counts as an exit.
-        self._nesting = torch.autocast_increment_nesting() - 1
-        for _ in range(self._nesting + 1):
-            torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-
-    def restore(self) -> None:
-        """Put the modes back on this thread, which must be in torch's defaults."""
-        for mode in reversed(self._dispatch):
-            dispatch._push_mode(mode)
-        for mode in reversed(self._function):
-            torch._C._push_on_torch_function_stack(mode)
-        for pack, unpack in reversed(self._hooks):
-            _engine._push_saved_tensors_default_hooks(pack, unpack)
-        if self._no_hooks is not None:
-            _engine._saved_tensors_hooks_disable(self._no_hooks)
-        for device, dtype in self._autocast:
-            torch.set_autocast_enabled(device, True)
-            torch.set_autocast_dtype(device, dtype)
-        for _ in range(self._nesting):
-            torch.autocast_increment_nesting()
-        torch._C._set_fwd_grad_enabled(self._forward_ad)
-        if self._inference is not None:
-            self._inference.__exit__(None, None, None)
-
-
-_set_grad_enabled = torch._C._set_grad_enabled
-_AUTOCAST_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-
-
 class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
     """A greenlet that may suspend on the event loop."""
 
@@ -176,8 +93,8 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
         if elsewhere:
             self.walk.end_pass()
         grad = torch.is_grad_enabled()
-        modes = _Modes() if in_modes() else None
-        _set_grad_enabled(True)
+        modes = Modes() if in_modes() else None
+        torch._C._set_grad_enabled(True)
         driver = self.parent
         assert driver is not None
         try:
@@ -185,7 +102,7 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
         finally:
             if modes is not None:
                 modes.restore()
-            _set_grad_enabled(grad)
+            torch._C._set_grad_enabled(grad)
             self.stream.enter()
             if elsewhere:
                 self.walk.begin_pass()  # last, because it raises when this client was closed meanwhile
@@ -203,20 +120,6 @@ class Walk(Protocol):
     def begin_pass(self) -> None: ...
     def end_pass(self) -> None: ...
     def flush(self) -> None: ...
-
-
-@contextlib.contextmanager
-def modes_aside() -> Iterator[None]:
-    """Put torch's modes aside, for an ``await`` outside fibers: whatever else runs on this thread must not see them."""
-    grad = torch.is_grad_enabled()
-    modes = _Modes() if in_modes() else None
-    _set_grad_enabled(True)
-    try:
-        yield
-    finally:
-        if modes is not None:
-            modes.restore()
-        _set_grad_enabled(grad)
 
 
 async def run_in_fiber(stream: RandomStream, walk: Walk, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.blocks import times, times_transposed
 from symbiosis.core.requests import LayerSpec, Pass
 from symbiosis.errors import SplitError
+from symbiosis.executor.products import times, times_transposed
 
 __all__ = ["BaseLayer", "Conv1DLayer", "LinearLayer", "ModuleLayer", "is_linear"]
 

@@ -1,0 +1,46 @@
+"""The interface of privacy schemes, which mask a client's rows before they leave it (:mod:`symbiosis.privacy`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from symbiosis.core.requests import Key
+from symbiosis.core.terms import Terms
+from symbiosis.core.transport import Channel
+
+__all__ = ["Preparing", "Privacy"]
+
+
+@runtime_checkable
+class Preparing(Protocol):
+    """A channel that can compute masks ahead of time."""
+
+    async def prepare(self, keys: Iterable[Key]) -> None:
+        """Compute masks for these keys."""
+
+    def prepare_blocking(self, keys: Iterable[Key]) -> None:
+        """Compute masks for these keys, for synchronous code."""
+
+
+@runtime_checkable
+class Privacy(Protocol):
+    """A way to mask a client's rows. One object may serve several clients; each gets its own noise."""
+
+    name: str
+
+    async def wrap(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
+        """Return a channel that masks all rows that go over ``channel``; for coroutines.
+
+        Args:
+            channel: the channel to ``address``. It is closed if this method fails.
+            address: address of the executor.
+            terms: the client's terms, for channels to further executors.
+            options: the client's transport options, for channels to further executors.
+
+        Raises:
+            PrivacyError: these executors cannot be used with this scheme.
+        """
+
+    def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
+        """Return a masking channel for synchronous code; see :meth:`wrap`."""

@@ -1,0 +1,92 @@
+"""Terms: what a client asks for, and what it gets.
+
+A client states its wishes when it joins. :func:`effective` turns them, once, into the terms that hold for all of its
+requests. The provider may grant any terms to a client. A client in another process may ask for a lower priority than
+the default, never for a higher one.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import IntEnum
+from typing import NamedTuple
+
+from symbiosis.errors import UsageError
+
+__all__ = ["MAX_PRIORITY", "NO_TERMS", "Kind", "Terms", "effective"]
+
+MAX_PRIORITY = 1000
+
+
+class Kind(IntEnum):
+    """The purpose of a request's rows. Kinds ascend from the most urgent to the most patient."""
+
+    DECODE = 0
+    PREFILL = 1
+    FINETUNE = 2
+
+
+class Terms(NamedTuple):
+    """Priority and latency targets of one client. A policy uses the fields that it knows."""
+
+    priority: int = 0
+    """Higher priorities are served first."""
+    slo_ms: float | None = None
+    """Latency target for each generated token, in milliseconds. None means the policy's default."""
+    ttft_ms: float | None = None
+    """Latency target for the first token, in milliseconds. None means the policy's default."""
+    kind: Kind | None = None
+    """The kind of all requests of the client. None means that the kind follows from the rows."""
+
+    def check(self) -> Terms:
+        """Return these terms.
+
+        Raises:
+            UsageError: a field has no valid value.
+        """
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
+            raise UsageError(
+                f"priority is {self.priority!r}; it must be a whole number from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+            )
+        for name, value in (("slo_ms", self.slo_ms), ("ttft_ms", self.ttft_ms)):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+            ):
+                raise UsageError(f"{name} is {value!r}; it must be a number of milliseconds greater than 0")
+        if self.kind is not None and not isinstance(self.kind, Kind):
+            raise UsageError(
+                f"kind is {self.kind!r}; it must be one of {', '.join(f'Kind.{each.name}' for each in Kind)}, "
+                f"from {Kind.__module__}"
+            )
+        return self
+
+
+NO_TERMS = Terms()
+
+
+def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:
+    """Return the terms that hold for a client.
+
+    Args:
+        wishes: what the client, or the provider on its behalf, stated at joining.
+        default: what the policy grants to a client of this name.
+        trusted: whether the provider stated the wishes. Otherwise they may only lower the client's priority and
+            lengthen its latency targets.
+    """
+    if trusted:
+        return Terms(
+            default.priority + wishes.priority,
+            wishes.slo_ms or default.slo_ms,
+            wishes.ttft_ms or default.ttft_ms,
+            wishes.kind,
+        )
+    return Terms(
+        default.priority + min(wishes.priority, 0),
+        _longer(wishes.slo_ms, default.slo_ms),
+        _longer(wishes.ttft_ms, default.ttft_ms),
+        wishes.kind,
+    )
+
+
+def _longer(wish: float | None, default: float | None) -> float | None:
+    return default if wish is None or default is None else max(wish, default)

@@ -1,0 +1,314 @@
+"""The engine: drives the scheduler and the runner on the event loop.
+
+Sessions submit calls. The scheduler says which rows run next, the runner runs them, and futures carry the results back.
+The engine holds a tenant's tensors only between a call and its answer.
+
+Everything happens on the event loop's thread, with one exception: a thread of a client may run a call that skips the
+queue (:meth:`Engine.at_once`). A lock therefore guards the scheduler; no batch runs while it is held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Call, Request
+from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.terms import Kind, Terms
+from symbiosis.errors import LayerError
+from symbiosis.executor.layers import BaseLayer
+from symbiosis.executor.runner import DeviceClock, Runner
+from symbiosis.executor.statistics import Counters
+from symbiosis.executor.timeline import Timeline
+from symbiosis.modes import in_modes
+
+__all__ = ["Engine", "now"]
+
+log = logging.getLogger(__name__)
+
+Results = tuple[torch.Tensor, ...]
+
+now = time.monotonic
+"""The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
+_TURN_S = 0.01
+"""Longest time, in seconds, for which batches follow one another before other work on the event loop gets a turn."""
+
+
+class Engine:
+    """Runs batches of calls on a table of base layers.
+
+    Args:
+        layers: the base layers, in the order of the layer table.
+        device: where they are.
+        policy: chooses what runs.
+        max_rows: largest number of rows in a batch.
+
+    Attributes:
+        counters: what has run so far.
+        timeline: where to record what runs, or None.
+        scheduler: the queues.
+    """
+
+    def __init__(self, layers: Sequence[BaseLayer], device: torch.device, policy: Policy, max_rows: int) -> None:
+        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows)
+        self.counters = Counters()
+        self.timeline: Timeline | None = None
+        self._names = [layer.spec.name for layer in layers]
+        self._runner = Runner(layers)
+        self._device_clock = DeviceClock(device) if device.type == "cuda" else None
+        self._lock = threading.RLock()
+        self._calls: dict[int, Call] = {}
+        self._ids = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_thread = 0
+        self._pump: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._turned = 0.0
+        """When the event loop last ran its other work."""
+        self._policy_failures = 0
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run batches on this event loop, whose thread calls this method."""
+        self._loop = loop
+        self._loop_thread = threading.get_ident()
+
+    def stop(self) -> None:
+        """Run no further batches."""
+        self._loop = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def time_layers(self, layers: Sequence[int]) -> float:
+        """Return the seconds that one row takes through these layers, one after another: the best of three walks."""
+        return min(self._runner.time(layers) for _ in range(3))
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    def join(self, client: str, terms: Terms, local: bool) -> Terms:
+        """Admit a client, and return its effective terms; see :meth:`Scheduler.client_joined`."""
+        with self._lock:
+            return self.scheduler.client_joined(client, terms, local=local)
+
+    def leave(self, client: str, error: BaseException) -> None:
+        """Forget a client. Its outstanding calls end with ``error``."""
+        with self._lock:
+            requests = self.scheduler.client_left(client, now())
+        for request in requests:
+            call = self._calls.pop(request.id, None)
+            if call is not None:
+                _fail(call, error)
+        self._pump_soon()
+
+    def begin_pass(self, client: str) -> None:
+        """Note that a client begins to walk the model."""
+        began = now()
+        with self._lock:
+            self.scheduler.pass_began(client, began)
+        if self.timeline is not None:
+            self.timeline.pass_began(client, began)
+        self._turned = -math.inf  # other clients may be about to begin: the loop turns before anything skips the queue
+
+    def end_pass(self, client: str) -> None:
+        """Note that a client is idle."""
+        with self._lock:
+            self.scheduler.pass_ended(client)
+        if self.timeline is not None:
+            self.timeline.pass_ended(client, now())
+        self._pump_soon()
+
+    # ---------------------------------------------------------------------------------------------------------- calls
+
+    def submit(self, client: str, call: Call, kind: Kind) -> asyncio.Future[Results]:
+        """Run a checked call of a client at once, or queue it. Called on the event loop."""
+        loop = self._loop
+        assert loop is not None
+        reply: asyncio.Future[Results] = loop.create_future()
+        request = self._request(client, call, kind)
+        turn_is_over = request.arrived - self._turned > _TURN_S
+        with self._lock:
+            if turn_is_over or in_modes():  # a tenant's torch modes must not reach base layers
+                batch = None
+                self.scheduler.submit(request)
+            else:
+                batch = self.scheduler.offer(request, request.arrived)
+        if batch is None:
+            call.id, call.reply = request.id, reply
+            self._calls[request.id] = call
+            self._pump_soon()
+        else:
+            try:
+                reply.set_result(self._run_lone(batch, call))
+            except LayerError as error:
+                reply.set_exception(error)
+        return reply
+
+    def at_once(self, client: str, call: Call, kind: Kind) -> Results | None:
+        """Run a checked call on the calling thread if it may skip the queue; otherwise return None.
+
+        This saves a client's own thread two changes of thread. A request that arrives meanwhile may start a second
+        batch on the event loop; then the two run at the same time.
+
+        Raises:
+            LayerError: the base layer failed.
+        """
+        if in_modes():
+            return None
+        request = self._request(client, call, kind)
+        with self._lock:
+            batch = self.scheduler.offer_alone(request, request.arrived)
+        return None if batch is None else self._run_lone(batch, call)
+
+    def cancel(self, call: Call) -> None:
+        """Withdraw a call. Has no effect on a call that was answered."""
+        if self._calls.pop(call.id, None) is not None:
+            with self._lock:
+                self.scheduler.cancel(call.id, now())
+            self._pump_soon()
+
+    def flush(self) -> None:
+        """Decide at once if no client is thinking, unless the event loop's other work has waited for long enough.
+
+        A round of the event loop for each request would double what a lone client pays (D5). Called outside all
+        fibers, because their torch modes must not reach base layers.
+        """
+        loop = self._loop
+        if loop is not None and not self.scheduler.thinking and now() - self._turned < _TURN_S:
+            self._decide(loop)
+
+    def _request(self, client: str, call: Call, kind: Kind) -> Request:
+        return Request(next(self._ids), client, call.key, call.tensors[0].shape[0], kind, now())
+
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    def _pump_soon(self) -> None:
+        """Ask the scheduler again once everything that is ready on the event loop has run."""
+        if self._pump is None and self._loop is not None:
+            if threading.get_ident() == self._loop_thread:
+                self._pump = self._loop.call_soon(self._on_turn)
+            else:
+                self._loop.call_soon_threadsafe(self._on_turn)
+
+    def _on_turn(self) -> None:
+        self._pump = None
+        loop = self._loop
+        if loop is not None:
+            self._turned = now()
+            self._decide(loop)
+
+    def _decide(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        with self._lock:
+            action = self.scheduler.next_action(now())
+        if self.scheduler.policy_errors:
+            self._report_policy()
+        if isinstance(action, Batch):
+            try:
+                self._run(action)
+            finally:
+                # After the clients that were just answered, so that they can join the next batch.
+                if self._pump is not None:
+                    self._pump.cancel()
+                self._pump = loop.call_soon(self._on_turn)
+        elif isinstance(action, WaitUntil) and action.time < math.inf:
+            self._timer = loop.call_later(action.time - now(), self._pump_soon)
+
+    def _run(self, batch: Batch) -> None:
+        """Run a queued batch and answer its calls."""
+        calls = [self._calls[request.id] for request, _, _ in batch.slices]
+        try:
+            answered = self._timed(batch, lambda: self._runner.run(batch, calls))
+        except LayerError as error:
+            for request, _, _ in batch.slices:
+                _fail(self._calls.pop(request.id), _copy(error))
+            return
+        for request in answered:
+            call = self._calls.pop(request.id, None)
+            if call is None:
+                continue
+            reply, results = call.reply, call.results
+            call.reply = call.results = None
+            if reply is not None and results is not None and not reply.done():
+                reply.set_result(results)
+
+    def _run_lone(self, batch: Batch, call: Call) -> Results:
+        """Run a batch of one call that skipped the queue, and return its results."""
+        results: list[Results] = []
+        self._timed(batch, lambda: results.append(self._runner.run_alone(call)))
+        return results.pop()
+
+    def _timed(self, batch: Batch, run: Callable[[], None]) -> list[Request]:
+        """Run a batch, account for it, and return the requests that it answered.
+
+        Raises:
+            LayerError: a base layer failed. The requests of the batch are cancelled.
+        """
+        started, clock = now(), self._device_clock
+        began = None if clock is None else clock.mark()
+        try:
+            run()
+        except Exception as cause:
+            error = self._layer_error(batch, cause)
+            with self._lock:
+                for request, _, _ in batch.slices:
+                    self.scheduler.cancel(request.id, now())
+            raise error from cause
+        ended = now()
+        with self._lock:
+            if clock is None or began is None:
+                answered = self.scheduler.completed(batch, ended - started, ended)
+            else:
+                answered = self.scheduler.completed(batch, None, ended)
+                clock.launched(batch, began)
+                for earlier, seconds in clock.done():
+                    self.scheduler.measured(earlier, seconds)
+            self.counters.count(batch, answered, started, ended)
+        if self.timeline is not None:
+            self.timeline.ran(batch, answered, started, ended)
+        return answered
+
+    def _layer_error(self, batch: Batch, cause: Exception) -> LayerError:
+        names = ", ".join(self._names[layer] for layer in batch.key.layers)
+        log.error("%s failed on a batch of %d rows", names, batch.rows, exc_info=cause)
+        _strip_tracebacks(cause)  # their frames hold the rows of every tenant in the batch
+        return LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
+
+    def _report_policy(self) -> None:
+        while self.scheduler.policy_errors:
+            error = self.scheduler.policy_errors.popleft()
+            self._policy_failures += 1
+            if self._policy_failures & (self._policy_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th… time
+                log.error("%s (%d such faults so far)", error, self._policy_failures, exc_info=error.__cause__)
+
+
+def _fail(call: Call, error: BaseException) -> None:
+    if call.reply is not None and not call.reply.done():
+        call.reply.set_exception(error)
+
+
+def _copy(error: LayerError) -> LayerError:
+    """Return the same error for another tenant: what one raises must not gather the frames of the other."""
+    copy = LayerError(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
+
+
+def _strip_tracebacks(error: BaseException) -> None:
+    """Take the tracebacks off an error and off all that led to it. They have been logged."""
+    found: dict[int, BaseException] = {}
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in found:
+            found[id(one)] = one
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]

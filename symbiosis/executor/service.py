@@ -1,0 +1,148 @@
+"""The service: what an executor offers to clients, whatever transport they use.
+
+It admits clients, hands out their part of the model, says which model it is and what it does, and keeps the addresses
+at which it listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import LayerSpec
+from symbiosis.core.share import Resident, Share
+from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.core.transport import Identity, Listener
+from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.executor.engine import Engine, now
+from symbiosis.executor.fingerprint import weights_fingerprint
+from symbiosis.executor.session import ExecutorSession
+from symbiosis.executor.share import share_of
+from symbiosis.executor.splitting import SplitModel
+from symbiosis.executor.statistics import Statistics
+
+__all__ = ["ExecutorService"]
+
+
+class ExecutorService:
+    """Implements :class:`~symbiosis.core.transport.Service`.
+
+    Args:
+        split: the model and its base layers.
+        engine: runs the calls.
+        address: the first address to listen at, in this process.
+        source: the folder or hub id that the model came from, where its tokenizer is.
+    """
+
+    def __init__(self, split: SplitModel, engine: Engine, address: str, source: str | Path | None) -> None:
+        self.address = address
+        self._split = split
+        self._engine = engine
+        self._source = source
+        self._sessions: dict[str, ExecutorSession] = {}
+        self._listeners: list[Listener] = []
+        self._share: Share | None = None
+        self._identity: Identity | None = None
+        self._started: float | None = None
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    @property
+    def is_open(self) -> bool:
+        return self._started is not None and not self._closed
+
+    def check_open(self) -> None:
+        """Raise ExecutorClosedError unless clients can join."""
+        if self._closed:
+            raise ExecutorClosedError(f"the executor at {self.address} was shut down")
+        if self._started is None:
+            raise ExecutorClosedError(f"the executor at {self.address} is not open; use `async with executor:`")
+
+    async def start(self) -> None:
+        """Open for clients on the running event loop."""
+        if self._started is not None:
+            raise UsageError(f"the executor at {self.address} was started before; make a new one")
+        self._started = now()
+        self._engine.start(asyncio.get_running_loop())
+        await self.listen(self.address)
+
+    async def listen(self, address: str, **options: Any) -> Listener:
+        """Open one more address; see :meth:`symbiosis.Executor.listen`."""
+        if not self.is_open:
+            raise UsageError("start the executor first: `async with executor:`")
+        listener = await make_transport(address, **options).listen(address, self)
+        self._listeners.append(listener)
+        return listener
+
+    async def close(self) -> None:
+        """Close all addresses and end all sessions."""
+        while self._listeners:
+            await self._listeners.pop().close()
+        error = ExecutorClosedError(f"the executor at {self.address} was shut down")
+        for session in list(self._sessions.values()):
+            session.close(error)
+        self._engine.stop()
+        self._closed = True
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> ExecutorSession:
+        self.check_open()
+        granted = self._engine.join(client, terms, local)
+        session = ExecutorSession(self._engine, client, self.layers, self.device, granted, local, self._sessions.pop)
+        self._sessions[client] = session
+        return session
+
+    @property
+    def clients(self) -> list[str]:
+        """Names of the clients that have joined, sorted."""
+        return sorted(self._sessions)
+
+    # ---------------------------------------------------------------------------------------------------------- model
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        return self._split.specs
+
+    @property
+    def device(self) -> torch.device:
+        return self._split.device
+
+    def resident(self) -> Resident:
+        return self._split.resident()
+
+    def identity(self) -> Identity:
+        if self._identity is None:
+            layers = [(layer.spec, layer.module) for layer in self._split.layers]
+            self._identity = Identity(os.urandom(8).hex(), weights_fingerprint(layers))
+        return self._identity
+
+    def share(self) -> Share:
+        if self._share is None:
+            self._share = share_of(self._split, self._source)
+        return self._share
+
+    # --------------------------------------------------------------------------------------------------------- status
+
+    def statistics(self) -> Statistics:
+        """Return what the executor has done since it started, or since its counters were reset."""
+        return self._engine.counters.snapshot([spec.name for spec in self.layers])
+
+    def status(self) -> dict[str, Any]:
+        statistics = self.statistics()
+        return {
+            "model": type(self._split.model).__name__,
+            "policy": repr(self._engine.scheduler.policy),
+            "layers": len(self._split.layers),
+            "addresses": [listener.address for listener in self._listeners],
+            "clients": self.clients,
+            "outstanding": self._engine.scheduler.outstanding,
+            "uptime_s": round(now() - (self._started or now()), 3),
+            **{name: getattr(statistics, name) for name in ("requests", "batches", "rows", "mean_batch", "run_s")},
+        }

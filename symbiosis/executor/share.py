@@ -1,0 +1,110 @@
+"""The share of a split model: a client's part of it, as data for clients in other processes (D10)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from symbiosis.core.share import Share
+from symbiosis.errors import ShareError
+from symbiosis.executor.fingerprint import dtype_name, model_fingerprint, weights_fingerprint
+from symbiosis.executor.splitting import SplitModel
+
+__all__ = ["share_of"]
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_BYTES = 64 << 20
+"""Largest total size of the tokenizer's files."""
+
+
+def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
+    """Return the share of a split model.
+
+    Args:
+        split: the model and its base layers.
+        source: the folder or hub id that the model came from, where its tokenizer is.
+
+    Raises:
+        ShareError: the model is not one that transformers can build from a configuration.
+    """
+    model: Any = split.model
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "_from_config"):
+        raise ShareError(
+            f"{type(model).__name__} is not a transformers model, so clients in other processes cannot build their "
+            "share of it; it can be served to clients in this process only"
+        )
+    tensors, tied = _client_side(split)
+    buffers = dict(model.named_buffers())
+    tensors.update(buffers)
+    generation = getattr(model, "generation_config", None)
+    description = {
+        "architecture": type(model).__name__,
+        "model_type": config.model_type,
+        "config": _plain(config.to_dict()),
+        "generation_config": None if generation is None else _plain(generation.to_dict()),
+        "attention": config._attn_implementation,
+        "dtype": dtype_name(model.dtype),
+        "layers": [[*spec[:4], dtype_name(spec.dtype), spec.bias, spec.linear] for spec in split.specs],
+        "tied": tied,
+        "buffers": sorted(buffers),
+        "weights": weights_fingerprint([(layer.spec, layer.module) for layer in split.layers]),
+    }
+    description["fingerprint"] = model_fingerprint(description, model)
+    return Share(description, tensors, _tokenizer_files(source))
+
+
+def _client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The parameters that clients need, and which other names stand for one of them."""
+    linear = {id(layer.module) for layer in split.layers if layer.spec.linear}
+    whole = {
+        id(module) for layer in split.layers if not layer.spec.linear for module in layer.module.modules()
+    } - linear
+    tensors: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    names: dict[int, str] = {}
+    weights: list[tuple[str, nn.Parameter]] = []
+    for path, module in split.model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module._parameters.items():
+            name = f"{path}.{leaf}" if path else leaf
+            if parameter is None or id(module) in whole:
+                continue
+            if id(module) in linear and leaf == "weight":
+                weights.append((name, parameter))
+            elif id(parameter) in names:
+                tied[name] = names[id(parameter)]
+            else:
+                names[id(parameter)] = name
+                tensors[name] = parameter.data
+    tied |= {name: names[id(weight)] for name, weight in weights if id(weight) in names}
+    return tensors, tied
+
+
+def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
+    if source is None:
+        return {}
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            log.info("%s has no tokenizer that could be shared with clients: %s", source, error)
+            return {}
+        files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
+    if sum(map(len, files.values())) > TOKENIZER_BYTES:
+        log.warning("the tokenizer of %s is larger than %d MiB and is not shared", source, TOKENIZER_BYTES >> 20)
+        return {}
+    return files
+
+
+def _plain(value: Any) -> Any:
+    """The same as JSON would carry it."""
+    return json.loads(json.dumps(value, default=str))

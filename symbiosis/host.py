@@ -1,0 +1,287 @@
+"""The public executor: hosts a base model in this process, and makes clients that run beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from symbiosis.client.client import Client
+from symbiosis.core.policy import Policy
+from symbiosis.core.privacy import Privacy
+from symbiosis.core.registry import make_policy, make_privacy, make_transport
+from symbiosis.core.requests import LayerSpec
+from symbiosis.core.scheduler import tell_unloaded
+from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.transport import Channel, Listener
+from symbiosis.errors import UsageError
+from symbiosis.executor.engine import Engine, now
+from symbiosis.executor.loading import load_model
+from symbiosis.executor.service import ExecutorService
+from symbiosis.executor.splitting import SplitModel
+from symbiosis.executor.statistics import Counters, Statistics
+from symbiosis.executor.timeline import Timeline
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+__all__ = ["Executor"]
+
+_numbers = itertools.count(1)
+
+
+class Executor:
+    """Serves the base layers of one frozen model to any number of clients.
+
+    Use it as an asynchronous context manager, on the event loop that the clients of this process run on.
+
+    Args:
+        model: any ``transformers`` model. It is frozen, and put in evaluation mode, in place.
+        policy: a batching policy: an object, or a name with options such as ``"opportunistic:wait_ms=20"``.
+        base_layers: what is served: ``"linear"``, ``"mlp"``, or module names or patterns; see
+            :class:`~symbiosis.executor.splitting.SplitModel`.
+        device: where the base model runs; by default where it is.
+        dtype: precision in which it is served; by default the model's.
+        max_rows: largest number of rows in a batch. Larger requests are served in slices, so this bounds the memory
+            that the executor needs beside the weights.
+        name: of the address ``inproc://name``; chosen freely by default.
+
+    Attributes:
+        service: the part of the executor that transports use.
+
+    Raises:
+        SplitError: the model has no such base layers.
+        PolicyError: the policy raised when it was told of the model.
+        UnknownNameError: no policy has this name.
+        UsageError: the policy does not take these options, or promises latencies that this machine cannot reach.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: str | Policy = "opportunistic",
+        base_layers: str | Sequence[str] = "linear",
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        max_rows: int = 8192,
+        name: str | None = None,
+    ) -> None:
+        self._build(model, policy, base_layers, device, dtype, max_rows, name, source=None)
+
+    def _build(
+        self,
+        model: nn.Module,
+        policy: str | Policy,
+        base_layers: str | Sequence[str],
+        device: str | torch.device | None,
+        dtype: torch.dtype | str | None,
+        max_rows: int,
+        name: str | None,
+        source: str | Path | None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model is {model!r}, not a module; for a folder or hub id use Executor.from_pretrained")
+        dtype = _dtype(dtype)
+        if type(max_rows) is not int:
+            raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
+        if device is not None or dtype is not None:
+            model = model.to(device=device, dtype=dtype)
+        policy = make_policy(policy)
+        split = SplitModel(model, base_layers)
+        self._engine = Engine(split.layers, split.device, policy, max_rows)
+        self._token_s = 0.0
+        """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
+        if type(policy).unloaded is not Policy.unloaded and (walk := split.walk()):
+            self._token_s = self._engine.time_layers(walk)
+            tell_unloaded(policy, self._token_s)
+        address = f"inproc://{name or f'executor-{next(_numbers)}'}"
+        self.service = ExecutorService(split, self._engine, address, source)
+        self._client_numbers = itertools.count(1)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        model_class: type[Any] | None = None,
+        policy: str | Policy = "opportunistic",
+        base_layers: str | Sequence[str] = "linear",
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        max_rows: int = 8192,
+        name: str | None = None,
+        **options: Any,
+    ) -> Executor:
+        """Return an executor for a model folder or hub id.
+
+        Args:
+            model: folder or hub id.
+            model_class: class to load it with; by default the architecture that its config names.
+            dtype: precision to load it in; by default the checkpoint's.
+            **options: arguments of the class's ``from_pretrained`` (``revision``, ``attn_implementation``…).
+
+        The other arguments are those of :class:`Executor`.
+        """
+        if dtype is not None:
+            options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
+        loaded = load_model(model, model_class, **options)
+        executor = cls.__new__(cls)
+        executor._build(loaded, policy, base_layers, device, None, max_rows, name, source=model)
+        return executor
+
+    # ------------------------------------------------------------------------------------------------------ lifecycle
+
+    async def __aenter__(self) -> Executor:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Open for clients on the running event loop."""
+        await self.service.start()
+
+    async def listen(self, address: str, **options: Any) -> Listener:
+        """Open one more address, such as ``shm:///run/symbiosis.sock``; options are those of its transport.
+
+        Raises:
+            UnknownNameError: no transport has this scheme.
+            UsageError: the transport has no such option, or the address cannot be opened.
+            ShareError: the model cannot be served to other processes.
+        """
+        return await self.service.listen(address, **options)
+
+    async def close(self) -> None:
+        """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
+        await self.service.close()
+
+    def __repr__(self) -> str:
+        service, scheduler = self.service, self._engine.scheduler
+        state = f"{len(service.clients)} clients, {scheduler.outstanding} requests" if service.is_open else "not open"
+        return f"<Executor {service.address}: {len(self.layers)} base layers, {scheduler.policy}, {state}>"
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]:
+        """The layer table."""
+        return self.service.layers
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the base model."""
+        return self.service.device
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    def client(
+        self,
+        peft_config: PeftConfig | None = None,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        device: str | torch.device | None = None,
+        priority: int = 0,
+        slo_ms: float | None = None,
+        ttft_ms: float | None = None,
+        kind: Kind | None = None,
+        privacy: str | Privacy | None = None,
+    ) -> Client:
+        """Return a tenant's client in this process, to be opened with ``async with``.
+
+        Args:
+            peft_config: any PEFT configuration; None for the bare model (an adapter can be loaded later).
+            name: shown in statistics and errors; must differ from the names of other clients.
+            seed: starts the client's stream of random numbers (adapter initialisation, dropout, sampling). By default
+                the stream starts as a copy of torch's own.
+            device: where the client's part of the model runs; by default where the base model is.
+            priority: for the policy ``priority``; clients of higher priority are served first.
+            slo_ms: for the policy ``co-serving``: latency target for each generated token, in milliseconds, in place
+                of the policy's own.
+            ttft_ms: for the policy ``co-serving``: latency target for the first token, in milliseconds.
+            kind: the kind of all requests of this client. By default it follows from the rows: one row of a sequence
+                is decode, more rows are prefill, and rows with gradients are fine-tuning.
+            privacy: how rows are masked before they leave the client: a scheme of :mod:`symbiosis.privacy`, or a name
+                with options such as ``"noise-pool:size=64"``. By default they are not masked.
+
+        Raises:
+            UsageError: a latency target is invalid, or cannot be reached on this machine.
+            UnknownNameError: no privacy scheme has this name.
+            PrivacyError: the privacy scheme does not take these options.
+        """
+        name = name or f"client-{next(self._client_numbers)}"
+        terms = Terms(priority, slo_ms, ttft_ms, kind).check()
+        for what, promised in (("slo_ms", slo_ms), ("ttft_ms", ttft_ms)):
+            if promised is not None and promised < 1e3 * self._token_s:
+                raise UsageError(
+                    f"{what} of {name!r} is {promised:g}, but one token takes {1e3 * self._token_s:.3g} ms in the base "
+                    "layers of the idle executor; give a longer time"
+                )
+        scheme, service = make_privacy(privacy), self.service
+
+        async def connect(name: str) -> Channel:
+            service.check_open()
+            channel = await make_transport(service.address).connect(service.address, name, terms)
+            return channel if scheme is None else await scheme.wrap(channel, service.address, terms, {})
+
+        return Client(
+            connect,
+            peft_config,
+            name=name,
+            seed=seed,
+            device=device,
+            masked=scheme is not None,
+            crowded=lambda: len(service.clients) > 1,
+        )
+
+    # ----------------------------------------------------------------------------------------------------- statistics
+
+    def statistics(self) -> Statistics:
+        """Return requests, batches, rows and waits so far, per layer and per client."""
+        return self.service.statistics()
+
+    def status(self) -> dict[str, Any]:
+        """Return what the executor is and does, as plain data."""
+        return self.service.status()
+
+    def reset_statistics(self) -> None:
+        """Count from zero, for instance after a warm-up."""
+        self._engine.counters = Counters()
+
+    @contextlib.contextmanager
+    def trace(self, file: str | Path) -> Iterator[None]:
+        """Write what runs when to a file, while the block runs: batches, and each client's thinking, waiting, running.
+
+        The file has Chrome's trace format; open it at https://ui.perfetto.dev.
+
+        ::
+
+            with executor.trace("batches.json"):
+                await client.train_step(batch, optimizer)
+
+        Raises:
+            UsageError: the file cannot be written, or another trace is being written.
+        """
+        if self._engine.timeline is not None:
+            raise UsageError("a trace of this executor is being written already; end that first")
+        timeline = self._engine.timeline = Timeline(file, [spec.name for spec in self.layers], now())
+        try:
+            yield
+        finally:
+            self._engine.timeline = None
+            timeline.close()
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(named, torch.dtype):
+        raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32' or 'bfloat16'")
+    return named
