@@ -53,7 +53,8 @@ class Executor:
         name: of the address ``inproc://name``; chosen freely by default.
 
     Attributes:
-        service: the part of the executor that transports use.
+        service: the part that transports use.
+        engine: the part that runs batches.
 
     Raises:
         SplitError: the model has no such base layers.
@@ -95,14 +96,14 @@ class Executor:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
         split = SplitModel(model, base_layers)
-        self._engine = Engine(split.layers, split.device, policy, max_rows)
+        self.engine = Engine(split.layers, split.device, policy, max_rows)
         self._token_s = 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
         if type(policy).unloaded is not Policy.unloaded and (walk := split.walk()):
-            self._token_s = self._engine.time_layers(walk)
+            self._token_s = self.engine.time_layers(walk)
             tell_unloaded(policy, self._token_s)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
-        self.service = ExecutorService(split, self._engine, address, source)
+        self.service = ExecutorService(split, self.engine, address, source)
         self._client_numbers = itertools.count(1)
 
     @classmethod
@@ -166,7 +167,7 @@ class Executor:
         await self.service.close()
 
     def __repr__(self) -> str:
-        service, scheduler = self.service, self._engine.scheduler
+        service, scheduler = self.service, self.engine.scheduler
         state = f"{len(service.clients)} clients, {scheduler.outstanding} requests" if service.is_open else "not open"
         return f"<Executor {service.address}: {len(self.layers)} base layers, {scheduler.policy}, {state}>"
 
@@ -254,7 +255,7 @@ class Executor:
 
     def reset_statistics(self) -> None:
         """Count from zero, for instance after a warm-up."""
-        self._engine.counters = Counters()
+        self.engine.counters = Counters()
 
     @contextlib.contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:
@@ -270,13 +271,13 @@ class Executor:
         Raises:
             UsageError: the file cannot be written, or another trace is being written.
         """
-        if self._engine.timeline is not None:
+        if self.engine.timeline is not None:
             raise UsageError("a trace of this executor is being written already; end that first")
-        timeline = self._engine.timeline = Timeline(file, [spec.name for spec in self.layers], now())
+        timeline = self.engine.timeline = Timeline(file, [spec.name for spec in self.layers], now())
         try:
             yield
         finally:
-            self._engine.timeline = None
+            self.engine.timeline = None
             timeline.close()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import copy
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 
 import symbiosis
 from symbiosis.core.policy import Policy
+from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.testing import Comparison, Job, Outcome, World
 
 T = TypeVar("T")
@@ -49,11 +50,18 @@ TRAINED = 1e-3
 steps gets more: Adam divides by the gradient's own size, which magnifies differences in small elements."""
 
 
-def world_of(policy: Policy, *clients: str, max_rows: int = 8, layers: int = 4) -> World:
-    """Clients that are all in a pass, around a policy."""
+def world_of(
+    policy: Policy,
+    *clients: str,
+    max_rows: int = 8,
+    layers: int = 4,
+    terms: Mapping[str, Terms] | None = None,
+    local: bool = False,
+) -> World:
+    """Return clients that are all in a pass, around a policy; ``terms`` by client."""
     world = World(policy, layers=layers, max_rows=max_rows)
     for client in clients:
-        world.join(client)
+        world.join(client, (terms or {}).get(client, NO_TERMS), local=local)
         world.begin_pass(client)
     return world
 

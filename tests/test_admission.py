@@ -19,7 +19,7 @@ import symbiosis
 from symbiosis.core.policy import Decision, Policy, View, Wait
 from symbiosis.core.requests import Batch, Call, Key, Pass, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
-from symbiosis.core.terms import NO_TERMS, Kind, Terms
+from symbiosis.core.terms import NO_TERMS, Kind, Terms, effective
 from symbiosis.errors import PolicyError, UsageError
 from symbiosis.executor.session import kind_of
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
@@ -40,15 +40,13 @@ class _Patient(PolicyConformance):
         return 400
 
 
-class _Rude:
+class _Rude(Policy):
     """Waits, whatever is queued."""
 
     name = "rude"
 
     def __init__(self, until: float | None) -> None:
         self.until = until
-
-    def submitted(self, request: Request) -> None: ...
 
     def decide(self, view: View, now: float) -> Decision:
         return Wait(self.until)
@@ -63,8 +61,8 @@ def test_waits_that_must_be_refused_are_not_hidden(wrapper: type[Admission], unt
     """Nobody thinks, and another tenant's requests are held."""
     scheduler = Scheduler(wrapper(_Rude(until)), layers=2, max_rows=8)
     for number, client in enumerate(["a", "b"]):
-        scheduler.client_joined(client)
-        scheduler.submit(Request(number, client, F0, 10_000, Kind.DECODE, 0.0, terms=Terms(priority=number)))
+        scheduler.client_joined(client, Terms(priority=number))
+        scheduler.submit(Request(number, client, F0, 10_000, Kind.DECODE, 0.0))
     batch = scheduler.next_action(0.0)
     assert isinstance(batch, Batch)
     assert batch.reason == "policy-error"
@@ -309,14 +307,17 @@ def test_many_tenants_come_and_go() -> None:
 # ------------------------------------------------------------------------------------------------------------ priority
 
 
-def _submit(world: World, client: str, priority: int, key: Key = F0) -> Request:
-    return world.submit(client, key, 1, Kind.DECODE, Terms(priority=priority, asked=False))
+def _with_priorities(policy: Priority, **priorities: int) -> World:
+    """Return local clients with a request each, in this order. A name's underscore stands for a slash."""
+    terms = {name.replace("_", "/"): Terms(priority=priority) for name, priority in priorities.items()}
+    world = world_of(policy, *terms, terms=terms, local=True)
+    for name in terms:
+        world.submit(name, F0, 1)
+    return world
 
 
 def test_the_urgent_go_first() -> None:
-    world = world_of(Priority(NoLockstep()), "low", "middle", "high")
-    for name, priority in (("low", -1), ("middle", 0), ("high", 5)):
-        _submit(world, name, priority)
+    world = _with_priorities(Priority(NoLockstep()), low=-1, middle=0, high=5)
     order = []
     for _ in range(3):
         order += [request.client for request in world.complete(_run(world))]
@@ -324,23 +325,18 @@ def test_the_urgent_go_first() -> None:
 
 
 def test_nobody_is_held_back_for_ever() -> None:
-    world = world_of(Priority(NoLockstep(), max_wait_ms=50), "low", "high")
-    _submit(world, "low", 0)
-    _submit(world, "high", 1)
+    world = _with_priorities(Priority(NoLockstep(), max_wait_ms=50), low=0, high=1)
     for batches in range(1000):
         (answered,) = world.complete(_run(world))
         if answered.client == "low":
             assert 45 <= batches <= 55  # of a millisecond each
             return
-        _submit(world, "high", 1)
+        world.submit("high", F0, 1)
     raise AssertionError("it waits for ever")
 
 
 def test_tenants_have_priorities() -> None:
-    world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), "plain/1", "gold/1", "gold/2")
-    for name in ("plain/1", "gold/1"):
-        _submit(world, name, 0)
-    _submit(world, "gold/2", 1)
+    world = _with_priorities(Priority(NoLockstep(), tenants={"gold": 2}), plain_1=0, gold_1=0, gold_2=1)
     order = []
     for _ in range(3):
         order += [request.client for request in world.complete(_run(world))]
@@ -365,8 +361,8 @@ async def test_a_policy_is_told_of_terms(base: Any) -> None:
         async with executor.client(name="a", **terms) as a, executor.client(name="b") as b:
             await a.forward(input_ids=IDS)
             await b.forward(input_ids=IDS)
-    assert notes.seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL, asked=False), Kind.PREFILL)}
-    assert notes.seen["b"] == {(Terms(asked=False), Kind.FINETUNE)}  # with gradients
+    assert notes.seen["a"] == {(Terms(3, 50.0, 900.0, Kind.PREFILL), Kind.PREFILL)}
+    assert notes.seen["b"] == {(NO_TERMS, Kind.FINETUNE)}  # with gradients
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "dist"])
@@ -397,16 +393,21 @@ async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path
             assert notes.seen == {"coroutine": asked}
 
 
-def test_terms_are_what_is_asked_for_unless_somebody_has_promised_them() -> None:
-    """A transport that forgets to say which passes on what is believed less."""
-    assert Terms(priority=1000).asked
-    assert NO_TERMS.asked
+def test_terms_from_elsewhere_are_lowered_once() -> None:
+    """They may lower the priority and lengthen the targets that the policy grants, never the opposite."""
+    granted = Terms(2, 50.0, 900.0)
+    assert effective(Terms(9, 10.0, 100.0), granted, trusted=False) == granted
+    assert effective(Terms(-3, 80.0, 2000.0), granted, trusted=False) == Terms(-1, 80.0, 2000.0)
+    assert effective(Terms(9, 10.0, 100.0), granted, trusted=True) == Terms(11, 10.0, 100.0)
+    assert effective(NO_TERMS, granted, trusted=True) == granted
+    assert effective(Terms(slo_ms=10.0), NO_TERMS, trusted=False) == Terms(slo_ms=10.0)  # the policy has no default
 
 
 def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
-    world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), "pushy", "gold", "modest")
-    for name, priority in (("modest", -1), ("pushy", 1000), ("gold", 0)):
-        world.submit(name, F0, 1, Kind.DECODE, Terms(priority=priority))
+    terms = {"modest": Terms(priority=-1), "pushy": Terms(priority=1000), "gold": NO_TERMS}
+    world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), *terms, terms=terms)
+    for name in terms:
+        world.submit(name, F0, 1)
     order = []
     for _ in range(3):
         order += [request.client for request in world.complete(_run(world))]
@@ -414,33 +415,33 @@ def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pass_", "looks", "says", "asked", "is_"),
+    ("pass_", "looks", "says", "local", "is_"),
     [
-        (Pass.FORWARD, Kind.PREFILL, None, True, Kind.PREFILL),
-        (Pass.FORWARD, Kind.PREFILL, Kind.FINETUNE, True, Kind.FINETUNE),
-        (Pass.FORWARD, Kind.FINETUNE, Kind.DECODE, True, Kind.FINETUNE),
-        (Pass.FORWARD, Kind.PREFILL, Kind.DECODE, False, Kind.DECODE),
-        (Pass.BACKWARD, Kind.DECODE, Kind.DECODE, True, Kind.FINETUNE),
+        (Pass.FORWARD, Kind.PREFILL, None, False, Kind.PREFILL),
+        (Pass.FORWARD, Kind.PREFILL, Kind.FINETUNE, False, Kind.FINETUNE),
+        (Pass.FORWARD, Kind.FINETUNE, Kind.DECODE, False, Kind.FINETUNE),
+        (Pass.FORWARD, Kind.PREFILL, Kind.DECODE, True, Kind.DECODE),
+        (Pass.BACKWARD, Kind.DECODE, Kind.DECODE, False, Kind.FINETUNE),
     ],
 )
-def test_what_rows_are_for(pass_: Pass, looks: Kind, says: Kind | None, asked: bool, is_: Kind) -> None:
+def test_what_rows_are_for(pass_: Pass, looks: Kind, says: Kind | None, local: bool, is_: Kind) -> None:
     """Who provides the executor may say so; from elsewhere rows are only more patient than they look."""
     call = Call(Key((0,), pass_), looks, (torch.zeros(3, 1),))
-    assert kind_of(call, Terms(kind=says, asked=asked)) is is_
+    assert kind_of(call, Terms(kind=says), local) is is_
 
 
-@pytest.mark.parametrize(("rows", "asked", "is_"), [(64, True, 0), (65, True, 1), (4096, True, 1), (4096, False, 0)])
-def test_a_token_each_of_how_many_texts_is_believed(rows: int, asked: bool, is_: int) -> None:
+@pytest.mark.parametrize(("rows", "local", "is_"), [(64, False, 0), (65, False, 1), (4096, False, 1), (4096, True, 0)])
+def test_a_token_each_of_how_many_texts_is_believed(rows: int, local: bool, is_: int) -> None:
     """Decode rows go first, whatever there are; so a prompt that passes for them would be at everybody's expense."""
     call = Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(rows, 1),))
-    assert kind_of(call, Terms(asked=asked)) is Kind(is_)
+    assert kind_of(call, NO_TERMS, local) is Kind(is_)
 
 
 def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
     """Its client asks for one row and leaves: its token is given up as soon as anybody's would be."""
     policy = CoServing(slo_ms=100)
-    world = world_of(policy, "gone", "job")
-    world.submit("gone", F0, 1, Kind.DECODE, Terms(slo_ms=20_000.0))
+    world = world_of(policy, "gone", "job", terms={"gone": Terms(slo_ms=20_000.0)})
+    world.submit("gone", F0, 1)
     world.complete(_run(world))
     world.clock.advance(0.25)
     assert policy.slack(world.clock.now) == math.inf
@@ -449,7 +450,7 @@ def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
 @pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
 def test_nobody_stops_others_fine_tuning_from_elsewhere(asked: float | None, slack: float) -> None:
     policy = CoServing(slo_ms=200)
-    world_of(policy, "a").submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=asked))
+    world_of(policy, "a", terms={"a": Terms(slo_ms=asked)}).submit("a", F0, 1)
     assert 0.4 * slack < policy.slack(0.0) < slack
 
 
@@ -466,8 +467,8 @@ def test_a_client_with_an_slo_of_its_own() -> None:
     slack = {}
     for slo_ms in (None, 20.0):
         policy = CoServing(slo_ms=200)
-        world = world_of(policy, "a")
-        world.submit("a", F0, 1, Kind.DECODE, Terms(slo_ms=slo_ms, asked=False))
+        world = world_of(policy, "a", terms={"a": Terms(slo_ms=slo_ms)}, local=True)
+        world.submit("a", F0, 1)
         slack[slo_ms] = policy.slack(0.0)
     assert slack[20.0] < 0.02 < slack[None]
 
@@ -486,14 +487,13 @@ def test_what_was_served_in_part_is_still_let_in() -> None:
 
     scheduler = Scheduler(Priority(Moody()), layers=4, max_rows=4)
     for number, (name, rows) in enumerate((("low", 10), ("high", 1))):
-        scheduler.client_joined(name)
-        scheduler.pass_began(name)
-        terms = Terms(priority=number, asked=False)
-        scheduler.submit(Request(number, name, F0, rows, Kind.DECODE, 0.0, terms=terms))
+        scheduler.client_joined(name, Terms(priority=number), local=True)
+        scheduler.pass_began(name, 0.0)
+        scheduler.submit(Request(number, name, F0, rows, Kind.DECODE, 0.0))
     served = []
     while isinstance(batch := scheduler.next_action(0.0), Batch):
         served.append((batch.slices[0].request.client, batch.rows))
-        scheduler.completed(batch, 1e-3)
+        scheduler.completed(batch, 1e-3, 0.0)
     assert served == [("low", 4), ("high", 1), ("low", 4), ("low", 2)]
     assert len(scheduler.policy_errors) == 1
 
@@ -544,7 +544,7 @@ def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataO
     wrapper = around(Unreliable(data.draw(st.integers(1, 6), label="every")))
     scheduler = Scheduler(wrapper, layers=3, max_rows=data.draw(st.sampled_from([1, 4, 24]), label="max_rows"))
     for name in "ABC":
-        scheduler.client_joined(name)
+        scheduler.client_joined(name, Terms(priority=ord(name) % 3), local=True)
     numbers, now, errors = itertools.count(), 0.0, []
     waiting: set[int] = set()
 
@@ -552,7 +552,7 @@ def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataO
         action = scheduler.next_action(now)
         errors.extend(str(error) for error in scheduler.policy_errors)
         if isinstance(action, Batch):
-            waiting.difference_update(request.id for request in scheduler.completed(action, 1e-3))
+            waiting.difference_update(request.id for request in scheduler.completed(action, 1e-3, now))
         errors.extend(str(error) for error in scheduler.policy_errors)
         scheduler.policy_errors.clear()
         scheduler.validate()
@@ -561,13 +561,12 @@ def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataO
     for _ in range(data.draw(st.integers(1, 30), label="steps")):
         for name in data.draw(st.sets(st.sampled_from("ABC"))):
             key = Key((data.draw(st.integers(0, 2)),), Pass.FORWARD)
-            terms = Terms(priority=ord(name) % 3, asked=False)
             number = next(numbers)
-            scheduler.submit(Request(number, name, key, data.draw(st.integers(1, 9)), Kind.DECODE, now, terms=terms))
+            scheduler.submit(Request(number, name, key, data.draw(st.integers(1, 9)), Kind.DECODE, now))
             waiting.add(number)
         if waiting and data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(waiting)))
-            scheduler.cancel(gone)
+            scheduler.cancel(gone, now)
             waiting.discard(gone)
         now = step(0.1) + 1e-3
     for _ in range(2000):
@@ -656,8 +655,8 @@ def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
         (lambda: Fair(quantum=float("nan")), "quantum is nan"),
         (lambda: Fair(output=-1), "output is -1"),
         (lambda: Fair(weights={"a": True}), "weight of 'a' is True"),
-        (lambda: Fair("opportunistic"), "give an object"),  # type: ignore[arg-type]
-        (lambda: Fair(NoLockstep), "give an object"),  # type: ignore[arg-type]
+        (lambda: Fair("opportunistic"), "instance of a subclass of Policy"),  # type: ignore[arg-type]
+        (lambda: Fair(NoLockstep), "instance of a subclass of Policy"),  # type: ignore[arg-type]
         (lambda: Priority(max_wait_ms=-1), "max_wait_ms is -1"),
         (lambda: Priority(tenants={"a": 1.5}), "that of 'a' is 1.5"),  # type: ignore[dict-item]
         (lambda: RateLimit(tokens_per_s=0), "tokens_per_s is 0"),

@@ -20,9 +20,9 @@ import symbiosis
 from symbiosis.bench.report import Report
 from symbiosis.cli import policies as policies_command
 from symbiosis.cli.commands import app
-from symbiosis.cli.console import CommandGroup
 from symbiosis.core import registry
 from symbiosis.errors import UsageError
+from symbiosis.terminal.console import CommandGroup
 from symbiosis.transports.keys import load_key
 from tests.service import save_model
 

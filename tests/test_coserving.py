@@ -12,11 +12,12 @@ from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.scheduler import WaitUntil
-from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.testing import PolicyConformance, World, tiny_model
+from tests.helpers import world_of
 
 LAYERS = 16
 COST = Cost(1e-3, 2e-5)
@@ -98,12 +99,8 @@ def test_without_inference_nothing_is_held_back() -> None:
 # ----------------------------------------------------------------------------------------------------------- decisions
 
 
-def world(policy: Policy | None = None) -> World:
-    made = World(policy or CoServing(slo_ms=50), layers=4, max_rows=256)
-    for name in ("text", "prompt", "job"):
-        made.join(name)
-        made.begin_pass(name)
-    return made
+def world(policy: Policy | None = None, *, local: bool = False) -> World:
+    return world_of(policy or CoServing(slo_ms=50), "text", "prompt", "job", layers=4, max_rows=256, local=local)
 
 
 def run(made: World, seconds: float = 1e-3) -> Batch:
@@ -245,7 +242,7 @@ def test_from_the_command_line() -> None:
 @pytest.mark.parametrize("spec", ["co-serving:slo_ms=0.001", "fair+co-serving:slo_ms=0.001"])
 def test_what_cannot_be_kept_is_refused(base: Any, spec: str) -> None:
     """One row through all base layers takes longer than that."""
-    with pytest.raises(UsageError, match=r"slo_ms is 0\.001, but a token takes .* ms in base layers alone"):
+    with pytest.raises(UsageError, match=r"slo_ms is 0\.001, but one token takes .* ms in base layers alone"):
         symbiosis.Executor(base, policy=spec)
     symbiosis.Executor(base, policy=spec.replace("0.001", "5000"))
 
@@ -255,7 +252,7 @@ def test_nor_to_one_client(base: Any) -> None:
         symbiosis.Executor(base, policy=CoServing(slo_ms=5000, clients={"alice": (0.001, 100.0)}))
 
 
-def _steps(w: World, own: float, terms: Terms) -> CoServing:
+def _steps(w: World, own: float) -> CoServing:
     """Fine-tuning walks forward and back; with each answer its client computes for so long. Then it pauses."""
     policy = w.policy
     assert isinstance(policy, CoServing)
@@ -263,7 +260,7 @@ def _steps(w: World, own: float, terms: Terms) -> CoServing:
     keys += [Key(key.layers, Pass.BACKWARD) for key in reversed(keys)]
     for _ in range(10):
         for key in keys:
-            w.submit("job", key, 64, Kind.FINETUNE, terms)
+            w.submit("job", key, 64, Kind.FINETUNE)
             while w.waiting:
                 run(w, seconds=2e-3)
             w.clock.advance(own)
@@ -272,10 +269,10 @@ def _steps(w: World, own: float, terms: Terms) -> CoServing:
 
 
 def test_what_clients_here_compute_themselves_is_part_of_what_their_batches_cost() -> None:
-    w = world(CoServing(slo_ms=100))
-    policy = _steps(w, 5e-3, Terms(asked=False))
-    request = Request(1, "job", F0, 64, Kind.FINETUNE, 0.0, terms=Terms(asked=False))
-    last = Request(1, "job", Key((0,), Pass.BACKWARD), 64, Kind.FINETUNE, 0.0, terms=Terms(asked=False))
+    w = world(CoServing(slo_ms=100), local=True)
+    policy = _steps(w, 5e-3)
+    request = Request(1, "job", F0, 64, Kind.FINETUNE, 0.0, local=True)
+    last = Request(1, "job", Key((0,), Pass.BACKWARD), 64, Kind.FINETUNE, 0.0, local=True)
     assert policy.own(request) == pytest.approx(5e-3)
     assert policy.own(last) == 0  # what follows it is a pause, for all anybody knows
     w.submit("text", F0, 1, Kind.DECODE)
@@ -285,17 +282,17 @@ def test_what_clients_here_compute_themselves_is_part_of_what_their_batches_cost
 
 
 def test_what_clients_elsewhere_compute_costs_nobody_here_anything() -> None:
-    policy = _steps(world(CoServing(slo_ms=100)), 5e-3, Terms())
+    policy = _steps(world(CoServing(slo_ms=100)), 5e-3)
     assert policy.own(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
 
 
 def test_fine_tuning_waits_where_its_clients_own_work_would_be_too_long() -> None:
     taken = {}
     for own in (1e-3, 15e-3):
-        w = world(CoServing(slo_ms=100, wait_ms=1e-6))
-        _steps(w, own, Terms(asked=False))
+        w = world(CoServing(slo_ms=100, wait_ms=1e-6), local=True)
+        _steps(w, own)
         w.submit("text", F1, 1, Kind.DECODE)
-        w.submit("job", F0, 64, Kind.FINETUNE, Terms(asked=False))
+        w.submit("job", F0, 64, Kind.FINETUNE)
         taken[own] = rows_of(run(w))
     assert taken == {1e-3: {"job": 64}, 15e-3: {"text": 1}}  # of 42 ms of slack 8 may be spent at once
 
@@ -321,13 +318,13 @@ def test_fine_tuning_does_not_hold_prefills_up_for_long() -> None:
 def test_what_no_machine_can_keep_is_refused(what: str) -> None:
     """Of everybody, of a client by name, and of a client as it is made."""
     base = tiny_model()
-    with pytest.raises(UsageError, match=rf"co-serving: {what} is 1e-06, but a token takes"):
+    with pytest.raises(UsageError, match=rf"co-serving: {what} is 1e-06, but one token takes"):
         symbiosis.Executor(base, policy=CoServing(**{what: 1e-6}))
     pair = (1e-6, 900.0) if what == "slo_ms" else (50.0, 1e-6)
-    with pytest.raises(UsageError, match=rf"co-serving: {what} of 'alice' is 1e-06, but a token takes"):
+    with pytest.raises(UsageError, match=rf"co-serving: {what} of 'alice' is 1e-06, but one token takes"):
         symbiosis.Executor(base, policy=CoServing(slo_ms=1e4, clients={"alice": pair}))
     executor = symbiosis.Executor(base, policy=CoServing(slo_ms=1e4))
-    with pytest.raises(UsageError, match=rf"{what} of 'alice' is 1e-06, but a token takes"):
+    with pytest.raises(UsageError, match=rf"{what} of 'alice' is 1e-06, but one token takes"):
         executor.client(name="alice", **{what: 1e-6})
 
 

@@ -21,8 +21,8 @@ async def client(base: Any) -> AsyncIterator[symbiosis.Client]:
         yield client
         if not client._closed:
             assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
-        assert executor._scheduler.outstanding == 0
-        assert executor._scheduler.thinking == 0
+        assert executor.engine.scheduler.outstanding == 0
+        assert executor.engine.scheduler.thinking == 0
 
 
 def test_one_tree() -> None:

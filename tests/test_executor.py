@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 import symbiosis
 from symbiosis.client.fibers import current_fiber
-from symbiosis.core.policy import Decision, Run, View, Wait
+from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Request
 from symbiosis.errors import (
     CannotWaitError,
@@ -30,7 +30,7 @@ from symbiosis.testing import run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
 
 
-class Moody:
+class Moody(Policy):
     """Raises, or decides nonsense, every other time."""
 
     name = "moody"
@@ -73,7 +73,7 @@ async def test_a_bad_policy_is_named_and_everybody_is_served(
     if mood == "raises":
         assert "not today" in caplog.text
         assert caplog.records[0].exc_info
-    executor._scheduler.validate()
+    executor.engine.scheduler.validate()
 
 
 async def test_statistics(base: Any) -> None:
@@ -249,19 +249,12 @@ async def test_the_model_is_frozen_and_left_as_it_was(base: Any) -> None:
         assert torch.equal(value, before[name])
 
 
-@pytest.fixture
-def soon_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody need be away for a while before a client counts as alone."""
-    monkeypatch.setattr("symbiosis.host._COMPANY_S", 0)
-
-
 class Asked(NoLockstep):
     """Wants to be asked about every request, as one that rations would."""
 
     lone_at_once = False
 
 
-@pytest.mark.usefixtures("soon_alone")
 @pytest.mark.parametrize(("policy", "reason"), [(NoLockstep(), "lone"), (Asked(), "at-once")])
 async def test_a_lone_request_runs_at_once_unless_the_policy_wants_to_be_asked(
     base: Any, policy: NoLockstep, reason: str
@@ -275,7 +268,6 @@ async def test_a_lone_request_runs_at_once_unless_the_policy_wants_to_be_asked(
         assert statistics.rows == sum(client.rows for client in statistics.clients.values())
 
 
-@pytest.mark.usefixtures("soon_alone")
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
 async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_stay_out_of_base_layers(
     base: Any, mode: Any
@@ -301,7 +293,6 @@ async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_stay_out_of_
     assert set(seen) == {(False, False)}
 
 
-@pytest.mark.usefixtures("soon_alone")
 async def test_a_lone_client_leaves_the_loop_its_turns(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         turns = 0
@@ -319,13 +310,12 @@ async def test_a_lone_client_leaves_the_loop_its_turns(base: Any) -> None:
         assert executor.statistics().reasons["lone"] > 100
 
 
-@pytest.mark.usefixtures("soon_alone")
 async def test_a_lone_request_that_fails_says_so_and_the_next_one_is_served(
     base: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with symbiosis.Executor(base) as executor, executor.client(LoraConfig(r=2)) as client:
         out = await client.forward(input_ids=IDS, labels=IDS)
-        runner: Any = executor._runner
+        runner: Any = executor.engine.runner
         real = runner.run_alone
         runner.run_alone = lambda call: 1 / 0
         with pytest.raises(LayerError, match=r"lm_head failed on a batch of \d+ rows: division by zero"):
@@ -335,12 +325,11 @@ async def test_a_lone_request_that_fails_says_so_and_the_next_one_is_served(
         await client.forward(input_ids=IDS)
 
 
-@pytest.mark.usefixtures("soon_alone")
 async def test_threads_of_the_users_own_share_batches(base: Any) -> None:
     """Models called on threads are in no pass; still one lone request runs at a time and the others are queued."""
     async with symbiosis.Executor(base) as executor:
         clients = [await executor.client().open() for _ in range(4)]
-        runner: Any = executor._runner
+        runner: Any = executor.engine.runner
         running = most = 0
         real = runner.run_alone
 
@@ -363,14 +352,6 @@ async def test_threads_of_the_users_own_share_batches(base: Any) -> None:
         assert most <= 2  # one lone, one from the queue
         for client in clients:
             await client.close()
-
-
-async def test_a_client_is_not_alone_while_others_take_turns_with_it(base: Any) -> None:
-    async with symbiosis.Executor(base) as executor, executor.client() as one, executor.client() as two:
-        for _ in range(3):
-            await one.forward(input_ids=IDS)
-            await two.forward(input_ids=IDS)
-        assert "lone" not in executor.statistics().reasons
 
 
 async def test_modes_of_one_tenant_stay_with_it_at_every_await(base: Any) -> None:
@@ -529,7 +510,7 @@ async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
 
 async def test_who_has_stopped_in_the_middle_is_not_waited_for(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a debugger, or saying BEGIN and nothing else: others wait for it once, and not for ever."""
-    monkeypatch.setattr("symbiosis.host._STOPPED_S", 0.2)
+    monkeypatch.setattr("symbiosis.core.scheduler.STOPPED_S", 0.2)
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client(name="stopped") as stopped, executor.client(name="works") as works:
             channel = stopped._channel
@@ -557,6 +538,7 @@ async def test_on_a_gpu_policies_are_told_what_the_device_took(base: Any, monkey
             return 7.0
 
     class Notes(NoLockstep):
+        lone_at_once = False
         seen: ClassVar[list[float]] = []
 
         def ran(self, batch: Batch, seconds: float) -> None:
@@ -565,7 +547,7 @@ async def test_on_a_gpu_policies_are_told_what_the_device_took(base: Any, monkey
     clock = DeviceClock(torch.device("cpu"))
     monkeypatch.setattr(clock, "mark", Event)
     async with symbiosis.Executor(base, policy=Notes()) as executor, executor.client() as client, executor.client():
-        executor._clock = clock
+        executor.engine.device_clock = clock
         await client.generate(input_ids=IDS, max_new_tokens=2)
         batches = executor.statistics().batches
         assert batches > 0

@@ -233,16 +233,16 @@ async def test_policies_are_told_what_the_device_took(base: Any) -> None:
 
     async with symbiosis.Executor(copy.deepcopy(base).to(CUDA), policy=Notes()) as executor:
         async with executor.client() as client, executor.client():
-            run = executor._runner.run
+            run = executor.engine.runner.run
 
             def slowly(batch: Batch, calls: Any) -> None:
                 torch.cuda._sleep(10**8)
                 run(batch, calls)
 
-            executor._runner.run = slowly  # type: ignore[method-assign]
+            executor.engine.runner.run = slowly  # type: ignore[method-assign]
             await client.forward(input_ids=IDS.to(CUDA))
             torch.cuda.synchronize()
-            executor._runner.run = run  # type: ignore[method-assign]
+            executor.engine.runner.run = run  # type: ignore[method-assign]
             await client.forward(input_ids=IDS.to(CUDA))
     assert len(seen) > 3
     assert max(seen) > 1e-2  # 10^8 cycles at less than 10 GHz

@@ -39,7 +39,7 @@ async def test_call_from_the_loop_and_from_a_thread(executor: symbiosis.Executor
     assert channel.client == "c"
     assert channel.device == torch.device("cpu")
     assert len(channel.layers) == HEAD + 1
-    weight = executor._split.model.lm_head.weight
+    weight = executor.service.resident().model.lm_head.weight
     (y,) = await channel.send(call())
     assert torch.equal(y, torch.ones(3, 32) @ weight.t())
     assert torch.equal((await asyncio.to_thread(channel.call, call()))[0], y)
@@ -84,7 +84,7 @@ async def test_calls_that_do_not_fit(executor: symbiosis.Executor, bad: Call, co
     assert "'alice'" in str(caught.value)
     with pytest.raises(RequestError, match=complaint):
         await asyncio.to_thread(channel.call, bad)
-    assert executor._scheduler.outstanding == 0
+    assert executor.engine.scheduler.outstanding == 0
     await channel.send(call())
     channel.close()
 
@@ -108,7 +108,7 @@ async def test_cancel(executor: symbiosis.Executor) -> None:
     channel.cancel(mine)
     channel.cancel(mine)
     channel.cancel(call())  # never sent
-    assert executor._scheduler.outstanding == 0
+    assert executor.engine.scheduler.outstanding == 0
     await asyncio.sleep(0.01)
     assert not reply.done()
     channel.close()
@@ -164,13 +164,13 @@ async def test_another_loop_is_refused(executor: symbiosis.Executor) -> None:
 async def test_a_listener_forgets_clients_that_left(executor: symbiosis.Executor) -> None:
     for number in range(20):
         (await connect(f"c{number}")).close()
-    (listener,) = executor._listeners
+    (listener,) = executor.service.listeners
     assert len(listener._channels) < 20  # type: ignore[attr-defined]
 
 
 async def test_a_tenant_cannot_fill_the_executors_memory_with_groups_of_siblings(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
-        session = executor.join("mallory")
+        session = executor.service.join("mallory")
         mates = [spec.layer for spec in executor.layers if spec.in_features == executor.layers[0].in_features]
         groups = [group for size in range(1, 5) for group in itertools.combinations(mates, size)]
 

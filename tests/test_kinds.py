@@ -24,6 +24,8 @@ IDS = torch.arange(3, 10)[None]
 class Notes(NoLockstep):
     """Serves whoever comes first, and remembers what the rows were for."""
 
+    lone_at_once = False
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Kind, int]] = []

@@ -34,7 +34,7 @@ class Gate:
     def __init__(
         self, executor: symbiosis.Executor, layer: int, pass_: Pass, during: Callable[[], object], nth: int = 1
     ):
-        base = executor._split.layers[layer]
+        base = executor.engine.layers[layer]
         run = base.run
         self.count = 0
 
@@ -51,9 +51,9 @@ class Gate:
 async def assert_serves(executor: symbiosis.Executor, expected: torch.Tensor) -> None:
     async with executor.client() as client:
         assert torch.allclose((await client.forward(input_ids=IDS)).logits, expected, rtol=0, atol=1e-6)
-        assert executor._scheduler.outstanding == 0
-    assert not executor._calls
-    executor._scheduler.validate()
+        assert executor.engine.scheduler.outstanding == 0
+    assert not executor.engine.calls
+    executor.engine.scheduler.validate()
 
 
 @pytest.fixture
@@ -174,8 +174,8 @@ async def test_others_are_untouched_by_cancellations(base: Any) -> None:
         outcomes = await asyncio.gather(*[watched(*job) for job in jobs])
         stop.set()
         await asyncio.gather(*tasks)
-        assert executor._scheduler.outstanding == 0
-        executor._scheduler.validate()
+        assert executor.engine.scheduler.outstanding == 0
+        executor.engine.scheduler.validate()
     for outcome, expected in zip(outcomes, plain, strict=True):
         assert_close(outcome, expected)
 
@@ -313,7 +313,7 @@ async def test_executor_shut_down_while_backward_waits(base: Any) -> None:
         assert sleeper._channel is not None
         sleeper._channel.begin_pass()  # thinks for ever
         task = asyncio.create_task(client.backward(output.loss))
-        await until(lambda: executor._scheduler.outstanding == 1)
+        await until(lambda: executor.engine.scheduler.outstanding == 1)
         assert client_threads()
     with pytest.raises(ExecutorClosedError, match="shut down"):
         await asyncio.wait_for(task, 10)
@@ -330,7 +330,7 @@ async def test_plain_thread_that_waits(base: Any, by: str) -> None:
         assert sleeper._channel is not None
         sleeper._channel.begin_pass()
         task = asyncio.create_task(asyncio.to_thread(client.model, input_ids=IDS))
-        await until(lambda: executor._scheduler.outstanding == 1)
+        await until(lambda: executor.engine.scheduler.outstanding == 1)
         if by == "client":
             await client.close()
             with pytest.raises(ClientClosedError, match=client.name):
@@ -366,7 +366,7 @@ async def test_cancelled_while_another_closes_it(base: Any, expected: torch.Tens
         assert sleeper._channel is not None
         sleeper._channel.begin_pass()
         task = asyncio.create_task(client.backward(output.loss))
-        await until(lambda: executor._scheduler.outstanding == 1)
+        await until(lambda: executor.engine.scheduler.outstanding == 1)
         closing = asyncio.create_task(client.close())
         await asyncio.sleep(0)
         task.cancel()
@@ -426,7 +426,7 @@ async def test_cancelled_between_operations(base: Any, expected: torch.Tensor) -
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not executor._sessions
+        assert not executor.service.clients
         await assert_serves(executor, expected)
 
 
@@ -445,12 +445,12 @@ async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
 
         client._in_pass_on_thread = held_up  # type: ignore[method-assign]
         task = asyncio.create_task(client.train_step(BATCH, optimizer))
-        await until(lambda: task.done() or executor._scheduler.outstanding == 1)
+        await until(lambda: task.done() or executor.engine.scheduler.outstanding == 1)
         assert not task.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert executor._scheduler.outstanding == 0  # its request is gone with it
+        assert executor.engine.scheduler.outstanding == 0  # its request is gone with it
         for name, value in parameters(client.model).items():
             assert torch.equal(value, before[name]), name
         await sleeper.close()
@@ -471,7 +471,7 @@ async def test_cancelled_client_is_nobody_to_wait_for(base: Any) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert executor._scheduler.thinking == 0
+        assert executor.engine.scheduler.thinking == 0
         async with executor.client() as other:
             await asyncio.wait_for(other.forward(input_ids=IDS), 10)
 
@@ -520,7 +520,7 @@ async def test_clients_of_different_speed(base: Any) -> None:
 
             thinker = asyncio.create_task(think())
             await asyncio.sleep(0)
-            assert executor._scheduler.thinking == 1
+            assert executor.engine.scheduler.thinking == 1
             await asyncio.wait_for(fast.forward(input_ids=IDS), 10)
             assert not thinker.done()
             thinker.cancel()
@@ -542,9 +542,9 @@ async def test_many_clients_come_and_go(base: Any) -> None:
         del client
         gc.collect()
         assert (len(gc.get_objects()) - before) / 100 < 10
-        assert not executor._sessions
-        assert not executor._calls
-        assert not executor._scheduler._clients
+        assert not executor.service.clients
+        assert not executor.engine.calls
+        assert not executor.engine.scheduler._clients
         async with executor.client(name="first"):
             pass
 
@@ -573,7 +573,7 @@ async def test_failed_opening_leaves_nothing(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         with pytest.raises(ValueError, match="nowhere"):
             await executor.client(lora(target_modules=["nowhere"]), name="bob").open()
-        assert not executor._sessions
+        assert not executor.service.clients
         async with executor.client(name="bob") as bob:
             await bob.forward(input_ids=IDS)
 
@@ -590,7 +590,7 @@ async def test_executor_lifecycle_errors(base: Any) -> None:
         with pytest.raises(UsageError, match="inproc://mine is in use"):
             await symbiosis.Executor(copy.deepcopy(base), name="mine").start()
     await executor.close()
-    with pytest.raises(ExecutorClosedError, match=r"mine.*not open"):
+    with pytest.raises(ExecutorClosedError, match=r"mine.*was shut down"):
         await executor.client().open()
     async with symbiosis.Executor(base, name="mine") as again, again.client() as client:  # the name is free again
         await client.forward(input_ids=IDS)

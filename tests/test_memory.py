@@ -53,7 +53,7 @@ async def test_what_was_sent_and_answered_is_let_go(base: Any, how: str, max_row
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
 async def test_rows_of_requests_that_came_to_nothing(base: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest keeps log records, these the traceback, and that the frames of the layer that failed.
-    monkeypatch.setattr(logging.getLogger("symbiosis.host"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("symbiosis.executor.engine"), "disabled", True)
     async with symbiosis.Executor(base) as executor:
         client = await executor.client().open()
         channel = client._channel
@@ -62,7 +62,7 @@ async def test_rows_of_requests_that_came_to_nothing(base: Any, how: str, monkey
         reference = weakref.ref(rows)
         call = Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (rows,))
         if how == "failed":
-            executor._split.layers[0].run = explode  # type: ignore[method-assign]
+            executor.engine.layers[0].run = explode  # type: ignore[method-assign]
         reply = channel.send(call)
         if how == "cancelled":
             channel.cancel(call)
@@ -144,7 +144,7 @@ async def test_large_requests_are_bounded_by_max_rows(base: Any) -> None:
     """No batch is larger than max_rows, whatever the sequence length."""
     seen: list[int] = []
     async with symbiosis.Executor(base, max_rows=16) as executor, executor.client() as client:
-        for layer in executor._split.layers:
+        for layer in executor.engine.layers:
             run = layer.run
 
             def watched(pass_: Any, tensors: Any, run: Any = run) -> Any:
@@ -153,6 +153,6 @@ async def test_large_requests_are_bounded_by_max_rows(base: Any) -> None:
 
             layer.run = watched  # type: ignore[method-assign]
         ids = torch.randint(3, 64, (4, 50))
-        expected = executor._split.model(input_ids=ids).logits
+        expected = executor.service.resident().model(input_ids=ids).logits
         torch.testing.assert_close((await client.forward(input_ids=ids)).logits, expected)
     assert max(seen) == 16

@@ -119,7 +119,7 @@ async def test_products(executor: Any, client: Any, form: str, kind: str, waits:
     multiply = BACKWARD[form[: -len(" (back)")]] if "(back)" in form else FORWARD[form]
     mine = torch.randn(N, O if "(back)" in form else I, requires_grad=True)
     theirs = mine.detach().clone().requires_grad_()
-    expected = multiply(theirs, weight_of(executor._split.model, kind))
+    expected = multiply(theirs, weight_of(executor.service.resident().model, kind))
     dy = torch.randn_like(expected)
     if waits == "fiber":
         y = await client.run(lambda: multiply(mine, weight_of(client.model, kind)))
@@ -149,12 +149,12 @@ async def test_products(executor: Any, client: Any, form: str, kind: str, waits:
 async def test_one_column(executor: Any, client: Any, weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """A weight [o, 1]: its strides would not tell which way it lies."""
     x = torch.randn(N, 1)
-    expected = x @ weight(executor._split.model.column.weight)
+    expected = x @ weight(executor.service.resident().model.column.weight)
     check(await client.run(lambda: x @ weight(client.model.column.weight)), expected)
 
 
 async def test_out(executor: Any, client: Any) -> None:
-    x, weight = torch.randn(N, I), executor._split.model.linear.weight
+    x, weight = torch.randn(N, I), executor.service.resident().model.linear.weight
     for out in (torch.empty(N, O), torch.empty(N, 2 * O)[:, :O], torch.empty(0)):
         result = await client.run(lambda out=out: torch.mm(x, client.model.linear.weight.t(), out=out))
         assert result is out
@@ -215,7 +215,7 @@ async def test_rows_that_change_behind_their_version(executor: Any, client: Any,
         return torch.cat(parts, -1)
 
     with torch.no_grad():
-        expected = work(executor._split.model.linear.weight)
+        expected = work(executor.service.resident().model.linear.weight)
     check(await client.run(work, client.model.linear.weight), expected)
 
 
@@ -229,7 +229,7 @@ async def test_backward_part_by_part(executor: Any, client: Any) -> None:
         assert x.grad is not None
         return x.grad
 
-    expected = work(executor._split.model.linear.weight.detach())
+    expected = work(executor.service.resident().model.linear.weight.detach())
     check(await asyncio.to_thread(work, client.model.linear.weight), expected)
 
 
@@ -254,7 +254,7 @@ async def test_autocast(executor: Any, client: Any) -> None:
             weight, bias = model.biased.weight, model.biased.bias
             return [x @ weight.t(), F.linear(x, weight, bias), x.bfloat16() @ weight[2:4].bfloat16().t()]
 
-    for mine, theirs in zip(await client.run(work, client.model), work(executor._split.model), strict=True):
+    for mine, theirs in zip(await client.run(work, client.model), work(executor.service.resident().model), strict=True):
         assert mine.dtype is theirs.dtype is torch.bfloat16
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
@@ -351,7 +351,7 @@ async def test_what_needs_values_is_refused(executor: Any, client: Any, how: str
     assert weight.is_placeholder
     assert torch.isnan(weight).all()
     x = torch.ones(N, I)
-    check(await client.run(lambda: x @ weight.t()), x @ executor._split.model.biased.weight.t())
+    check(await client.run(lambda: x @ weight.t()), x @ executor.service.resident().model.biased.weight.t())
 
 
 async def test_shapes_that_do_not_fit(client: Any) -> None:
@@ -393,7 +393,7 @@ async def test_initialised_anew(client: Any) -> None:
 
 
 async def test_of_a_copy_of_the_model(executor: Any, client: Any) -> None:
-    x, weight = torch.ones(N, I), executor._split.model.conv.weight
+    x, weight = torch.ones(N, I), executor.service.resident().model.conv.weight
     copied = copy.deepcopy(client.model)
     client._model = None
     check(await client.run(lambda: x @ copied.conv.weight), x @ weight)
@@ -401,7 +401,7 @@ async def test_of_a_copy_of_the_model(executor: Any, client: Any) -> None:
 
 async def test_after_to(executor: Any, client: Any) -> None:
     """client.model.to(float64): as far as the base model's precision goes."""
-    x, weight = torch.ones(N, I, dtype=torch.float64), executor._split.model.linear.weight.double()
+    x, weight = torch.ones(N, I, dtype=torch.float64), executor.service.resident().model.linear.weight.double()
     client.model.to(torch.float64)
     torch.testing.assert_close(
         await client.run(lambda: x @ client.model.linear.weight.t()), x @ weight.t(), rtol=1e-5, atol=1e-6
@@ -435,6 +435,6 @@ async def test_a_state_dict_goes_to_a_file_and_back(executor: Any, client: Any) 
         client.model.load_state_dict(kept)
         assert client.model.linear.weight.is_placeholder
     x = torch.ones(N, I)
-    check(await client.run(client.model.linear, x), executor._split.model.linear(x))
+    check(await client.run(client.model.linear, x), executor.service.resident().model.linear(x))
     with pytest.raises(RuntimeError, match="needs the values"):
         Layers().load_state_dict(client.model.state_dict())

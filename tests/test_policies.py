@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass
-from symbiosis.core.scheduler import WaitUntil
+from symbiosis.core.scheduler import STOPPED_S, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, opportunistic
@@ -89,10 +89,10 @@ class TestLockstep:
     def test_waits_for_all_and_runs_them_together(self) -> None:
         w = world_of(Lockstep(), "a", "b", "c")
         w.submit("a", F0, 1)
-        assert w.decide() == WaitUntil(math.inf)
-        w.clock.advance(100)
+        assert w.decide() == WaitUntil(STOPPED_S)
+        w.clock.advance(0.9 * STOPPED_S)
         w.submit("b", F0, 1)
-        assert w.decide() == WaitUntil(math.inf)
+        assert w.decide() == WaitUntil(STOPPED_S)
         w.submit("c", F0, 1)
         assert members(run(w)) == [("a", 1), ("b", 1), ("c", 1)]
 
@@ -414,6 +414,7 @@ class TestAdaptive:
             w.submit("a", F0, 1)
             w.clock.advance(1.0)
             w.complete(run_now(w), 1e-9)
+        w.begin_pass("b")  # it had stopped
         w.submit("a", F0, 1)
         action = w.decide()
         assert isinstance(action, WaitUntil)

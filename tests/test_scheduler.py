@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from symbiosis.core.policy import Decision, Run, View, Wait
+from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import Idle, Scheduler, WaitUntil
+from symbiosis.core.scheduler import LONE, STOPPED_S, Idle, Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
@@ -20,16 +20,13 @@ from tests.helpers import world_of
 F0, F1, B0 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD), Key((0,), Pass.BACKWARD)
 
 
-class Told:
+class Told(Policy):
     """Does what it is told."""
 
     name = "told"
 
     def __init__(self) -> None:
         self.decision: Decision = Wait(None)
-
-    def submitted(self, request: Request) -> None:
-        pass
 
     def decide(self, view: View, now: float) -> Decision:
         return self.decision
@@ -40,7 +37,7 @@ def make(*clients: str, max_rows: int = 8) -> tuple[Scheduler, Told]:
     scheduler = Scheduler(policy, layers=2, max_rows=max_rows)
     for client in clients:
         scheduler.client_joined(client)
-        scheduler.pass_began(client)
+        scheduler.pass_began(client, 0.0)
     return scheduler, policy
 
 
@@ -69,9 +66,9 @@ def test_slices_come_in_order_and_answer_once() -> None:
     batches = [run(scheduler, policy, (r, count)) for count in (4, 1, 5)]
     assert [(b.slices[0].start, b.slices[0].stop) for b in batches] == [(0, 4), (4, 5), (5, 10)]
     # They may end in any order; the last one answers.
-    assert scheduler.completed(batches[2], 1e-3) == []
-    assert scheduler.completed(batches[0], 1e-3) == []
-    assert scheduler.completed(batches[1], 1e-3) == [r]
+    assert scheduler.completed(batches[2], 1e-3, 0.0) == []
+    assert scheduler.completed(batches[0], 1e-3, 0.0) == []
+    assert scheduler.completed(batches[1], 1e-3, 0.0) == [r]
     assert scheduler.outstanding == 0
     assert scheduler.next_action(0.0) == Idle()
 
@@ -116,15 +113,15 @@ def test_cancel(moment: str) -> None:
     elif moment in ("running", "answered"):
         batches.append(run(scheduler, policy, (r, 5), (other, 1)))
     if moment == "answered":
-        assert scheduler.completed(batches.pop(), 1e-3) == [r]
-    scheduler.cancel(0)
-    scheduler.cancel(0)  # twice is harmless
+        assert scheduler.completed(batches.pop(), 1e-3, 0.0) == [r]
+    scheduler.cancel(0, 0.0)
+    scheduler.cancel(0, 0.0)  # twice is harmless
     scheduler.validate()
     assert scheduler.outstanding == 1
     assert scheduler.thinking == 1  # a is free again
     for batch in batches:
-        assert scheduler.completed(batch, 1e-3) == []
-    assert scheduler.completed(run(scheduler, policy, (other, other.remaining)), 1e-3) == [other]
+        assert scheduler.completed(batch, 1e-3, 0.0) == []
+    assert scheduler.completed(run(scheduler, policy, (other, other.remaining)), 1e-3, 0.0) == [other]
     assert scheduler.next_action(0.0) == Idle()
     scheduler.validate()
 
@@ -137,10 +134,10 @@ def test_leaving_with_rows_everywhere() -> None:
         scheduler.submit(r)
     running = run(scheduler, policy, (mine[0], 4), (other, 1))
     run(scheduler, policy, (mine[1], 2))
-    assert scheduler.client_left("a") == mine
+    assert scheduler.client_left("a", 0.0) == mine
     assert all(r.cancelled for r in mine)
     scheduler.validate()
-    assert scheduler.completed(running, 1e-3) == []
+    assert scheduler.completed(running, 1e-3, 0.0) == []
     scheduler.client_joined("a")  # the name is free at once
     scheduler.submit(request(4, "a"))
     scheduler.validate()
@@ -152,22 +149,22 @@ def test_thinking() -> None:
     assert scheduler.thinking == 0
     scheduler.client_joined("a")
     assert scheduler.thinking == 0  # idle
-    scheduler.pass_began("a")
-    scheduler.pass_began("a")
+    scheduler.pass_began("a", 0.0)
+    scheduler.pass_began("a", 0.0)
     assert scheduler.thinking == 1
     first, second = request(0, "a"), request(1, "a", F1)
     scheduler.submit(first)
     scheduler.submit(second)
     assert scheduler.thinking == 0  # blocked
-    scheduler.completed(run(scheduler, policy, (first, 3)), 1e-3)
+    scheduler.completed(run(scheduler, policy, (first, 3)), 1e-3, 0.0)
     assert scheduler.thinking == 0  # by the second
     scheduler.pass_ended("a")
     scheduler.pass_ended("a")
-    scheduler.completed(run(scheduler, policy, (second, 3)), 1e-3)
+    scheduler.completed(run(scheduler, policy, (second, 3)), 1e-3, 0.0)
     assert scheduler.thinking == 0  # out of its pass
-    scheduler.pass_began("a")
+    scheduler.pass_began("a", 0.0)
     assert scheduler.thinking == 1
-    scheduler.client_left("a")
+    scheduler.client_left("a", 0.0)
     assert scheduler.thinking == 0
 
 
@@ -175,14 +172,53 @@ def test_waits() -> None:
     scheduler, policy = make("a", "thinker")
     scheduler.submit(request(0, "a"))
     policy.decision = Wait(None)
-    assert scheduler.next_action(1.0) == WaitUntil(math.inf)
-    policy.decision = Wait(1.5)
-    assert scheduler.next_action(1.0) == WaitUntil(1.5)
+    assert scheduler.next_action(0.2) == WaitUntil(STOPPED_S)  # when the thinking client will have stopped
+    policy.decision = Wait(0.7)
+    assert scheduler.next_action(0.2) == WaitUntil(0.7)
     assert not scheduler.policy_errors
-    scheduler.client_left("thinker")
+    scheduler.client_left("thinker", 0.0)
     policy.decision = Wait(math.inf)
-    assert isinstance(scheduler.next_action(1.0), Batch)  # nobody is thinking: not for ever
+    assert isinstance(scheduler.next_action(0.2), Batch)  # no client is thinking: not for ever
     assert "waits" in str(scheduler.policy_errors[0])
+
+
+def test_a_client_that_asks_for_nothing_has_stopped() -> None:
+    """It counts as thinking for a while only, until it asks again."""
+    scheduler, policy = make("a", "stopped")
+    scheduler.submit(request(0, "a"))
+    policy.decision = Wait(None)
+    assert scheduler.next_action(0.5) == WaitUntil(STOPPED_S)
+    assert scheduler.thinking == 1
+    again = request(1, "stopped")
+    assert isinstance(scheduler.next_action(STOPPED_S), Batch)
+    assert scheduler.thinking == 0
+    assert "waits" in str(scheduler.policy_errors.pop())
+    scheduler.submit(again)
+    scheduler.completed(run(scheduler, policy, (again, 3)), 1e-3, 5.0)
+    assert scheduler.thinking == 1
+    scheduler.validate()
+
+
+def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
+    scheduler = Scheduler(NoLockstep(), layers=2, max_rows=8)
+    for client in ("a", "b"):
+        scheduler.client_joined(client)
+    scheduler.pass_began("a", 0.0)
+    first = request(0, "a")
+    batch = scheduler.offer(first, 0.0)
+    assert batch is not None
+    assert (batch.rows, batch.reason) == (3, LONE)
+    scheduler.validate()
+    assert scheduler.offer(request(1, "b"), 0.0) is None  # the first is running
+    assert scheduler.completed(batch, 1e-3, 0.0) == [first]
+    assert scheduler.offer_alone(request(2, "a"), 0.0) is None  # one is queued
+    scheduler.cancel(1, 0.0)
+    scheduler.pass_began("b", 0.0)
+    assert scheduler.offer_alone(request(3, "a"), 0.0) is None  # another client is thinking
+    scheduler.pass_ended("b")
+    assert scheduler.offer_alone(request(4, "a", rows=9), 0.0) is None  # more rows than a batch may have
+    assert scheduler.offer_alone(request(5, "b"), 0.0) is None  # a is thinking
+    scheduler.validate()
 
 
 def test_takes_that_can_be_read_once() -> None:
@@ -193,7 +229,7 @@ def test_takes_that_can_be_read_once() -> None:
     policy.decision = Run(F0, iter([(r, 3)]), "told")  # type: ignore[arg-type]
     batch = scheduler.next_action(0.0)
     assert isinstance(batch, Batch)
-    assert scheduler.completed(batch, 1e-3) == [r]
+    assert scheduler.completed(batch, 1e-3, 0.0) == [r]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +287,7 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
         names = [f"client-{n}" for n in range(clients)]
         for name in names:
             scheduler.client_joined(name)
-            scheduler.pass_began(name)
+            scheduler.pass_began(name, 0.0)
         ids = iter(range(10**9))
         best = math.inf
         for layer in range(12):
@@ -260,7 +296,7 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
                 scheduler.submit(Request(next(ids), name, Key((layer,), Pass.FORWARD), 1, Kind.DECODE, 0.0))
             while not isinstance(batch := scheduler.next_action(0.0), Idle):
                 assert isinstance(batch, Batch)
-                scheduler.completed(batch, 1e-3)
+                scheduler.completed(batch, 1e-3, 0.0)
             best = min(best, (time.perf_counter() - started) / clients)
         return best
 

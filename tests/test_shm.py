@@ -208,7 +208,7 @@ async def test_base_weights_are_not_handed_out(base: Any, address: str) -> None:
             with pytest.raises(PlaceholderError, match="the provider's"):
                 weight.requires_grad_(True)
             held = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in client.model.parameters()}
-            shared = sum(tensor.nbytes for tensor in executor.share().tensors.values())
+            shared = sum(tensor.nbytes for tensor in executor.service.share().tensors.values())
             assert sum(held.values()) <= shared + 16 * len(executor.layers)
 
 

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from symbiosis.bench.calibrate import Curve
+from symbiosis.bench.simulate import _ratio, _show, _text
 from symbiosis.cli.commands import app
-from symbiosis.cli.simulate import _ratio, _show, _text
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
@@ -324,7 +324,7 @@ def test_a_ratio_of_what_there_is_not_is_not_shown() -> None:
 @pytest.mark.slow
 def test_here_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are measured and the load is played for real; how close they are is a benchmark's to say."""
-    monkeypatch.setattr("symbiosis.cli.simulate.ROUNDS", 1)
+    monkeypatch.setattr("symbiosis.bench.simulate.ROUNDS", 1)
     _run(
         *("--machine", "here", "--requests", "4", "--lengths", "0.02", "--clients", "2", "--no-paced", "--check"),
         *("--policy", "opportunistic", "--finetune", "1", "--rows", "32", "--json", str(tmp_path / "o.json")),
@@ -367,6 +367,8 @@ def test_the_head_is_asked_for_a_prompts_last_token_alone() -> None:
     seen: list[tuple[Key, int]] = []
 
     class Notes(NoLockstep):
+        lone_at_once = False
+
         def submitted(self, request: Request) -> None:
             seen.append((request.key, request.rows))
             super().submitted(request)

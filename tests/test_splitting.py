@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from symbiosis.client.skeleton import make_skeleton
 from symbiosis.client.virtlayer import Link, VirtConv1D, VirtLayer, VirtLinear
 from symbiosis.errors import PlaceholderError, SplitError, UsageError
 from symbiosis.executor.splitting import SplitModel
@@ -16,6 +17,10 @@ from symbiosis.testing import ARCHITECTURES, tiny_model
 
 BLOCK = 7
 """Linear layers in a Llama block."""
+
+
+def skeleton_of(split: SplitModel, link: Link | None = None) -> Any:
+    return make_skeleton(split.model, split.resident().layers, link or Link(), split.device)
 
 
 def names(model: Any, base_layers: Any) -> list[str]:
@@ -69,7 +74,7 @@ def test_layer_table(architecture: str) -> None:
 def test_skeleton_shares_memory_and_holds_no_base_weight(architecture: str, base_layers: str, tied: bool) -> None:
     model = tiny_model(architecture, tie_word_embeddings=tied)
     split = SplitModel(model, base_layers)
-    skeleton = split.skeleton(Link())
+    skeleton = skeleton_of(split)
     served = {id(layer.module) for layer in split.layers if layer.spec.linear}
     mine = {
         parameter.untyped_storage().data_ptr()
@@ -99,19 +104,19 @@ def test_skeleton_shares_memory_and_holds_no_base_weight(architecture: str, base
 
 
 def test_virt_layers_are_what_they_replace() -> None:
-    llama = SplitModel(tiny_model("llama")).skeleton(Link())
-    gpt2 = SplitModel(tiny_model("gpt2")).skeleton(Link())
+    llama = skeleton_of(SplitModel(tiny_model("llama")))
+    gpt2 = skeleton_of(SplitModel(tiny_model("gpt2")))
     assert isinstance(llama.lm_head, nn.Linear)
     assert isinstance(llama.lm_head, VirtLinear)
     assert isinstance(gpt2.transformer.h[0].attn.c_attn, VirtConv1D)
-    mlp = SplitModel(tiny_model("llama"), "mlp").skeleton(Link()).model.layers[0].mlp
+    mlp = skeleton_of(SplitModel(tiny_model("llama"), "mlp")).model.layers[0].mlp
     assert isinstance(mlp, type(tiny_model("llama").model.layers[0].mlp))
     assert isinstance(mlp, VirtLayer)
 
 
 def test_two_skeletons_are_independent(base: Any) -> None:
     split = SplitModel(base)
-    one, two = split.skeleton(Link()), split.skeleton(Link())
+    one, two = skeleton_of(split), skeleton_of(split)
     one.model.norm.weight.requires_grad_(True)
     with torch.no_grad():
         one.model.norm.weight.fill_(7)
@@ -148,7 +153,7 @@ def test_a_model_with_no_base_layers() -> None:
 
 
 def test_a_skeleton_cannot_be_saved(base: Any, tmp_path: Any) -> None:
-    skeleton: Any = SplitModel(base).skeleton(Link())
+    skeleton: Any = skeleton_of(SplitModel(base))
     for method in ("save_pretrained", "push_to_hub"):
         with pytest.raises(PlaceholderError, match=r"client\.save_adapter"):
             getattr(skeleton, method)(str(tmp_path))
@@ -168,7 +173,7 @@ def test_shared_modules_are_served_once() -> None:
     model = nn.Sequential(linear, nn.ReLU(), linear)
     split = SplitModel(model)
     assert len(split.specs) == 1
-    skeleton = split.skeleton(Link())
+    skeleton = skeleton_of(split)
     assert skeleton[0] is skeleton[2]
     assert copy.deepcopy(skeleton)[0] is not skeleton[0]
 

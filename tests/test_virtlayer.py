@@ -107,7 +107,7 @@ class TestSiblings:
 
     async def test_an_input_that_changed_in_place_is_sent_again(self, client: Any) -> None:
         attention = client.model.model.layers[0].self_attn
-        base = client.executor._split.model.model.layers[0].self_attn
+        base = client.executor.service.resident().model.model.layers[0].self_attn
         await client.forward(input_ids=IDS)
 
         def change() -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +170,7 @@ class TestSiblings:
 
     async def test_threads_that_share_a_model(self, client: Any) -> None:
         """Each finds what it has fetched itself, also while they find out who are siblings."""
-        model, base = client.model, client.executor._split.model
+        model, base = client.model, client.executor.service.resident().model
         with torch.no_grad():
             expected = [base(input_ids=IDS + n).logits for n in range(4)]
         start = threading.Barrier(4)
@@ -256,7 +256,7 @@ class TestAutograd:
             return y.sum()  # type: ignore[no-any-return]
 
         await client.backward(await client.run(work))
-        weight = client.executor._split.model.model.layers[0].mlp.up_proj.weight
+        weight = client.executor.service.resident().model.model.layers[0].mlp.up_proj.weight
         torch.testing.assert_close(x.grad, (2 * weight.sum(0)).expand(3, 32))
 
     async def test_no_graph_where_none_is_needed(self, client: Any) -> None:

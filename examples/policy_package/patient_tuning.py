@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from symbiosis.core.policy import Decision, QueueView, Run, View
+from symbiosis.core.policy import Decision, Policy, QueueView, Run, View
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 
 
-class PatientTuning:
+class PatientTuning(Policy):
     """Queues with inference in them go first, the largest of them. Fine-tuning goes when there are none, a few rows at
     a time while tenants generate text: they are thinking, and will be back in a moment.
 

@@ -108,12 +108,12 @@ def wire(
     json: JsonOption = None,
 ) -> None:
     """Round trips of a row and of 1 MiB over each transport, beside the raw echo of the same mechanism."""
-    from symbiosis.cli.loop import wait_passively
+    from symbiosis.terminal.loop import wait_passively
 
     wait_passively()
     with console.status("bench wire") as status:
         from symbiosis.bench.wire import wire as measure
-        from symbiosis.cli.loop import run
+        from symbiosis.terminal.loop import run
 
         report = run(
             measure(
@@ -135,8 +135,8 @@ def schedule(
     """What scheduling costs: microseconds of CPU a request, for each policy, with 8, 100 and 1000 clients."""
     with console.status("bench schedule") as status:
         from symbiosis.bench.schedule import schedule as measure
-        from symbiosis.cli.loop import run
         from symbiosis.core.registry import POLICIES, names
+        from symbiosis.terminal.loop import run
 
         report = run(
             measure(
@@ -272,7 +272,7 @@ def privacy(
     json: JsonOption = None,
 ) -> None:
     """Decode step and training step over tcp://, bare and under each privacy scheme, and the error of logits."""
-    from symbiosis.cli.loop import wait_passively
+    from symbiosis.terminal.loop import wait_passively
 
     wait_passively()
     _show(_run("privacy", preset, rounds, policy, base_layers, "cpu"), json)
@@ -335,7 +335,7 @@ def _measure(
     transport: str = "inproc",
 ) -> Report:
     if transport != "inproc":
-        from symbiosis.cli.loop import wait_passively
+        from symbiosis.terminal.loop import wait_passively
 
         wait_passively()
     options: dict[str, Any] = {}
@@ -361,7 +361,7 @@ def _run(
 
     from symbiosis.bench.models import PRESETS
     from symbiosis.bench.settings import Settings
-    from symbiosis.cli.loop import run
+    from symbiosis.terminal.loop import run
 
     measure: Callable[..., Awaitable[Report]] = getattr(
         importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark

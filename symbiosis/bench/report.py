@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from symbiosis.cli.console import write_json
+from symbiosis.terminal.console import write_json
+from symbiosis.terminal.machine import machine as describe_machine
 
-__all__ = ["Report", "machine", "ratio"]
+__all__ = ["Report", "ratio"]
 
 
 @dataclass
@@ -31,7 +28,7 @@ class Report:
     rows: list[dict[str, Any]] = field(default_factory=list)
     headline: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=lambda: machine())
+    machine: dict[str, Any] = field(default_factory=describe_machine)
     transport: str = ""
     """Where the executor is a process of its own."""
 
@@ -73,31 +70,6 @@ class Report:
 def ratio(numerators: list[float], denominators: list[float]) -> float:
     """The median of pairwise ratios: pairs are measured next to each other, so a slow spell of the machine cancels."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
-
-
-def machine() -> dict[str, Any]:
-    """What this was measured on."""
-    described = {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "unset"),
-    }
-    if torch.cuda.is_available():
-        described["gpu"] = torch.cuda.get_device_name()
-    return described
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _text(value: Any) -> str:

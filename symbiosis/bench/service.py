@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from symbiosis.cli.loop import run, wait_passively
+from symbiosis.terminal.loop import run, wait_passively
 
 __all__ = ["DecodingProcess", "address_for", "decoding_processes", "served"]
 

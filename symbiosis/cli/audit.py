@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from symbiosis.cli.console import console, writable
-from symbiosis.cli.simulate import PLOTS
+from symbiosis.bench.simulate import PLOTS
+from symbiosis.terminal.console import console, writable
 
 if TYPE_CHECKING:
     from symbiosis.privacy.audit import Audit
@@ -56,11 +56,11 @@ def audit(
 
         symbiosis audit --into docs/privacy.md --json audit.json
     """
-    from symbiosis.bench.report import machine
-    from symbiosis.cli.loop import run
     from symbiosis.privacy.audit import SCHEMES, Plan, around, as_data, write_into
     from symbiosis.privacy.audit import audit as audited
     from symbiosis.privacy.audit import plot as draw
+    from symbiosis.terminal.loop import run
+    from symbiosis.terminal.machine import machine
 
     if into is not None:
         around(into)  # that there is a place for it is worth knowing before

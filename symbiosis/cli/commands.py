@@ -8,14 +8,14 @@ import typer
 
 from symbiosis._version import __version__
 from symbiosis.bench.commands import app as bench
+from symbiosis.bench.simulate import simulate
 from symbiosis.cli.audit import audit
-from symbiosis.cli.console import CommandGroup
 from symbiosis.cli.demo.command import demo
 from symbiosis.cli.keys import app as keys
 from symbiosis.cli.policies import policies
 from symbiosis.cli.serve import serve, status
-from symbiosis.cli.simulate import simulate
 from symbiosis.cli.tenant import finetune, generate
+from symbiosis.terminal.console import CommandGroup
 
 __all__ = ["app"]
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from symbiosis.cli.console import console
 from symbiosis.errors import UsageError
+from symbiosis.terminal.console import console
 
 __all__ = ["app"]
 

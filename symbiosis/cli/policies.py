@@ -11,8 +11,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis.cli.console import console
 from symbiosis.core.registry import POLICIES, make_policy, names
+from symbiosis.terminal.console import console
 
 __all__ = ["policies"]
 

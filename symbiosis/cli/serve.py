@@ -16,10 +16,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from symbiosis.cli.console import console
-from symbiosis.cli.loop import run, wait_passively
 from symbiosis.core.registry import make_policy, make_transport
 from symbiosis.errors import UsageError
+from symbiosis.terminal.console import console
+from symbiosis.terminal.loop import run, wait_passively
 
 __all__ = ["AddressArgument", "InsecureOption", "KeyOption", "options_of", "serve", "status"]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from symbiosis.cli.console import console, writable
-from symbiosis.cli.loop import wait_passively
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.errors import SymbiosisError, UsageError
+from symbiosis.terminal.console import console, writable
+from symbiosis.terminal.loop import wait_passively
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -186,7 +186,7 @@ class Scheduler:
         """Queue a request. Its id must be new, and its client must have joined."""
         self._admit(request)
         self._queues.add(request)
-        self._tell(self.policy.submitted, request)
+        self._tell("submitted", self.policy.submitted, request)
 
     def cancel(self, request_id: int, now: float) -> None:
         """Forget a request. Rows of it in a running batch are finished and dropped. Unknown ids are ignored."""
@@ -196,13 +196,13 @@ class Scheduler:
         request.cancelled = True
         if request.remaining:
             self._queues.cancel(request)
-            self._tell(self.policy.cancelled, request)
+            self._tell("cancelled", self.policy.cancelled, request)
         self._closed(request, now)
 
     def measured(self, batch: Batch, seconds: float) -> None:
         """Report how long a batch took, if that was not known when it was completed."""
         if batch.reason is not LONE:
-            self._tell(self.policy.ran, batch, seconds)
+            self._tell("ran", self.policy.ran, batch, seconds)
 
     def completed(self, batch: Batch, seconds: float | None, now: float) -> list[Request]:
         """Note that a batch has run, and return the requests that it answered, in batch order.
@@ -294,7 +294,7 @@ class Scheduler:
             request.taken += count
         batch = Batch(key, slices, run.reason, rows)
         self._queues.started(batch)
-        self._tell(self.policy.started, batch)
+        self._tell("started", self.policy.started, batch)
         return batch
 
     # ----------------------------------------------------------------------------------------------------------- parts
@@ -335,14 +335,14 @@ class Scheduler:
             del self._thinking[client]
         return math.inf
 
-    def _tell(self, hook: Callable[..., None], *what: Any) -> None:
+    def _tell(self, name: str, hook: Callable[..., None], *what: Any) -> None:
         """Call a hook of the policy."""
         try:
             hook(*what)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
-            self._refuse(f"raised in {hook.__name__}()", "its own records may be wrong from here on", error)
+            self._refuse(f"raised in {name}()", "its own records may be wrong from here on", error)
 
     def _refuse(self, problem: str, consequence: str, cause: BaseException | None = None) -> None:
         error = PolicyError(f"policy {self._name} {problem}{f': {_text(cause)}' if cause else ''}; {consequence}")

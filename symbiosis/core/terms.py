@@ -89,4 +89,7 @@ def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:
 
 
 def _longer(wish: float | None, default: float | None) -> float | None:
-    return default if wish is None or default is None else max(wish, default)
+    """Return the wish, but no less than the default."""
+    if wish is None or default is None:
+        return wish or default
+    return max(wish, default)

@@ -52,20 +52,24 @@ class Engine:
         max_rows: largest number of rows in a batch.
 
     Attributes:
+        scheduler: the queues.
+        layers: the base layers.
+        runner: runs batches on the layers.
+        device_clock: measures batches on a CUDA device; None elsewhere.
         counters: what has run so far.
         timeline: where to record what runs, or None.
-        scheduler: the queues.
+        calls: queued and running calls by request id.
     """
 
     def __init__(self, layers: Sequence[BaseLayer], device: torch.device, policy: Policy, max_rows: int) -> None:
         self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows)
         self.counters = Counters()
         self.timeline: Timeline | None = None
-        self._names = [layer.spec.name for layer in layers]
-        self._runner = Runner(layers)
-        self._device_clock = DeviceClock(device) if device.type == "cuda" else None
+        self.layers = layers
+        self.runner = Runner(layers)
+        self.device_clock = DeviceClock(device) if device.type == "cuda" else None
         self._lock = threading.RLock()
-        self._calls: dict[int, Call] = {}
+        self.calls: dict[int, Call] = {}
         self._ids = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread = 0
@@ -88,7 +92,7 @@ class Engine:
 
     def time_layers(self, layers: Sequence[int]) -> float:
         """Return the seconds that one row takes through these layers, one after another: the best of three walks."""
-        return min(self._runner.time(layers) for _ in range(3))
+        return min(self.runner.time(layers) for _ in range(3))
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -102,7 +106,7 @@ class Engine:
         with self._lock:
             requests = self.scheduler.client_left(client, now())
         for request in requests:
-            call = self._calls.pop(request.id, None)
+            call = self.calls.pop(request.id, None)
             if call is not None:
                 _fail(call, error)
         self._pump_soon()
@@ -141,7 +145,7 @@ class Engine:
                 batch = self.scheduler.offer(request, request.arrived)
         if batch is None:
             call.id, call.reply = request.id, reply
-            self._calls[request.id] = call
+            self.calls[request.id] = call
             self._pump_soon()
         else:
             try:
@@ -168,7 +172,7 @@ class Engine:
 
     def cancel(self, call: Call) -> None:
         """Withdraw a call. Has no effect on a call that was answered."""
-        if self._calls.pop(call.id, None) is not None:
+        if self.calls.pop(call.id, None) is not None:
             with self._lock:
                 self.scheduler.cancel(call.id, now())
             self._pump_soon()
@@ -224,15 +228,15 @@ class Engine:
 
     def _run(self, batch: Batch) -> None:
         """Run a queued batch and answer its calls."""
-        calls = [self._calls[request.id] for request, _, _ in batch.slices]
+        calls = [self.calls[request.id] for request, _, _ in batch.slices]
         try:
-            answered = self._timed(batch, lambda: self._runner.run(batch, calls))
+            answered = self._timed(batch, lambda: self.runner.run(batch, calls))
         except LayerError as error:
             for request, _, _ in batch.slices:
-                _fail(self._calls.pop(request.id), _copy(error))
+                _fail(self.calls.pop(request.id), _copy(error))
             return
         for request in answered:
-            call = self._calls.pop(request.id, None)
+            call = self.calls.pop(request.id, None)
             if call is None:
                 continue
             reply, results = call.reply, call.results
@@ -243,7 +247,7 @@ class Engine:
     def _run_lone(self, batch: Batch, call: Call) -> Results:
         """Run a batch of one call that skipped the queue, and return its results."""
         results: list[Results] = []
-        self._timed(batch, lambda: results.append(self._runner.run_alone(call)))
+        self._timed(batch, lambda: results.append(self.runner.run_alone(call)))
         return results.pop()
 
     def _timed(self, batch: Batch, run: Callable[[], None]) -> list[Request]:
@@ -252,7 +256,7 @@ class Engine:
         Raises:
             LayerError: a base layer failed. The requests of the batch are cancelled.
         """
-        started, clock = now(), self._device_clock
+        started, clock = now(), self.device_clock
         began = None if clock is None else clock.mark()
         try:
             run()
@@ -277,7 +281,7 @@ class Engine:
         return answered
 
     def _layer_error(self, batch: Batch, cause: Exception) -> LayerError:
-        names = ", ".join(self._names[layer] for layer in batch.key.layers)
+        names = ", ".join(self.layers[layer].spec.name for layer in batch.key.layers)
         log.error("%s failed on a batch of %d rows", names, batch.rows, exc_info=cause)
         _strip_tracebacks(cause)  # their frames hold the rows of every tenant in the batch
         return LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")

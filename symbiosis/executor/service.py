@@ -45,7 +45,7 @@ class ExecutorService:
         self._engine = engine
         self._source = source
         self._sessions: dict[str, ExecutorSession] = {}
-        self._listeners: list[Listener] = []
+        self.listeners: list[Listener] = []
         self._share: Share | None = None
         self._identity: Identity | None = None
         self._started: float | None = None
@@ -77,13 +77,13 @@ class ExecutorService:
         if not self.is_open:
             raise UsageError("start the executor first: `async with executor:`")
         listener = await make_transport(address, **options).listen(address, self)
-        self._listeners.append(listener)
+        self.listeners.append(listener)
         return listener
 
     async def close(self) -> None:
         """Close all addresses and end all sessions."""
-        while self._listeners:
-            await self._listeners.pop().close()
+        while self.listeners:
+            await self.listeners.pop().close()
         error = ExecutorClosedError(f"the executor at {self.address} was shut down")
         for session in list(self._sessions.values()):
             session.close(error)
@@ -140,7 +140,7 @@ class ExecutorService:
             "model": type(self._split.model).__name__,
             "policy": repr(self._engine.scheduler.policy),
             "layers": len(self._split.layers),
-            "addresses": [listener.address for listener in self._listeners],
+            "addresses": [listener.address for listener in self.listeners],
             "clients": self.clients,
             "outstanding": self._engine.scheduler.outstanding,
             "uptime_s": round(now() - (self._started or now()), 3),

@@ -285,10 +285,7 @@ def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_
             most = _WAITS + _WAITS_A_SECOND * (world.clock.now - began)
             assert waits <= most, f"{world.policy!r} waits again and again: {waits} times, and nothing has happened"
             until = min(action.time, until)
-        if until == math.inf:  # the executor ends that
-            world.end_pass(thinker)
-        else:
-            world.clock.advance(max(until - world.clock.now, 0.0))
+        world.clock.advance(max(until - world.clock.now, 0.0))
 
 
 def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) -> type[RuleBasedStateMachine]:

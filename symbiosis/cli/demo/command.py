@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from symbiosis.cli.console import console
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
+from symbiosis.terminal.console import console
 
 if TYPE_CHECKING:
     from symbiosis.cli.demo.jobs import Plan
@@ -114,7 +114,7 @@ def _run(plan: Plan, out: Console) -> Report:
     from symbiosis.cli.demo.live import Board
     from symbiosis.cli.demo.report import Report
     from symbiosis.cli.demo.serve import serve
-    from symbiosis.cli.loop import run
+    from symbiosis.terminal.loop import run
 
     out.print(f"\n[bold]one executor, four tenants at once[/] ({escape(plan.label)}, {escape(plan.policy)})")
     served: Served = run(serve(plan, Board(out, plan).watch))

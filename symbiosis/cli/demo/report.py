@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis._version import __version__
-from symbiosis.cli.console import write_json
 from symbiosis.cli.demo.jobs import Footprint, Generation, Plan, Tenant, Training
 from symbiosis.cli.demo.serve import Served
 from symbiosis.errors import BrokenError
+from symbiosis.terminal.console import write_json
 
 __all__ = ["Agreement", "DisagreementError", "Report", "agreement"]
 

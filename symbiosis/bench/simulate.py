@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from symbiosis.bench.commands import LayersOption, PresetName
-from symbiosis.cli.console import console, writable, write_json
+from symbiosis.terminal.console import console, writable, write_json
 
 if TYPE_CHECKING:
     from symbiosis.bench.check import Checked
@@ -188,7 +188,7 @@ def _check_options(context: typer.Context) -> None:
 
 def _calibrate(preset: str, base_layers: str, load: Load) -> Costs:
     from symbiosis.bench.calibrate import calibrate
-    from symbiosis.cli.loop import run
+    from symbiosis.terminal.loop import run
 
     with console().status("measuring") as status:
         return run(calibrate(_settings(preset, base_layers, 1, lambda text: status.update(f"measuring: {text}")), load))
@@ -196,8 +196,8 @@ def _calibrate(preset: str, base_layers: str, load: Load) -> Costs:
 
 def _check(policies: list[str], preset: str, base_layers: str, load: Load, slo: SLO) -> dict[str, Checked]:
     from symbiosis.bench.check import check
-    from symbiosis.cli.loop import run
     from symbiosis.core.registry import make_policy
+    from symbiosis.terminal.loop import run
 
     with console().status("measuring") as status:
         settings = _settings(preset, base_layers, ROUNDS, status.update)
@@ -267,7 +267,7 @@ def _text(value: float) -> str:
 
 
 def _as_data(costs: str, load: Load, results: dict[str, Outcome], real: dict[str, Outcome]) -> dict[str, Any]:
-    from symbiosis.bench.report import machine
+    from symbiosis.terminal.machine import machine
 
     return {
         "costs": costs,
