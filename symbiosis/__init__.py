@@ -6,9 +6,10 @@ from symbiosis._version import __version__
 
 if TYPE_CHECKING:
     from symbiosis.client.client import Client
-    from symbiosis.client.connect import Base, connect, open_model
+    from symbiosis.client.connect import Base, connect
+    from symbiosis.client.opened import open_model
+    from symbiosis.client.training import backward_in_windows
     from symbiosis.host import Executor
-    from symbiosis.training.windows import backward_in_windows
 
 __all__ = ["Base", "Client", "Executor", "__version__", "backward_in_windows", "connect", "open_model"]
 
@@ -16,9 +17,9 @@ _HOMES = {
     "Base": "symbiosis.client.connect",
     "Client": "symbiosis.client.client",
     "Executor": "symbiosis.host",
-    "backward_in_windows": "symbiosis.training.windows",
+    "backward_in_windows": "symbiosis.client.training",
     "connect": "symbiosis.client.connect",
-    "open_model": "symbiosis.client.connect",
+    "open_model": "symbiosis.client.opened",
 }
 
 

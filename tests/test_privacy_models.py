@@ -321,7 +321,7 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
             taps = [stack.enter_context(Wiretap(executor)) for executor in (one, *others)]
             async with one.client(lora(architecture), seed=0, privacy=scheme(name, model, scale)) as client:
                 recorder = Recorder(client._link_channel())
-                client._link.channel = recorder
+                client._requester.open(recorder)
                 await run_job(client, JOB)
     for tap in taps:
         came: dict[Place, list[torch.Tensor]] = {}

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import make_skeleton
-from symbiosis.client.virtlayer import Link, VirtConv1D, VirtLayer, VirtLinear
+from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear
 from symbiosis.errors import PlaceholderError, SplitError, UsageError
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import ARCHITECTURES, tiny_model
@@ -19,8 +20,8 @@ BLOCK = 7
 """Linear layers in a Llama block."""
 
 
-def skeleton_of(split: SplitModel, link: Link | None = None) -> Any:
-    return make_skeleton(split.model, split.resident().layers, link or Link(), split.device)
+def skeleton_of(split: SplitModel, link: Requester | None = None) -> Any:
+    return make_skeleton(split.model, split.resident().layers, link or Requester(), split.device)
 
 
 def names(model: Any, base_layers: Any) -> list[str]:

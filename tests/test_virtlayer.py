@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import symbiosis
-from symbiosis.client import virtlayer
+from symbiosis.client import siblings
 from symbiosis.client.virtlayer import VirtLayer, VirtLinear
 from symbiosis.errors import RequestError
 from symbiosis.testing import tiny_model
@@ -103,7 +103,7 @@ class TestSiblings:
             y = await client.run(layer, torch.ones(3, 32))
             expected = y if expected is None else expected
             assert torch.equal(y, expected)
-            assert not client._link.here.fetched
+            assert not client._requester.here.siblings.fetched
 
     async def test_an_input_that_changed_in_place_is_sent_again(self, client: Any) -> None:
         attention = client.model.model.layers[0].self_attn
@@ -152,7 +152,7 @@ class TestSiblings:
             one, two = await client.run(work)
             assert torch.equal(one, two)
             await client.forward(input_ids=IDS)
-        assert model.lm_head._siblings is copied.lm_head._siblings is None
+        assert model.lm_head.siblings is copied.lm_head.siblings is None
 
     async def test_of_one_copy_only(self, client: Any) -> None:
         """A copy's q and the original's k are no siblings; those of each are."""
@@ -165,8 +165,8 @@ class TestSiblings:
 
         for _ in range(3):
             await client.run(both, torch.ones(3, 32))
-        assert one.k_proj._siblings.members == [one.k_proj, one.v_proj]
-        assert two.k_proj._siblings.members == [two.q_proj, two.k_proj]
+        assert one.k_proj.siblings.members == [one.k_proj, one.v_proj]
+        assert two.k_proj.siblings.members == [two.q_proj, two.k_proj]
 
     async def test_threads_that_share_a_model(self, client: Any) -> None:
         """Each finds what it has fetched itself, also while they find out who are siblings."""
@@ -185,19 +185,21 @@ class TestSiblings:
 
         assert max(await asyncio.gather(*[asyncio.to_thread(work, n) for n in range(4)])) < 1e-5
         attention = model.model.layers[0].self_attn
-        assert len(attention.q_proj._siblings.members) == 3
-        assert attention.q_proj._siblings is attention.k_proj._siblings is attention.v_proj._siblings
+        assert len(attention.q_proj.siblings.members) == 3
+        assert attention.q_proj.siblings is attention.k_proj.siblings is attention.v_proj.siblings
 
     async def test_threads_never_get_each_others_rows(self, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Wherever one of them is interrupted."""
         attention = client.model.model.layers[0].self_attn
         await client.forward(input_ids=IDS)
-        monkeypatch.setattr(virtlayer, "_MISSES", 10**9)
+        monkeypatch.setattr(siblings, "_MISSES", 10**9)
 
         def answer(key: Any, kind: Any, tensors: tuple[torch.Tensor, ...], name: str) -> tuple[torch.Tensor, ...]:
-            return tuple(tensors[0][:, :1].expand(-1, client._link.channel.layers[n].out_features) for n in key.layers)
+            return tuple(
+                tensors[0][:, :1].expand(-1, client._requester.channel.layers[n].out_features) for n in key.layers
+            )
 
-        monkeypatch.setattr(client._link, "request", answer)
+        monkeypatch.setattr(client._requester, "request", answer)
 
         def work(n: int) -> bool:
             with torch.no_grad():
@@ -336,7 +338,7 @@ async def test_deepcopy_of_a_model_is_served_by_the_same_client(client: Any) -> 
     for _ in range(3):
         assert torch.equal((await client.run(copied, input_ids=IDS)).logits, expected)
     assert copied.lm_head is not client.model.lm_head
-    assert copied.lm_head._link is client.model.lm_head._link
+    assert copied.lm_head._requester is client.model.lm_head._requester
 
 
 class TestServedWhole:

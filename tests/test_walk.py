@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.client.connect import _Walk
+from symbiosis.client.passes import Passes
 from tests.helpers import IDS, in_thread
 
 
@@ -35,18 +35,18 @@ class Layer(torch.autograd.Function):
     """Its backward tells the walk, then does something."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, walk: _Walk, then: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, walk: Passes, then: Any) -> torch.Tensor:
         ctx.walk, ctx.then = walk, then
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.walk.backward()
+        ctx.walk.backward_begins()
         ctx.then()
         return dy, None, None
 
 
-def backward(walk: _Walk, then: Any, layers: int = 1) -> None:
+def backward(walk: Passes, then: Any, layers: int = 1) -> None:
     y = torch.ones(2, requires_grad=True)
     with torch.enable_grad():
         for _ in range(layers):
@@ -56,7 +56,7 @@ def backward(walk: _Walk, then: Any, layers: int = 1) -> None:
 
 def test_walks_that_overlap(channel: Any) -> None:
     """From the first's beginning to the last's end, whoever that is."""
-    walk = _Walk(channel)
+    walk = Passes(channel)
     walk.begin()
     walk.begin()
     walk.end()
@@ -66,7 +66,7 @@ def test_walks_that_overlap(channel: Any) -> None:
 
 
 def test_many_threads(channel: Any) -> None:
-    walk = _Walk(channel)
+    walk = Passes(channel)
 
     def work() -> None:
         for _ in range(200):
@@ -83,7 +83,7 @@ def test_many_threads(channel: Any) -> None:
 
 
 def test_backward_passes_that_overlap(channel: Any) -> None:
-    walk, both = _Walk(channel), threading.Barrier(2, timeout=30)
+    walk, both = Passes(channel), threading.Barrier(2, timeout=30)
     first_is_through = threading.Event()
 
     def first() -> None:
@@ -105,14 +105,14 @@ def test_backward_passes_that_overlap(channel: Any) -> None:
 
 def test_one_backward_pass_is_one_walk(channel: Any) -> None:
     """Also if another runs inside it, as with reentrant checkpoints."""
-    walk = _Walk(channel)
+    walk = Passes(channel)
     backward(walk, lambda: backward(walk, lambda: None), layers=3)
     assert channel.said == ["begin", "end"]
 
 
 def test_a_backward_pass_that_fails_has_ended(channel: Any) -> None:
     """Else the executor's other clients would wait for this one for ever."""
-    walk = _Walk(channel)
+    walk = Passes(channel)
 
     def fail() -> None:
         raise ValueError("on purpose")
@@ -160,7 +160,7 @@ async def test_threads_that_share_an_opened_model(base: Any, tmp_path: Path, cop
             for thread in threads:
                 thread.join(30)
             for layer in (one.model.layers[0].self_attn.q_proj for one in models):
-                assert len(layer._siblings.members) == 3  # they still share their requests
+                assert len(layer.siblings.members) == 3  # they still share their requests
         return worst
 
     async with symbiosis.Executor(base) as executor:

@@ -61,7 +61,7 @@ async def test_client() -> None:
             logits = (await client.forward(input_ids=IDS)).logits
             await client.backward(logits, torch.ones_like(logits))
         async with executor.client() as bare:
-            with pytest.raises(UsageError, match="nothing in the model of client"):
+            with pytest.raises(UsageError, match="nothing in the model"):
                 await bare.train_step(BATCH, optimizer)
 
 

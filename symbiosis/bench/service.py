@@ -117,7 +117,7 @@ def _decode(preset: str, address: str, seed: str) -> None:
 
     from symbiosis.bench.jobs import Decoding
     from symbiosis.bench.models import PRESETS, lora
-    from symbiosis.client.connect import open_model
+    from symbiosis.client.opened import open_model
 
     torch.set_num_threads(1)  # a row at a time has nothing for a second thread
     with open_model(address) as model:

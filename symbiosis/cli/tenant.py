@@ -76,9 +76,9 @@ def finetune(
     import torch
     from peft import get_peft_model
 
-    from symbiosis.client.connect import open_model
+    from symbiosis.client.opened import open_model
+    from symbiosis.client.training import backward_in_windows
     from symbiosis.core.terms import Kind
-    from symbiosis.training.windows import backward_in_windows
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     out = console(stderr=True)
@@ -184,7 +184,7 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    from symbiosis.client.connect import open_model
+    from symbiosis.client.opened import open_model
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:

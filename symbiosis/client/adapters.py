@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from symbiosis.client.virtlayer import Link, VirtLayer
+from symbiosis.client.requester import Requester
+from symbiosis.client.virtlayer import VirtLayer
 from symbiosis.errors import PlaceholderError, UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _FACTORS_WEIGHTS = ("pissa", "corda", "olora", "mica", "loftq", "eva", "lora_ga"
 """LoRA initialisations that start from a factorisation of the base weights, or subtract from them."""
 
 
-def add_adapter(model: torch.nn.Module, config: PeftConfig, link: Link) -> Any:
+def add_adapter(model: torch.nn.Module, config: PeftConfig, requester: Requester) -> Any:
     """``get_peft_model``, refusing what would read base weights.
 
     Raises:
@@ -44,7 +45,7 @@ def add_adapter(model: torch.nn.Module, config: PeftConfig, link: Link) -> Any:
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad and torch.isnan(parameter).any():
             raise PlaceholderError(_reads_weights(config, f"to initialise {name}"))
-    _guard(adapted, config, link)
+    _guard(adapted, config, requester)
     return adapted
 
 
@@ -57,7 +58,7 @@ def save_adapter(model: Any, folder: str | PathLike[str]) -> None:
     model.save_pretrained(str(folder))
 
 
-def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: bool, link: Link) -> Any:
+def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: bool, requester: Requester) -> Any:
     """The model with the adapter of a PEFT folder loaded and active.
 
     Raises:
@@ -76,7 +77,7 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
     if not trainable:  # PEFT leaves some methods' parameters, and every adapter that is set, trainable
         model.requires_grad_(False)
     model.train(training)  # and a new adapter's modules in training mode
-    _guard(model, config, link)
+    _guard(model, config, requester)
     return model
 
 
@@ -100,12 +101,12 @@ def _check_config(model: torch.nn.Module, config: Any) -> None:
                 )
 
 
-def _guard(adapted: Any, config: Any, link: Link) -> None:
+def _guard(adapted: Any, config: Any, requester: Requester) -> None:
     """Try one adapted layer of each kind on a row of ones, with zeros for the base layer's answer; refuse merging."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     tried = set()
-    with link.pretending(), torch.no_grad():
+    with requester.rehearsing(), torch.no_grad():
         for name, layer in adapted.named_modules():
             if not isinstance(layer, BaseTunerLayer) or type(layer) in tried:
                 continue

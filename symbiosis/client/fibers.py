@@ -65,10 +65,16 @@ class RandomStream:
         self._write(self._mine)
 
     def leave(self) -> None:
-        """Back to the stream that :meth:`enter` found."""
+        """Restore the stream that :meth:`enter` found."""
         self._mine = self._read()
         self._write(self._others)
         _entered.release()
+
+    def __enter__(self) -> None:
+        self.enter()
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
 
 
 _cpu = torch.default_generator

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import make_skeleton
-from symbiosis.client.virtlayer import Link
 from symbiosis.core.share import Resident, Share, dtype_named, layers_of
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ShareError
@@ -26,19 +26,19 @@ _hollows: weakref.WeakKeyDictionary[Share, dict[torch.device, Hollow]] = weakref
 """The hollow models of this process, so that clients of one executor share their tensors."""
 
 
-def skeleton_for(channel: Channel, link: Link) -> nn.Module:
-    """Return a new skeleton for the client at this end of a channel, with its VirtLayers on ``link``.
+def skeleton_for(channel: Channel, requester: Requester) -> nn.Module:
+    """Return a new skeleton for the client at this end of a channel, with its VirtLayers on ``requester``.
 
     Raises:
         ShareError: the installed version of transformers cannot build the model.
     """
     share, device = channel.share, channel.device
     if isinstance(share, Resident):
-        return make_skeleton(share.model, share.layers, link, device)
+        return make_skeleton(share.model, share.layers, requester, device)
     hollows = _hollows.setdefault(share, {})
     if device not in hollows:
         hollows[device] = Hollow(share, device)
-    return hollows[device].skeleton(link)
+    return hollows[device].skeleton(requester)
 
 
 class Hollow:
@@ -108,6 +108,6 @@ class Hollow:
         name = type(self.model).__name__
         return ShareError(f"the executor's share does not fit {name} of this version of transformers: {error}")
 
-    def skeleton(self, link: Link) -> nn.Module:
-        """Return a new skeleton with its VirtLayers on ``link``."""
-        return make_skeleton(self.model, self._layers, link, self.device)
+    def skeleton(self, requester: Requester) -> nn.Module:
+        """Return a new skeleton with its VirtLayers on ``requester``."""
+        return make_skeleton(self.model, self._layers, requester, self.device)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -28,29 +28,67 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.parameters import SharedParameter, values_of
+from symbiosis.core.requests import LayerSpec
 from symbiosis.errors import PlaceholderError
 
-if TYPE_CHECKING:
-    from symbiosis.client.virtlayer import Here, VirtLayer
-
-__all__ = ["Product", "introduce"]
+__all__ = ["KeptProduct", "Multiplying", "introduce"]
 
 
-class Product(NamedTuple):
-    """The last product with a whole weight, kept while parts of it are asked for."""
+class Multiplying(Protocol):
+    """A base layer's stand-in, which has products with the layer's weight computed by the executor."""
 
+    spec: LayerSpec
+
+    @property
+    def kept(self) -> KeptProduct:
+        """The last product of this thread."""
+
+    def multiply(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
+        """Return X·Wᵀ, [..., i] → [..., o], or with ``forward=False`` X·W, [..., o] → [..., i]."""
+
+
+class _Product(NamedTuple):
     of: weakref.ref[torch.Tensor]
     rows: torch.Tensor
-    """A copy of what was multiplied, which may be written to in ways that no version counter sees."""
+    """A copy of the rows that were multiplied: writes that no version counter sees may change the original."""
     state: tuple[Any, ...]
     result: torch.Tensor
+
+
+class KeptProduct:
+    """The last product with a whole weight, kept while parts of it are asked for. One for each thread."""
+
+    __slots__ = ("__weakref__", "_product")
+
+    def __init__(self) -> None:
+        self._product: _Product | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._product is None
+
+    def find(self, x: torch.Tensor, state: tuple[Any, ...], *, more: bool) -> torch.Tensor | None:
+        """Return the product of x, if it was kept. It is dropped unless ``more`` parts are likely to follow."""
+        kept = self._product
+        if kept is None or kept.of() is not x or kept.state != state or not torch.equal(kept.rows, x):
+            return None
+        if not more:
+            self._product = None
+        return kept.result
+
+    def keep(self, x: torch.Tensor, state: tuple[Any, ...], result: torch.Tensor) -> None:
+        """Keep a product until x is gone."""
+        self._product = _Product(weakref.ref(x, self._drop), x.detach().clone(), state, result)
+
+    def _drop(self, _: object) -> None:
+        self._product = None
 
 
 class _StandsForWeight:
     """What Placeholder and Part have in common."""
 
     __slots__ = ()
-    _layer: weakref.ref[VirtLayer]
+    _layer: weakref.ref[Multiplying]
     t: Callable[[], torch.Tensor]
 
     @classmethod
@@ -107,7 +145,7 @@ class Part(_StandsForWeight, torch.Tensor):
         return self
 
 
-def introduce(weight: SharedParameter, layer: VirtLayer) -> None:
+def introduce(weight: SharedParameter, layer: Multiplying) -> None:
     """Tell a placeholder which layer it stands for."""
     weight.__class__ = Placeholder
     assert isinstance(weight, Placeholder)
@@ -188,26 +226,17 @@ def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:
     return y if part.shape[1] == results else y.narrow(-1, second, part.shape[1]).clone()
 
 
-def _whole_product(layer: VirtLayer, x: torch.Tensor, forward: bool, dtype: torch.dtype, more: bool) -> torch.Tensor:
+def _whole_product(layer: Multiplying, x: torch.Tensor, forward: bool, dtype: torch.dtype, more: bool) -> torch.Tensor:
     """x times the whole weight; kept where only a part was wanted and ``more`` parts are likely to follow."""
     if x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):  # each part has a graph of its own
         return layer.multiply(x, forward).to(dtype)
-    here = layer._link.here
-    state = (layer, forward, dtype)
-    kept = here.product
-    if kept is not None and kept.of() is x and kept.state == state and torch.equal(kept.rows, x):
-        if not more:
-            here.product = None
-        return kept.result
-    y = layer.multiply(x, forward).to(dtype)
-    if more:
-        made = Product(weakref.ref(x, lambda _: _forget(here)), x.detach().clone(), state, y)
-        here.product = made
+    kept, state = layer.kept, (layer, forward, dtype)
+    y = kept.find(x, state, more=more)
+    if y is None:
+        y = layer.multiply(x, forward).to(dtype)
+        if more:
+            kept.keep(x, state, y)
     return y
-
-
-def _forget(here: Here) -> None:
-    here.product = None
 
 
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

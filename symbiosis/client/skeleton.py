@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from symbiosis.client.parameters import SharedParameter, share
-from symbiosis.client.virtlayer import Link, VirtConv1D, VirtLinear, virtualize
+from symbiosis.client.requester import Requester
+from symbiosis.client.virtlayer import VirtConv1D, VirtLinear, virtualize
 from symbiosis.core.requests import LayerSpec
 from symbiosis.errors import PlaceholderError
 
@@ -17,7 +18,7 @@ __all__ = ["make_skeleton"]
 
 
 def make_skeleton(
-    model: nn.Module, layers: Sequence[tuple[LayerSpec, nn.Module]], link: Link, device: torch.device
+    model: nn.Module, layers: Sequence[tuple[LayerSpec, nn.Module]], requester: Requester, device: torch.device
 ) -> nn.Module:
     """A copy of ``model`` whose ``layers`` are VirtLayers; frozen parameters share memory with it.
 
@@ -33,11 +34,11 @@ def make_skeleton(
                     memo[id(parameter)] = shared[id(parameter)] = share(parameter, device)
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
-        memo[id_] = cls(module, spec, link, device, shared.get(id(module.weight)))  # type: ignore[arg-type]
+        memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))  # type: ignore[arg-type]
     skeleton: nn.Module = copy.deepcopy(model, memo)
     for spec, _ in layers:
         if not spec.linear:
-            virtualize(skeleton.get_submodule(spec.name), spec, link)
+            virtualize(skeleton.get_submodule(spec.name), spec, requester)
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
             setattr(skeleton, method, _refuse_to_save)

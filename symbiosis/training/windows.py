@@ -18,7 +18,6 @@ Legend: B batch; T tokens of the whole sequence; s of a window; H key-value head
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -28,11 +27,10 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from symbiosis.client.virtlayer import finetuning
 from symbiosis.errors import UsageError
 from symbiosis.training.pruning import pruned
 
-__all__ = ["WindowedStep", "backward_in_windows", "check_window", "tokens"]
+__all__ = ["WindowedStep", "check_window", "tokens"]
 
 _IGNORED = -100
 
@@ -218,7 +216,7 @@ class WindowedStep:
             self._put_prefix()
         self._states.append(_random_state(self._device))
         options = {"logits_to_keep": 1} if self._accepts_logits_to_keep else {}
-        with torch.no_grad(), finetuning(self._model):
+        with torch.no_grad():
             self._forward(index, options)
 
     def loss(self, index: int) -> torch.Tensor:
@@ -333,42 +331,6 @@ class WindowedStep:
         if self._items is None:
             self._items = (following != _IGNORED).sum()
         return following, labels.shape[1]
-
-
-def backward_in_windows(model: Any, batch: Mapping[str, Any], window: int, *, prune: bool = True) -> float:
-    """Forward and backward of a batch in windows, for synchronous code: adds to the gradients what
-    ``model(**batch).loss.backward()`` would add. For coroutines see :meth:`symbiosis.Client.train_step`.
-
-    Args:
-        model: from :func:`symbiosis.open_model`, with a PEFT adapter or trainable parts of its own.
-        batch: arguments of the model, with ``labels``, on the model's device.
-        window: tokens in a window.
-        prune: keep fewer activations for backward; see :meth:`symbiosis.Client.train_step`.
-
-    Returns:
-        The loss.
-
-    Raises:
-        UsageError: the model, its PEFT method or the batch cannot be run in windows.
-    """
-    check_window(window)
-    if window >= tokens(batch):
-        with pruned() if prune else contextlib.nullcontext():
-            loss: torch.Tensor = model(**batch).loss
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.item()
-    step = WindowedStep(model, dict(batch), window, prune)
-    for index in range(len(step) - 1):
-        step.look(index)
-    total = 0.0
-    for index in reversed(range(len(step))):
-        loss = step.loss(index)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    tensors, gradients = step.rest()
-    if tensors:
-        torch.autograd.backward(tensors, gradients)
-    return total
 
 
 _SLICED = ("input_ids", "inputs_embeds", "position_ids", "token_type_ids")

@@ -160,8 +160,7 @@ async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Played:
     """Generate for prompts, each twice, in any order; send one over and over; then fine-tune."""
     model = client.model
     give_adapter(model, plan)
-    recorder = Recorder(client._link_channel())
-    client._link.channel = recorder
+    recorder = client.wrap_channel(Recorder)
     read: list[torch.Tensor] = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
         lambda module, arguments: read.append(arguments[0].flatten().clone())
@@ -186,7 +185,7 @@ async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Played:
         with recorder.at(Stage.TRAIN):
             await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
     hook.remove()
-    client._link.channel = recorder._channel
+    client.wrap_channel(lambda _: recorder._channel)
     return Played(_truth(recorder, torch.cat(read), adapter), prompts, texts)
 
 

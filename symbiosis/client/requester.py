@@ -1,0 +1,135 @@
+"""What the VirtLayers of one client have in common: the channel, how to wait for it, and what each thread remembers."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.autograd import forward_ad
+
+from symbiosis.client.kinds import KindTracker
+from symbiosis.client.placeholders import KeptProduct
+from symbiosis.client.siblings import SiblingState
+from symbiosis.client.waiting import BlockingWaiter, Waiter
+from symbiosis.core.requests import Call, Key
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Channel
+from symbiosis.errors import CannotWaitError, ClientClosedError
+
+__all__ = ["ModelCopy", "Requester"]
+
+Results = tuple[torch.Tensor, ...]
+
+
+class ModelCopy:
+    """Identifies the copy of a client's model that a layer belongs to: ``copy.deepcopy`` copies it with the layers."""
+
+
+class ThreadState(threading.local):
+    """What is remembered for each thread that walks the model."""
+
+    rehearsing = False
+    """Whether requests of this thread are answered with zeros, and not sent."""
+
+    def __init__(self) -> None:
+        self.kinds = KindTracker()
+        self.siblings = SiblingState()
+        self.kept = KeptProduct()
+
+    def forget(self) -> None:
+        """Drop what a pass of this thread left behind."""
+        self.siblings.forget()
+        self.kinds = KindTracker()
+        self.kept = KeptProduct()
+
+
+class Requester:
+    """Sends the requests of one client's VirtLayers.
+
+    Args:
+        masked: whether rows are masked on the way, so that only products with a weight can be asked for.
+        before_backward: called before each request of a backward pass.
+
+    Attributes:
+        model: the model, of layers that are not copies.
+    """
+
+    def __init__(self, *, masked: bool = False, before_backward: Callable[[], None] | None = None) -> None:
+        self.masked = masked
+        self.model = ModelCopy()
+        self.before_backward = before_backward or (lambda: None)
+        self.finetuning = False
+        self._channel: Channel | None = None
+        self._waiter: Waiter = BlockingWaiter()
+        self._here = ThreadState()
+
+    def open(self, channel: Channel, waiter: Waiter | None = None) -> None:
+        """Send over this channel from now on. By default every thread that sends blocks."""
+        self._channel = channel
+        if waiter is not None:
+            self._waiter = waiter
+
+    def close(self) -> None:
+        """Send no further requests."""
+        self._channel = None
+
+    @property
+    def channel(self) -> Channel | None:
+        """The channel that requests are sent over; None before it is opened and after it is closed."""
+        return self._channel
+
+    @property
+    def here(self) -> ThreadState:
+        """What is remembered for this thread."""
+        return self._here
+
+    def forget(self) -> None:
+        """Drop what a pass that has ended, or failed, left behind on any thread."""
+        self._here.forget()
+        self._here = ThreadState()
+
+    @contextlib.contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Answer the requests of this thread with zeros meanwhile."""
+        self._here.rehearsing = True
+        try:
+            yield
+        finally:
+            self._here.rehearsing = False
+            self._here.forget()
+
+    @contextlib.contextmanager
+    def in_training_step(self) -> Iterator[None]:
+        """Count forward passes without gradients as parts of a training step meanwhile."""
+        self.finetuning = True
+        try:
+            yield
+        finally:
+            self.finetuning = False
+
+    def request(self, key: Key, kind: Kind, tensors: Results, name: str) -> Results:
+        """Send a request and return its results. ``name`` is the layer's, for errors.
+
+        Raises:
+            ClientClosedError: the client was closed.
+            CannotWaitError: the layer was called where it cannot wait.
+        """
+        channel = self._channel
+        if channel is None:
+            raise ClientClosedError(f"{name}: the client of this model was closed, and its base layers are gone")
+        # Tensors that such transforms wrap would be merged with other tenants' rows.
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise CannotWaitError(f"{name}: torch.func transforms (vmap, grad, jvp…) cannot be used on this model")
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+            raise CannotWaitError(f"{name}: forward-mode differentiation cannot be used on this model")
+        home = tensors[0].device
+        if home == channel.device:
+            return self._waiter.wait(channel, Call(key, kind, tensors), name)
+        moved = tuple(tensor.to(channel.device) for tensor in tensors)
+        return tuple(result.to(home) for result in self._waiter.wait(channel, Call(key, kind, moved), name))
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

@@ -1,0 +1,196 @@
+"""How a VirtLayer waits for the answer to its call, which depends on where it is called.
+
+* In a fiber, on the event loop: the fiber suspends (:class:`FiberWaiter`).
+* On another thread of a client that lives on an event loop: the thread blocks (:class:`ThreadWaiter`). Backward passes
+  run on a thread of the client's own (:class:`ClientThread`), because autograd cannot be suspended.
+* In a client without an event loop: the thread blocks (:class:`BlockingWaiter`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+from greenlet import getcurrent
+
+from symbiosis.client.cores import use_cores
+from symbiosis.client.fibers import Fiber, RandomStream
+from symbiosis.core.requests import Call
+from symbiosis.core.transport import Channel
+from symbiosis.errors import CannotWaitError, ClientClosedError
+from symbiosis.modes import modes_aside
+
+__all__ = ["BlockingWaiter", "ClientThread", "FiberWaiter", "ThreadWaiter", "Waiter", "waiter_on_loop"]
+
+T = TypeVar("T")
+Results = tuple[torch.Tensor, ...]
+
+
+class Waiter(Protocol):
+    """Sends a call and waits for its results."""
+
+    def wait(self, channel: Channel, call: Call, name: str) -> Results:
+        """Return the results of a call. ``name`` is the layer's, for errors.
+
+        Raises:
+            CannotWaitError: the layer was called where it cannot wait.
+        """
+
+
+class BlockingWaiter:
+    """Waits in clients without an event loop, on any thread."""
+
+    def wait(self, channel: Channel, call: Call, name: str) -> Results:
+        return channel.call(call)
+
+
+class FiberWaiter:
+    """Waits in fibers."""
+
+    def wait(self, channel: Channel, call: Call, name: str) -> Results:
+        fiber = getcurrent()
+        assert isinstance(fiber, Fiber)
+        if torch._C._current_graph_task_id() != -1:
+            raise CannotWaitError(
+                f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
+                "return the loss and `await client.backward(loss)` instead"
+            )
+        reply = channel.send(call)
+        if reply.done():
+            return reply.result()
+        try:
+            return fiber.wait(reply, channel)
+        except BaseException:
+            channel.cancel(call)
+            raise
+
+
+class ThreadWaiter:
+    """Waits on threads of a client that lives on an event loop: the client's own, and the user's."""
+
+    def __init__(self, thread: ClientThread, loop_thread: int) -> None:
+        self._thread = thread
+        self._loop_thread = loop_thread
+
+    def wait(self, channel: Channel, call: Call, name: str) -> Results:
+        if threading.get_ident() == self._loop_thread:
+            verb = "backward(loss)" if call.key.pass_.is_backward else "forward(...), generate(...) or run(fn, ...)"
+            raise CannotWaitError(
+                f"{name}: this model was called directly on the event loop, which would wait for itself; "
+                f"use `await client.{verb}`, or call it from another thread"
+            )
+        if self._thread.interrupted is not None:
+            raise self._thread.interrupted
+        owner = _running.thread
+        if owner is not None and owner is not self._thread:
+            raise CannotWaitError(
+                f"{name}: this backward pass goes through the models of two clients; each has a thread of its own, so "
+                "detach the one from the other, or call backward for each"
+            )
+        stream = self._thread.stream
+        if stream is None:
+            return channel.call(call)
+        stream.leave()
+        try:
+            return channel.call(call)
+        finally:
+            stream.enter()
+
+
+class _OnLoop:
+    """Chooses between waiting in a fiber and waiting on a thread."""
+
+    def __init__(self, thread: ClientThread) -> None:
+        self._in_fiber = FiberWaiter()
+        self._on_thread = ThreadWaiter(thread, threading.get_ident())
+
+    def wait(self, channel: Channel, call: Call, name: str) -> Results:
+        return (self._in_fiber if isinstance(getcurrent(), Fiber) else self._on_thread).wait(channel, call, name)
+
+
+def waiter_on_loop(thread: ClientThread) -> Waiter:
+    """Return a waiter for a client on the running event loop; ``thread`` is the client's own."""
+    return _OnLoop(thread)
+
+
+class _Running(threading.local):
+    """The client whose own thread this is."""
+
+    thread: ClientThread | None = None
+    cores = 1
+    """Cores that operators use on this thread when its client has the process to itself."""
+
+
+_running = _Running()
+
+
+class ClientThread:
+    """A thread of one client, for work that cannot be suspended. It starts when it is first needed.
+
+    Attributes:
+        interrupted: raised by the next call from the thread, so that work that was cancelled ends; None otherwise.
+        stream: the stream of random numbers that work on the thread draws from, to be left while it waits; or None.
+    """
+
+    def __init__(self, client: str, crowded: Callable[[], bool]) -> None:
+        self._client = client
+        self._crowded = crowded
+        self._pool: ThreadPoolExecutor | None = None
+        self.interrupted: BaseException | None = None
+        self.stream: RandomStream | None = None
+
+    async def run(self, interrupt: Callable[[BaseException], None], fn: Callable[..., T], *args: object) -> T:
+        """Run a function on the thread, and return its result.
+
+        When the awaiting task is cancelled, ``interrupt`` is called with an error for the calls that wait, and this
+        method ends only after the thread is free again.
+        """
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, f"symbiosis-{self._client}", initializer=self._started)
+        with modes_aside():
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._pool, self._with_cores, self._crowded(), fn, args)
+            try:
+                return await asyncio.shield(work)
+            except asyncio.CancelledError:
+                self.interrupted = ClientClosedError(f"this operation of client {self._client!r} was cancelled")
+                interrupt(self.interrupted)
+                while not work.done():
+                    try:
+                        await asyncio.wait([work])
+                    except asyncio.CancelledError:
+                        continue
+                work.exception()  # caused by the interruption
+                raise
+            finally:
+                self.interrupted = None
+
+    def with_stream(self, stream: RandomStream, fn: Callable[..., T], *args: object) -> T:
+        """Run a function on this thread, with random numbers from a stream."""
+        stream.enter()
+        self.stream = stream
+        try:
+            return fn(*args)
+        finally:
+            self.stream = None
+            stream.leave()
+
+    def close(self) -> None:
+        """End the thread, once its work is done."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+            self._pool = None
+
+    def _started(self) -> None:
+        _running.thread = self
+        _running.cores = torch.get_num_threads()
+
+    def _with_cores(self, crowded: bool, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+        """Run a function. Beside other clients its operators use half of the cores, so that the event loop has the
+        other half (docs/decisions/0012-cores-of-backward-threads.md)."""
+        use_cores(max(1, _running.cores // 2) if crowded else _running.cores)
+        return fn(*args)

@@ -1,0 +1,110 @@
+"""A training step, as a sequence of operations that a driver runs.
+
+Coroutines and synchronous code run model code in different ways: a coroutine awaits a fiber or a thread where
+synchronous code simply calls. The order of forward and backward passes is the same for both, and is written once here:
+:func:`training_step` is a generator that yields each operation and receives its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from symbiosis.errors import UsageError
+from symbiosis.training.pruning import pruned
+from symbiosis.training.windows import WindowedStep, check_window, tokens
+
+__all__ = ["Backward", "Forward", "Step", "run_now", "training_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A forward pass. The driver sends back what ``run`` returns."""
+
+    run: Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A backward pass."""
+
+    run: Callable[[], Any]
+
+
+Step = Generator[Forward | Backward, Any, float]
+"""Yields operations, and returns the loss of the batch."""
+
+
+def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prune: bool | None) -> Step:
+    """Return the operations that add a batch's gradients to those of the trainable parameters.
+
+    Args:
+        model: a model of ``transformers``, with PEFT or without.
+        batch: arguments of the model, with ``labels``, on the model's device.
+        window: number of tokens in a window; None, or as many as the batch has, for the whole sequence at once.
+        prune: keep fewer activations for backward; by default if there is a window.
+
+    Raises:
+        UsageError: the window is not a whole number, the model gives no loss, nothing in it is trainable, or it cannot
+            be run in windows.
+    """
+    if window is not None:
+        check_window(window)
+    prune = window is not None if prune is None else prune
+    if window is not None and window < tokens(batch):
+        return _windows(WindowedStep(model, batch, window, prune))
+    return _whole(model, batch, prune)
+
+
+def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
+    def forward() -> Any:
+        with pruned() if prune else contextlib.nullcontext():
+            return model(**batch)
+
+    output = yield Forward(forward)
+    loss: torch.Tensor | None = getattr(output, "loss", None)
+    del output
+    if loss is None:
+        raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; does it have labels?")
+    _check_trainable(loss)
+    yield Backward(loss.backward)
+    return loss.item()
+
+
+def _windows(step: WindowedStep) -> Step:
+    total = 0.0
+    for index in range(len(step) - 1):
+        yield Forward(lambda index=index: step.look(index))  # type: ignore[misc]
+    for index in reversed(range(len(step))):
+        loss: torch.Tensor = yield Forward(lambda index=index: step.loss(index))  # type: ignore[misc]
+        _check_trainable(loss)
+        yield Backward(loss.backward)
+        total += loss.item()
+    tensors, gradients = step.rest()
+    if tensors:
+        yield Backward(lambda: torch.autograd.backward(tensors, gradients))
+    return total
+
+
+def _check_trainable(loss: torch.Tensor) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            "nothing in the model is trainable; give the client a peft_config, or load its adapter with "
+            "load_adapter(folder, trainable=True)"
+        )
+
+
+def run_now(step: Step) -> float:
+    """Run the operations of a step one after another, and return its loss. For synchronous code."""
+    result: Any = None
+    try:
+        while True:
+            operation = step.send(result)
+            result = None  # the output of a forward pass is freed before the backward pass
+            result = operation.run()
+    except StopIteration as end:
+        return float(end.value)
