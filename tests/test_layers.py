@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import Key, LayerSpec, Pass, expected
 from symbiosis.errors import RequestError, SplitError
-from symbiosis.executor import products as blocks
+from symbiosis.executor import products
 from symbiosis.executor.layers import base_layer, is_linear
 
 
@@ -38,21 +38,23 @@ def test_forward_and_backward(kind: str, dtype: torch.dtype) -> None:
     assert layer.spec == LayerSpec(3, "name", 5, 7, dtype, kind in ("linear", "conv1d"), kind != "mlp")
     x, dy = torch.randn(4, 5, dtype=dtype), torch.randn(4, 7, dtype=dtype)
     with torch.no_grad():
-        assert torch.equal(layer.run(Pass.FORWARD, (x,)), module(x))
+        assert torch.equal(layer.run(Key((0,), Pass.FORWARD), (x,)), module(x))
     needs_grad = x.clone().requires_grad_()
     (dx,) = torch.autograd.grad(module(needs_grad), needs_grad, dy)
     with torch.no_grad():
-        got = layer.run(Pass.BACKWARD, (dy,) if layer.spec.linear else (x, dy))
+        got = layer.run(Key((0,), Pass.BACKWARD), (dy,) if layer.spec.linear else (x, dy))
     assert torch.equal(got, dx)
     assert not got.requires_grad
     if layer.spec.linear:
         bias = module.bias if module.bias is not None else torch.zeros(7, dtype=dtype)
         with torch.no_grad():
-            without = layer.run(Pass.FORWARD_WITHOUT_BIAS, (x,)) + bias
-        torch.testing.assert_close(without, layer.run(Pass.FORWARD, (x,)), atol=4 * torch.finfo(dtype).eps, rtol=0.02)
+            without = layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,)) + bias
+        torch.testing.assert_close(
+            without, layer.run(Key((0,), Pass.FORWARD), (x,)), atol=4 * torch.finfo(dtype).eps, rtol=0.02
+        )
     else:
         with pytest.raises(SplitError, match="name is served whole"):
-            layer.run(Pass.FORWARD_WITHOUT_BIAS, (x,))
+            layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,))
     assert "5 → 7" in repr(layer)
 
 
@@ -135,7 +137,7 @@ def test_probing_draws_no_random_numbers_and_keeps_the_mode() -> None:
 @pytest.mark.parametrize("kind", ["linear", "linear-no-bias", "conv1d"])
 def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in fp32 times the weight as it is served, whatever its type, in blocks of any size."""
-    monkeypatch.setattr(blocks, "_BLOCK", block)
+    monkeypatch.setattr(products, "_BLOCK", block)
     module: Any = MODULES[kind]().to(dtype).requires_grad_(False)
     layer = base_layer(0, "name", module)
     weight = module.weight.double() if kind != "conv1d" else module.weight.double().t()
@@ -143,19 +145,19 @@ def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: 
     x, dy = torch.randn(4, 5), torch.randn(4, 7)
     with torch.no_grad():
         for pass_, rows, wanted in (
-            (Pass.FORWARD_FP32, x, x.double() @ weight.t() + bias),
-            (Pass.FORWARD_WITHOUT_BIAS_FP32, x, x.double() @ weight.t()),
-            (Pass.BACKWARD_FP32, dy, dy.double() @ weight),
+            (Pass.FORWARD, x, x.double() @ weight.t() + bias),
+            (Pass.FORWARD_WITHOUT_BIAS, x, x.double() @ weight.t()),
+            (Pass.BACKWARD, dy, dy.double() @ weight),
         ):
-            result = layer.run(pass_, (rows,))
+            result = layer.run(Key((0,), pass_, fp32=True), (rows,))
             assert result.dtype is torch.float32
             assert torch.allclose(result.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_modules_have_no_pass_in_fp32() -> None:
     layer = base_layer(0, "mlp", MODULES["mlp"]())
-    for pass_ in (Pass.FORWARD_FP32, Pass.BACKWARD_FP32):
+    for pass_ in (Pass.FORWARD, Pass.BACKWARD):
         with pytest.raises(SplitError, match="no pass in fp32"):
-            layer.run(pass_, (torch.randn(4, 5),))
+            layer.run(Key((0,), pass_, fp32=True), (torch.randn(4, 5),))
         with pytest.raises(RequestError, match="no pass in fp32"):
-            expected([layer.spec], Key((0,), pass_))
+            expected([layer.spec], Key((0,), pass_, fp32=True))

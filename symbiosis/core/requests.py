@@ -1,7 +1,7 @@
-"""The nouns of the runtime: pure data, no tensor arithmetic, no clock, no I/O.
+"""Requests and batches: the data that the scheduler, the policies and the executor work on.
 
-A *request* is one client's rows for one key, where a *key* is (layers, pass). Requests are divisible: a batch takes a
-*slice* of rows from each of several requests with the same key. Everything else in the package is built on these words.
+A *request* is one client's rows for one key, where a *key* is (layers, pass, precision). Requests are divisible: a
+batch takes a *slice* of rows from each of several requests with the same key.
 """
 
 from __future__ import annotations
@@ -20,65 +20,40 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "Batch",
-    "Call",
-    "Expected",
-    "Key",
-    "LayerSpec",
-    "Pass",
-    "Request",
-    "Slice",
-    "expected",
-]
+__all__ = ["Batch", "Call", "Expected", "Key", "LayerSpec", "Pass", "Request", "Slice", "expected"]
 
 
 class Pass(IntEnum):
-    """What a base layer is asked to do with the rows. The numbers are part of the wire format."""
+    """What a base layer computes from the rows."""
 
     FORWARD = 0
-    """Y = f(X), with the layer's bias where it has one."""
+    """Y = f(X), with the layer's bias if it has one."""
     FORWARD_WITHOUT_BIAS = 1
-    """Y = X·Wᵀ: for a client that trains its own bias, and for noise effects."""
+    """Y = X·Wᵀ, for a client that trains its own bias and for the effects of noise."""
     BACKWARD = 2
-    """dX from dY (linear layers) or from X and dY (layers that are recomputed)."""
-    FORWARD_FP32 = 3
-    """As FORWARD, of a linear layer: rows and results in fp32 whatever the weight's dtype, for rows that are masked."""
-    FORWARD_WITHOUT_BIAS_FP32 = 4
-    BACKWARD_FP32 = 5
+    """dX from dY (linear layers), or from X and dY (layers that are recomputed)."""
 
     @property
     def is_backward(self) -> bool:
-        return self in _BACKWARD
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether the layer's bias is added."""
-        return self is Pass.FORWARD or self is Pass.FORWARD_FP32
-
-    @property
-    def in_fp32(self) -> bool:
-        """Whether rows and results are fp32 whatever the layer's dtype."""
-        return self >= Pass.FORWARD_FP32
+        return self is _BACKWARD
 
 
-_BACKWARD = (Pass.BACKWARD, Pass.BACKWARD_FP32)
-"""By a name of their own: on Python 3.11 a member looked up on its class takes six times as long."""
+_BACKWARD = Pass.BACKWARD
+"""A name of its own: on Python 3.11 a member looked up on its class takes six times as long."""
 
 
 class Key(NamedTuple):
-    """What a batch has in common. ``layers`` are indices into the layer table, ascending in the order the model calls
-    them; several indices are siblings that read the same rows (D9)."""
+    """What the requests of a batch have in common."""
 
     layers: tuple[int, ...]
+    """Indices into the layer table, in ascending order. Several indices are siblings, which read the same rows (D9)."""
     pass_: Pass
+    fp32: bool = False
+    """Whether rows and results are fp32 whatever the layer's dtype; for rows that are masked. Linear layers only."""
 
 
 class LayerSpec(NamedTuple):
-    """One row of the layer table: all that a client knows of a base layer.
-
-    ``linear`` is False for a module that is served whole and recomputed in backward.
-    """
+    """One row of the layer table: all that a client knows of a base layer."""
 
     layer: int
     """Index into the layer table."""
@@ -88,25 +63,26 @@ class LayerSpec(NamedTuple):
     dtype: torch.dtype
     bias: bool
     linear: bool
+    """False for a module that is served whole and recomputed in backward."""
 
 
 class Expected(NamedTuple):
-    """The matrices of a call and of its answer, all with the same number of rows."""
+    """The matrices of a call and of its answer. All have the same number of rows."""
 
     widths: tuple[int, ...]
-    """Columns of each matrix that the call brings."""
+    """Columns of each matrix of the call."""
     dtype: torch.dtype
     results: tuple[int, ...]
     """Columns of each matrix of the answer."""
 
 
 def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
-    """What a call for ``key`` brings and gets, by the layer table.
+    """Return the shapes of a call for ``key`` and of its answer, by the layer table.
 
     Raises:
         RequestError: the table has no such key.
     """
-    indices, pass_ = key
+    indices, pass_, fp32 = key
     if not indices or not all(0 <= index < len(layers) for index in indices):
         raise RequestError(f"layers {indices}; there are {len(layers)}, counted from 0")
     chosen = [layers[index] for index in indices]
@@ -119,9 +95,9 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
         raise RequestError(
             f"layers {indices} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
         )
-    if not all(spec.linear for spec in chosen) and pass_ not in (Pass.FORWARD, Pass.BACKWARD):
+    if not all(spec.linear for spec in chosen) and (fp32 or pass_ is Pass.FORWARD_WITHOUT_BIAS):
         raise RequestError(f"{first.name} is served whole; it has no single bias to leave out and no pass in fp32")
-    dtype = _fp32() if pass_.in_fp32 else first.dtype
+    dtype = _fp32() if fp32 else first.dtype
     if not pass_.is_backward:
         return Expected((first.in_features,), dtype, tuple(spec.out_features for spec in chosen))
     widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
@@ -129,24 +105,22 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
 
 
 def _fp32() -> torch.dtype:
-    import torch  # not before it is needed: the simulator does without
+    import torch  # imported when it is first needed, because the simulator needs no torch
 
     return torch.float32
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request with its tensors, on its way to the executor.
-
-    ``tensors`` are matrices of equal row count: (X,) forward; (dY,) backward of a linear layer; (X, dY) backward of a
-    layer that is recomputed.
-    """
+    """A request with its tensors, on its way to the executor."""
 
     key: Key
     kind: Kind
     tensors: tuple[torch.Tensor, ...]
+    """Matrices of equal row count: (X,) forward; (dY,) backward of a linear layer; (X, dY) backward of a layer that is
+    recomputed."""
     id: int = -1
-    """Set by the executor's session when it accepts the call."""
+    """Set when the call is sent or accepted."""
     results: tuple[torch.Tensor, ...] | None = None
     """The answer, while it is put together from slices."""
     reply: asyncio.Future[tuple[torch.Tensor, ...]] | None = None
@@ -165,7 +139,7 @@ class Request:
     arrived: float
     """Seconds on the executor's clock."""
     taken: int = field(default=0)
-    """Rows handed to batches so far; they are always the first ones."""
+    """Rows that batches have taken so far, from the first row on."""
     done: int = field(default=0)
     """Rows whose batch has completed."""
     cancelled: bool = field(default=False)
@@ -195,5 +169,5 @@ class Batch:
     key: Key
     slices: Sequence[Slice]
     reason: str
-    """Why the policy ran it now: ``full``, ``deadline``, ``nobody-thinking``, ``at-once``, ``lone``…"""
+    """Why it runs now, as the policy says: ``full``, ``deadline``, ``nobody-thinking``, ``at-once``, ``lone``…"""
     rows: int

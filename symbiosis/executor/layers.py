@@ -1,7 +1,7 @@
-"""Base layers: the frozen modules that an executor runs for everybody.
+"""Base layers: the frozen modules that an executor runs for all clients.
 
-A base layer is stateless (D3). Backward of a linear layer needs the weights alone: dX = dY·W, whatever the batch was in
-forward (Symbiosis, section 3.6). Any other row-wise module gets X once more and recomputes.
+A base layer is stateless (D3). The backward pass of a linear layer needs the weights alone: dX = dY·W, whatever the
+batch was in the forward pass (Symbiosis, section 3.6). Any other row-wise module receives X again and recomputes.
 
 Legend: n rows; i in_features; o out_features.
 """
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.core.requests import LayerSpec, Pass
+from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
 from symbiosis.executor.products import times, times_transposed
 
@@ -34,32 +34,27 @@ class BaseLayer(ABC):
         return f"{type(self).__name__}({self.spec.name!r}, {self.spec.in_features} → {self.spec.out_features})"
 
     def sample(self) -> torch.Tensor:
-        """A row [1, i] for it, of zeros."""
+        """Return a row of zeros [1, i] for this layer."""
         parameter = next(self.module.parameters())
         return torch.zeros(1, self.spec.in_features, dtype=self.spec.dtype, device=parameter.device)
 
-    def run(self, pass_: Pass, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """[n, o] from (X [n, i],) forward; [n, i] from (dY [n, o],) or (X [n, i], dY [n, o]) backward."""
-        if pass_ is Pass.FORWARD:
-            return self.forward(tensors[0])
-        if pass_ is Pass.BACKWARD:
-            return self.backward(*tensors)
-        if pass_ is Pass.FORWARD_WITHOUT_BIAS:
-            return self.forward_without_bias(tensors[0])
-        if pass_ is Pass.BACKWARD_FP32:
-            return self.backward_fp32(tensors[0])
-        return self.forward_fp32(tensors[0], pass_.has_bias)
+    def run(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return [n, o] from (X [n, i],) forward; [n, i] from (dY [n, o],) or (X [n, i], dY [n, o]) backward.
+
+        Tensors and result are fp32 if the key says so, otherwise of the layer's dtype.
+        """
+        pass_ = key.pass_
+        if pass_ is _BACKWARD:
+            return self.backward(tensors, fp32=key.fp32)
+        return self.forward(tensors[0], bias=pass_ is _FORWARD, fp32=key.fp32)
 
     @abstractmethod
-    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor: ...
     @abstractmethod
-    def forward_without_bias(self, x: torch.Tensor) -> torch.Tensor: ...
-    @abstractmethod
-    def backward(self, *tensors: torch.Tensor) -> torch.Tensor: ...
-    @abstractmethod
-    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor: ...
-    @abstractmethod
-    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor: ...
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor: ...
+
+
+_FORWARD, _, _BACKWARD = Pass
 
 
 class LinearLayer(BaseLayer):
@@ -69,21 +64,14 @@ class LinearLayer(BaseLayer):
         super().__init__(spec, module)
         self._weight, self._bias = module.weight, module.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor:
+        if fp32:
+            return _plus(times_transposed(x, self._weight), self._bias if bias else None)
+        return F.linear(x, self._weight, self._bias if bias else None)
 
-    def forward_without_bias(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight)
-
-    def backward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor:
         (dy,) = tensors
-        return dy.mm(self._weight)
-
-    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor:
-        return _plus(times_transposed(x, self._weight), self._bias if bias else None)
-
-    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor:
-        return times(dy, self._weight)
+        return times(dy, self._weight) if fp32 else dy.mm(self._weight)
 
 
 class Conv1DLayer(BaseLayer):
@@ -93,45 +81,36 @@ class Conv1DLayer(BaseLayer):
         super().__init__(spec, module)
         self._weight, self._bias = module.weight, module.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self._bias, x, self._weight)
+    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor:
+        if fp32:
+            return _plus(times(x, self._weight), self._bias if bias else None)
+        return torch.addmm(self._bias, x, self._weight) if bias else x.mm(self._weight)
 
-    def forward_without_bias(self, x: torch.Tensor) -> torch.Tensor:
-        return x.mm(self._weight)
-
-    def backward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor:
         (dy,) = tensors
-        return dy.mm(self._weight.t())
-
-    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor:
-        return _plus(times(x, self._weight), self._bias if bias else None)
-
-    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor:
-        return times_transposed(dy, self._weight)
+        return times_transposed(dy, self._weight) if fp32 else dy.mm(self._weight.t())
 
 
 class ModuleLayer(BaseLayer):
     """A frozen module that treats every row alike, such as an MLP, served whole. Backward recomputes it from X."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor:
+        if fp32 or not bias:
+            raise self._refusal()
         y: torch.Tensor = self.module(x)
         return y
 
-    def forward_without_bias(self, x: torch.Tensor) -> torch.Tensor:
-        raise SplitError(f"{self.spec.name} is served whole; it has no single bias to leave out")
-
-    def backward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor:
+        if fp32:
+            raise self._refusal()
         x, dy = tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             (dx,) = torch.autograd.grad(self.module(x), x, dy)
         return dx
 
-    def forward_fp32(self, x: torch.Tensor, bias: bool) -> torch.Tensor:
-        raise SplitError(f"{self.spec.name} is served whole; it has no pass in fp32")
-
-    def backward_fp32(self, dy: torch.Tensor) -> torch.Tensor:
-        raise SplitError(f"{self.spec.name} is served whole; it has no pass in fp32")
+    def _refusal(self) -> SplitError:
+        return SplitError(f"{self.spec.name} is served whole; it has no single bias to leave out and no pass in fp32")
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -139,12 +118,12 @@ def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain ``nn.Linear`` or ``Conv1D``: subclasses with a forward of their own are not."""
+    """Return whether a module is an ``nn.Linear`` or ``Conv1D``, and not a subclass with a forward of its own."""
     return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or type(module) is Conv1D
 
 
 def base_layer(index: int, name: str, module: nn.Module) -> BaseLayer:
-    """The base layer for a module that :func:`is_linear` or that treats rows alike.
+    """Return the base layer for a module that :func:`is_linear`, or that treats all rows alike.
 
     Raises:
         SplitError: the module is neither.
@@ -160,7 +139,7 @@ def base_layer(index: int, name: str, module: nn.Module) -> BaseLayer:
 
 
 def _probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:
-    """Try a module on a few random rows: width in and out, dtype, and that no row depends on another."""
+    """Return the widths and dtype of a module, after checking on random rows that no row depends on another."""
     first = next((child for child in module.modules() if is_linear(child)), None)
     if first is None:
         raise SplitError(f"{name} ({type(module).__name__}) cannot be a base layer: it has no linear layer inside")

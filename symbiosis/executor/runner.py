@@ -56,7 +56,7 @@ class Runner:
 
         Siblings (a key with several layers) read the same rows, so only a forward pass has them.
         """
-        layers, pass_ = batch.key
+        layers = batch.key.layers
         slices = batch.slices
         if len(slices) == 1 and slices[0].stop - slices[0].start == slices[0].request.rows:
             (call,) = calls
@@ -67,7 +67,7 @@ class Runner:
                 merge([_cut(tensor, piece) for tensor, piece in zip(column, slices, strict=True)])
                 for column in zip(*[call.tensors for call in calls], strict=True)
             )
-            outputs = [self._layers[layer].run(pass_, inputs) for layer in layers]
+            outputs = [self._layers[layer].run(batch.key, inputs) for layer in layers]
             del inputs
             counts = [stop - start for _, start, stop in slices]
             columns = [split(output, counts) for output in outputs]
@@ -76,11 +76,10 @@ class Runner:
 
     def run_alone(self, call: Call) -> tuple[torch.Tensor, ...]:
         """The results of a whole call that shares no batch; its tensors are passed through as they are."""
-        layers, pass_ = call.key
         grad = torch.is_grad_enabled()
         _set_grad_enabled(False)
         try:
-            return tuple([self._layers[layer].run(pass_, call.tensors) for layer in layers])
+            return tuple([self._layers[layer].run(call.key, call.tensors) for layer in call.key.layers])
         finally:
             _set_grad_enabled(grad)
 

@@ -115,7 +115,7 @@ class Counters:
         layer = self.layers.get(key)
         if layer is None:
             if len(self.layers) >= MAX_KEYS:
-                key = Key(key.layers[:1], key.pass_)  # nobody makes so many groups of siblings in good faith
+                key = key._replace(layers=key.layers[:1])  # more groups of siblings than any model has
             layer = self.layers.setdefault(key, _Layer())
         layer.batches += 1
         layer.rows += rows
@@ -138,7 +138,7 @@ class Counters:
     def snapshot(self, names: list[str]) -> Statistics:
         """The statistics so far; ``names`` of the layer table."""
         layers = {
-            f"{group_name([names[index] for index in key.layers])} {key.pass_.name.lower().replace('_', ' ')}": (
+            f"{group_name([names[index] for index in key.layers])} {pass_name(key)}": (
                 LayerStatistics(layer.requests, layer.batches, layer.members, layer.rows, layer.wait_s)
             )
             for key, layer in sorted(self.layers.items())
@@ -163,6 +163,11 @@ class Counters:
             layers=layers,
             clients=clients,
         )
+
+
+def pass_name(key: Key) -> str:
+    """Return the name of a key's pass and precision: ``forward``, ``forward without bias``, ``backward fp32``."""
+    return key.pass_.name.lower().replace("_", " ") + (" fp32" if key.fp32 else "")
 
 
 def group_name(names: list[str]) -> str:

@@ -100,20 +100,22 @@ class TransportConformance:
             channel.close()
 
     @staticmethod
-    def _call(executor: Executor, layers: tuple[int, ...], pass_: Pass, rows: int, seed: int = 0) -> Call:
+    def _call(
+        executor: Executor, layers: tuple[int, ...], pass_: Pass, rows: int, seed: int = 0, *, fp32: bool = False
+    ) -> Call:
         spec = executor.layers[layers[0]]
         width = spec.out_features if pass_.is_backward else spec.in_features
         generator = torch.Generator().manual_seed(seed)
-        dtype = torch.float32 if pass_.in_fp32 else spec.dtype
+        dtype = torch.float32 if fp32 else spec.dtype
         x = torch.randn(rows, width, generator=generator, dtype=torch.float32).to(dtype)
-        return Call(Key(layers, pass_), Kind.FINETUNE, (x,))
+        return Call(Key(layers, pass_, fp32), Kind.FINETUNE, (x,))
 
     @staticmethod
     def _expected(executor: Executor, call: Call) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             layers = executor.service.resident().layers
             found = [base_layer(layer, layers[layer][0].name, layers[layer][1]) for layer in call.key.layers]
-            return tuple(layer.run(call.key.pass_, call.tensors) for layer in found)
+            return tuple(layer.run(call.key, call.tensors) for layer in found)
 
     async def _check(self, executor: Executor, channel: Channel, call: Call) -> None:
         results = await asyncio.wait_for(channel.send(call), WITHIN_S)
@@ -135,8 +137,8 @@ class TransportConformance:
             assert [tuple(spec) for spec in channel.layers] == [tuple(spec) for spec in executor.layers]
             assert {spec.dtype for spec in channel.layers} == set(DTYPES)
             for spec in executor.layers:
-                for pass_ in Pass:
-                    await self._check(executor, channel, self._call(executor, (spec.layer,), pass_, 3))
+                for pass_, fp32 in itertools.product(Pass, (False, True)):
+                    await self._check(executor, channel, self._call(executor, (spec.layer,), pass_, 3, fp32=fp32))
 
     @pytest.mark.parametrize("rows", [1, 2, 17, 1000])
     async def test_shapes(self, tmp_path: Path, rows: int) -> None:

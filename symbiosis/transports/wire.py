@@ -155,10 +155,10 @@ def pack_hello(hello: Hello) -> bytes:
 
 def pack_call(call: CallMessage) -> bytes:
     """CALL."""
-    layers, pass_ = call.key
+    layers, pass_, fp32 = call.key
     return cast(
         bytes,
-        _packer.pack((3, call.id, layers, int(pass_), int(call.kind), call.rows, call.place, call.answer)),
+        _packer.pack((3, call.id, layers, pass_ + 3 * fp32, int(call.kind), call.rows, call.place, call.answer)),
     )
 
 
@@ -246,12 +246,12 @@ def read_call(content: Sequence[Any]) -> CallMessage:
         if type(layer) is not int:
             raise WireError("a CALL names layers by their index")
     try:
-        return CallMessage(id_, Key(layers, _PASSES[pass_]), _KINDS[kind], rows, place, answer)
+        return CallMessage(id_, Key(layers, *_PASSES[pass_]), _KINDS[kind], rows, place, answer)
     except (KeyError, TypeError):
         raise WireError(f"pass {pass_!r} or kind {kind!r} is unknown") from None
 
 
-_PASSES = {int(pass_): pass_ for pass_ in Pass}
+_PASSES = {pass_ + 3 * fp32: (pass_, fp32) for pass_ in Pass for fp32 in (False, True)}
 _KINDS = {int(kind): kind for kind in Kind}
 _ASKED = Terms._fields[:4]
 
