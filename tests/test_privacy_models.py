@@ -26,19 +26,19 @@ import symbiosis
 from symbiosis.core.layers import base_layer, is_linear
 from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap, keystream, local_pads
+from symbiosis.privacy import LocalPads, NoisePool, SecretShares, Seen, Wiretap, keystream, pads
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE
 from symbiosis.privacy.audit.evidence import Place
-from symbiosis.privacy.audit.scene import Recorder
+from symbiosis.privacy.audit.workload import Recorder
 from symbiosis.privacy.own_weights import _Weight
-from symbiosis.privacy.usual import Usual
+from symbiosis.privacy.typical_sizes import TypicalSizes
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora, until
 
-SCHEMES = ("noise-pool", "mixed-noise", "local-pads", "secret-shares", "wrapped-shares")
+SCHEMES = ("noise-pool", "local-pads", "secret-shares", "wrapped-shares")
 ALL = pytest.mark.parametrize("name", SCHEMES)
-EFFECTS = {"noise-pool": 5, "mixed-noise": 12}
-"""How many vectors the executor is asked for the effects of."""
+EFFECTS = {"noise-pool": 5}
+"""Vectors that the executor is sent for their effects, by scheme."""
 SCALE = 16.0
 LOGITS, GRADIENTS, TRAINED = 1e-4, 2e-4, 2e-2
 """At this scale. AdamW divides by a gradient's own size, so small elements of what is trained differ more."""
@@ -48,7 +48,7 @@ JOB = Job()
 @pytest.fixture(autouse=True)
 def fixed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(5)
-    for module in (keystream, local_pads):
+    for module in (keystream, pads):
         monkeypatch.setattr(module, "os", _Fixed(generator))
 
 
@@ -68,8 +68,6 @@ def scheme(name: str, model: Any, scale: float = SCALE, **options: Any) -> Any:
     """For a client of ``inproc://one``; the other executor is ``inproc://two``."""
     if name == "noise-pool":
         return NoisePool(**{"size": EFFECTS[name], "refresh": 40, "scale": scale, **options})
-    if name == "mixed-noise":
-        return MixedNoise(**{"rank": EFFECTS[name], "scale": scale, **options})
     if name == "local-pads":
         return LocalPads(model, **{"rows": 8, "scale": scale, **options})
     own = model if name == "wrapped-shares" else None
@@ -400,7 +398,7 @@ def test_how_large_rows_usually_are(architecture: str) -> None:
     modules = {index: module for index, module in enumerate(model.modules()) if is_linear(module)}
     specs = {index: base_layer(index, "", module).spec for index, module in modules.items()}
     random_state = torch.get_rng_state()
-    usual = Usual(model, specs, modules)  # type: ignore[arg-type]
+    usual = TypicalSizes(model, specs, modules)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -454,13 +452,13 @@ async def test_precomputed_pools_ask_for_no_more_effects(base: Any) -> None:
 
 async def test_precomputed_pads_are_ready(base: Any) -> None:
     """All that a step and a text take, so that nothing is ever out."""
-    pads = LocalPads(base, rows=20, when_out="error")
+    privacy = LocalPads(base, rows=20, when_out="error")
     async with symbiosis.Executor(base) as executor:
-        async with executor.client(lora(), privacy=pads) as client:
+        async with executor.client(lora(), privacy=privacy) as client:
             with pytest.raises(PrivacyError, match="nothing was sent"):
                 await client.forward(input_ids=IDS)
         with Wiretap(executor) as tap:
-            async with executor.client(lora(), privacy=pads) as client:
+            async with executor.client(lora(), privacy=privacy) as client:
                 await client.precompute()
                 assert not tap.seen
                 ready = client._channel.mask.ready()  # type: ignore[union-attr]
@@ -520,13 +518,13 @@ async def test_a_model_that_is_changed_meanwhile(name: str, dtype: torch.dtype, 
                 for _ in range(20):
                     assert Comparison.of(await run_job(client, job), expected).worst() <= tolerance
 
-            with pytest.raises(PrivacyError, match=r"0\.mlp\.up_proj has other .* would be wrong.*deepcopy"):
+            with pytest.raises(PrivacyError, match=r"0\.mlp\.up_proj of .* was changed .* would be wrong.*deepcopy"):
                 await go_on()
             if name == "local-pads":
                 with pytest.raises(PrivacyError, match="no more pads") as after:
                     await run_job(client, job)
-                assert "up_proj has other weights" in str(after.value.__cause__)
-            with pytest.raises(PrivacyError, match="up_proj has other weights"):
+                assert "up_proj of the tenant's model was changed" in str(after.value.__cause__)
+            with pytest.raises(PrivacyError, match="up_proj of the tenant's model was changed"):
                 await one.client(privacy=scheme(name, own)).open()
         with pytest.raises(PrivacyError, match="other weights"):  # nobody has the old ones any more
             await one.client(privacy=scheme(name, own)).open()
@@ -560,7 +558,7 @@ def test_witnesses_are_from_all_rows_and_columns(shape: tuple[int, int]) -> None
                 changed = some.select(axis, part)
                 before = changed.clone()
                 changed.mul_(2)
-                with pytest.raises(PrivacyError, match="layer has other weights"):
+                with pytest.raises(PrivacyError, match="layer of the tenant's model was changed"):
                     weight.check()
                 changed.copy_(before)
         weight.check()

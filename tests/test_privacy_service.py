@@ -20,18 +20,20 @@ from peft import get_peft_model
 import symbiosis
 from symbiosis.core.requests import Call, Pass
 from symbiosis.errors import ClientClosedError, PrivacyError, UsageError
-from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap
-from symbiosis.privacy.local_pads import Pads
-from symbiosis.privacy.masks import Masked
+from symbiosis.privacy import LocalPads, NoisePool, SecretShares, Seen, Wiretap
+from symbiosis.privacy.masks import MaskedRows
+from symbiosis.privacy.pads import Pads
 from symbiosis.privacy.secret_shares import Shares
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports.keys import SERVER, new_key
 from tests.helpers import IDS, in_thread, lora, restart, until
 from tests.service import Service, free_port, save_model
 
-SCHEMES = ("noise-pool", "mixed-noise", "local-pads", "secret-shares")
+SCHEMES = ("noise-pool", "local-pads", "secret-shares")
 ALL = pytest.mark.parametrize("name", SCHEMES)
 SCALE = 16.0
+POOL = 5
+"""Vectors of a noise pool."""
 JOB = Job(new_tokens=0, steps=8)
 WITHIN = 1e-3
 """Relative; noise differs from run to run here, and the adapter after some steps of AdamW more than that."""
@@ -39,8 +41,7 @@ WITHIN = 1e-3
 
 def scheme(name: str, model: Any, other: str = "", **options: Any) -> Any:
     makers: dict[str, Callable[..., Any]] = {
-        "noise-pool": lambda **options: NoisePool(size=5, refresh=40, **options),
-        "mixed-noise": lambda **options: MixedNoise(rank=12, **options),
+        "noise-pool": lambda **options: NoisePool(size=POOL, refresh=40, **options),
         "local-pads": lambda **options: LocalPads(model, **{"rows": 8, **options}),
         "secret-shares": lambda **options: SecretShares(with_=other, **options),
     }
@@ -237,14 +238,13 @@ def once(seen: list[Seen]) -> list[Seen]:
 
 
 def without_effects(seen: list[Seen], name: str) -> list[Seen]:
-    if name not in ("noise-pool", "mixed-noise"):
+    if name != "noise-pool":
         return seen
-    size = {"noise-pool": 5, "mixed-noise": 12}[name]
     return [
         one
         for one in seen
         if one.key.pass_ is not Pass.FORWARD_WITHOUT_BIAS
-        and (one.key.pass_ is not Pass.BACKWARD or one.tensors[0].shape[0] != size)
+        and (one.key.pass_ is not Pass.BACKWARD or one.tensors[0].shape[0] != POOL)
     ]
 
 
@@ -255,7 +255,7 @@ def noise_of(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     def watched(cls: type[Pads] | type[Shares], wraps: bool) -> None:
         mask = cls.mask
 
-        def masked(self: Any, asked: Any, x: torch.Tensor, amplitude: float, kind: Any) -> Masked:
+        def masked(self: Any, asked: Any, x: torch.Tensor, amplitude: float, kind: Any) -> MaskedRows:
             made = mask(self, asked, x, amplitude, kind)
             (sent,) = made.calls[0].tensors
             noise = sent.double() - x.double() * (1.0 if wraps else 0.5)

@@ -1,4 +1,4 @@
-"""All that arrives at an executor's door: what an honest-but-curious provider can always keep."""
+"""A record of all calls that arrive at an executor: what an honest-but-curious provider can keep."""
 
 from __future__ import annotations
 
@@ -13,36 +13,35 @@ import torch
 from symbiosis.core.executor import Executor
 from symbiosis.core.requests import NO_TERMS, Call, Key, Kind, Terms
 from symbiosis.core.session import ExecutorSession
+from symbiosis.privacy.masks import Results
 
 __all__ = ["Seen", "Wiretap"]
-
-Results = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
 class Seen:
-    """One call as the executor saw it."""
+    """One call as the executor received it."""
 
     number: int
-    """In the order of arrival, over all clients."""
+    """Number of the call in order of arrival, over all clients."""
     client: str
     key: Key
     kind: Kind
     tensors: tuple[torch.Tensor, ...]
-    """Copies of its matrices."""
+    """Copies of the call's matrices."""
     results: Results | None = None
-    """Copies of the answer, as soon as there was one."""
+    """Copies of the results, once the call is answered."""
 
 
 class Wiretap:
-    """Records every call of clients that join while it is open, whatever their transport, also those refused::
+    """Records every call of clients that join while it is open, over any transport, refused calls included::
 
         with Wiretap(executor) as tap:
             async with executor.client(config) as client:
                 await client.train_step(batch, optimizer)
         tap.seen  # list[Seen], in order of arrival
 
-    Calls of the very same matrices that are sent again after a reconnect are recorded again.
+    A call that a client sends again after a reconnect is recorded again.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -60,7 +59,7 @@ class Wiretap:
             self._tap(session)
             return session
 
-        setattr(self._executor, "join", joined)  # noqa: B010 (of this executor only)
+        setattr(self._executor, "join", joined)  # noqa: B010 (on this executor only, not on the class)
         return self
 
     def __exit__(
@@ -70,7 +69,7 @@ class Wiretap:
         delattr(self._executor, "join")
 
     def of(self, client: str) -> list[Seen]:
-        """What was seen of one client."""
+        """Return the calls of one client."""
         return [seen for seen in self.seen if seen.client == client]
 
     def _tap(self, session: ExecutorSession) -> None:
@@ -79,34 +78,30 @@ class Wiretap:
         def submitted(call: Call) -> asyncio.Future[Results]:
             seen = self._record(session.client, call, _copies(call.tensors))
             reply = submit(call)
-            if seen is not None:
-                if reply.done():
-                    _answered(seen, reply)
-                else:
-                    reply.add_done_callback(lambda reply: _answered(seen, reply))
+            if reply.done():
+                _keep_results(seen, reply)
+            else:
+                reply.add_done_callback(lambda reply: _keep_results(seen, reply))
             return reply
 
         def ran_at_once(call: Call) -> Results | None:
             tensors = _copies(call.tensors)
             results = at_once(call)
-            if results is not None:  # otherwise it comes again, to be queued
-                seen = self._record(session.client, call, tensors)
-                if seen is not None:
-                    seen.results = _copies(results)
+            if results is not None:  # otherwise the same call is submitted next
+                self._record(session.client, call, tensors).results = _copies(results)
             return results
 
         setattr(session, "submit", submitted)  # noqa: B010
         setattr(session, "at_once", ran_at_once)  # noqa: B010
 
-    def _record(self, client: str, call: Call, tensors: Results) -> Seen | None:
-        if not self._open:
-            return None
-        seen = Seen(next(self._numbers), client, call.key, call.kind, tensors)
-        self.seen.append(seen)
+    def _record(self, client: str, call: Call, tensors: Results) -> Seen:
+        seen = Seen(next(self._numbers) if self._open else -1, client, call.key, call.kind, tensors)
+        if self._open:
+            self.seen.append(seen)
         return seen
 
 
-def _answered(seen: Seen, reply: asyncio.Future[Any]) -> None:
+def _keep_results(seen: Seen, reply: asyncio.Future[Any]) -> None:
     if not reply.cancelled() and reply.exception() is None:
         seen.results = _copies(reply.result())
 
