@@ -29,7 +29,7 @@ from symbiosis.privacy.audit import (
     as_data,
     audit,
     best,
-    costs,
+    cost_table,
     markdown,
     plot,
     summary,
@@ -365,7 +365,7 @@ def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]
 
 def test_costs_that_were_not_measured_have_a_dash() -> None:
     scores = {"as is": {"activations": Score(0.99, 0.98, 1e-6)}}
-    headings, rows = costs(_audit(scores, scores, [Score(0.01 * (n % 3), 0.0) for n in range(12)]))
+    headings, rows = cost_table(_audit(scores, scores, [Score(0.01 * (n % 3), 0.0) for n in range(12)]))
     assert rows[1][: headings.index("traffic") + 1] == ["masks", "1.00×", "–", "1.00×"]
 
 

@@ -100,11 +100,11 @@ def _check(hidden: int, json: Path | None, plot: Path | None, into: Path | None)
 
 
 def _show(result: Audit) -> None:
-    from symbiosis.privacy.audit import costs, summary, verdict
+    from symbiosis.privacy.audit import cost_table, summary, verdict
 
     out = console()
     out.print(_table("the best attack for each goal: cosine with the truth, (recovered), attack", *summary(result)))
-    out.print(_table("costs relative to bare rows", *costs(result)))
+    out.print(_table("costs relative to bare rows", *cost_table(result)))
     for scheme in result.costs:
         out.print(f"{scheme}: {verdict(result, scheme)}")
 

@@ -29,7 +29,7 @@ __all__ = [
     "as_data",
     "audit",
     "best",
-    "costs",
+    "cost_table",
     "markdown",
     "plot",
     "split_page",

@@ -13,7 +13,7 @@ from symbiosis.privacy.audit.provider import ATTACKS, GOALS
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.verdict import Limit
 
-__all__ = ["as_data", "best", "costs", "markdown", "plot", "split_page", "summary", "verdict", "write_into"]
+__all__ = ["as_data", "best", "cost_table", "markdown", "plot", "split_page", "summary", "verdict", "write_into"]
 
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 """Lines of a page between which :func:`write_into` puts the tables."""
@@ -52,7 +52,7 @@ def summary(audit: Audit) -> tuple[list[str], list[list[str]]]:
     return ["scheme", *GOALS, "error"], rows
 
 
-def costs(audit: Audit) -> tuple[list[str], list[list[str]]]:
+def cost_table(audit: Audit) -> tuple[list[str], list[list[str]]]:
     """Return headings and rows of a table of costs relative to bare rows."""
     rows = []
     for scheme, cost in audit.costs.items():
@@ -79,7 +79,7 @@ def markdown(audit: Audit) -> str:
         f"median relative error of a row under any attack ({audit.random_error:.2f} on random traffic, from the public "
         "model's mean).",
         "",
-        *_table(*costs(audit)),
+        *_table(*cost_table(audit)),
         "",
         f"Costs are relative to bare rows, in one process, with a model of width {audit.plan.hidden}, on which masking "
         "weighs most. Errors are relative to the largest logit or gradient of the adapter.",
