@@ -9,7 +9,7 @@ traffic, which shows how well an attack does where there is nothing to find. Sta
 from symbiosis.privacy.audit.report import (
     as_data,
     best,
-    costs,
+    cost_table,
     markdown,
     plot,
     split_page,
