@@ -343,10 +343,10 @@ async def test_vectors_are_told_from_rows_by_more_than_their_number() -> None:
     base = build(plan)
     async with Executor(base) as one, Executor(build(plan)) as two:
         for privacy in (FixedVectors(32), NoisePool(size=32), None):
-            recording, (calls,), effects = await record(privacy, plan, one, two)
+            truth, (calls,), effects = await record(privacy, plan, one, two)
             evidence = collect(calls, effects)
             assert {place: stream.rows.shape for place, stream in evidence.items()} == {
-                place: rows.shape for place, rows in recording.truth.rows.items()
+                place: rows.shape for place, rows in truth.rows.items()
             }
             assert {len(stream.noise) for stream in evidence.values()} == {32 if privacy else 0}
             assert privacy is None or "begin" not in vars(privacy)

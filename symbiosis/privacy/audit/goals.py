@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -18,17 +19,7 @@ from torch.nn import functional as F
 from symbiosis.privacy.audit.evidence import Estimates, Place
 from symbiosis.privacy.audit.public import Public
 
-__all__ = [
-    "NOT_APPLICABLE",
-    "Score",
-    "Truth",
-    "link_by_features",
-    "link_by_rows",
-    "main_place",
-    "rank_score",
-    "rows_score",
-    "tokens_score",
-]
+__all__ = ["Score", "Stage", "Truth", "link_by_features", "link_by_rows", "rank_score", "rows_score", "tokens_score"]
 
 
 class Score(NamedTuple):
@@ -47,20 +38,46 @@ class Score(NamedTuple):
 NOT_APPLICABLE = Score(float("nan"), float("nan"))
 
 
+class Stage(IntEnum):
+    """Stage of the tenant's work."""
+
+    WARM = 0
+    """One forward pass, in which the client learns which layers are siblings."""
+    GENERATE = 1
+    """Generation for different prompts."""
+    REPEAT = 2
+    """Forward passes over one prompt."""
+    TRAIN = 3
+
+
 @dataclass
 class Truth:
-    """The tenant's knowledge of its own traffic, in the order of each stream."""
+    """The tenant's knowledge of its own traffic; rows are in the order of each stream."""
 
     rows: dict[Place, torch.Tensor]
     """[n, w] bare rows."""
     stage: dict[Place, torch.Tensor]
-    """[n] the :class:`~symbiosis.privacy.audit.workload.Stage` of the tenant's work."""
+    """[n] the :class:`Stage` of each row."""
     operation: dict[Place, torch.Tensor]
     """[n] number of the tenant's operation, such as one generation."""
     tokens: torch.Tensor
     """[n] token of each row of the first block."""
     adapter: dict[int, torch.Tensor]
     """Layer (an up_proj) → ΔW [o, i]."""
+    rank: int
+    """Rank of the adapter."""
+    prompts: dict[int, int]
+    """Operation → prompt, for operations that generate."""
+    texts: torch.Tensor
+    """[prompts, tokens] token ids of the prompts."""
+
+    def main_place(self, layer: int) -> Place:
+        """Return the forward place of a layer with the most rows.
+
+        A layer has two places: alone, and together with its siblings once the client knows them.
+        """
+        places = [place for place in self.rows if layer in place.layers and not place.backward]
+        return max(places, key=lambda place: len(self.rows[place]))
 
 
 def rows_score(estimates: Estimates, truth: Truth, *, backward: bool) -> Score:
@@ -89,44 +106,31 @@ def rank_score(scores: torch.Tensor, right: torch.Tensor) -> Score:
 
 def tokens_score(estimates: Estimates, truth: Truth, public: Public) -> Score:
     """Score token ids that are read off the first block's rows."""
-    place = main_place(truth, public.layer("q_proj"))
+    place = truth.main_place(public.layer("q_proj"))
     if place not in estimates:
         return NOT_APPLICABLE
     rows, index = estimates[place]
     return rank_score(public.token_likeness(rows), truth.tokens[index])
 
 
-def main_place(truth: Truth, layer: int) -> Place:
-    """Return the forward place of a layer with the most rows.
-
-    A layer has two places: alone, and together with its siblings once the client knows them.
-    """
-    places = [place for place in truth.rows if layer in place.layers and not place.backward]
-    return max(places, key=lambda place: len(truth.rows[place]))
-
-
-def link_by_rows(estimates: Estimates, truth: Truth, stage: int, prompts: Mapping[int, int]) -> Score:
-    """Score which operations of a stage were for the same prompt, by their estimated forward rows.
-
-    Args:
-        prompts: operation → prompt.
-    """
+def link_by_rows(estimates: Estimates, truth: Truth) -> Score:
+    """Score which generations were for the same prompt, by their estimated forward rows."""
     features: dict[int, list[torch.Tensor]] = {}
     for place, (rows, index) in estimates.items():
         if place.backward:
             continue
-        here = truth.stage[place][index] == stage
+        here = truth.stage[place][index] == Stage.GENERATE
         rows, operation = rows[here], truth.operation[place][index][here]
-        least = min([int((operation == number).sum()) for number in prompts], default=0)
+        least = min([int((operation == number).sum()) for number in truth.prompts], default=0)
         if not least:
             continue
         rows = rows - rows.mean(0)
-        for number in prompts:
+        for number in truth.prompts:
             part = rows[operation == number][:least].flatten()
             features.setdefault(number, []).append(F.normalize(part, dim=0))
     if not features:
         return NOT_APPLICABLE
-    return link_by_features({number: torch.cat(parts) for number, parts in features.items()}, prompts)
+    return link_by_features({number: torch.cat(parts) for number, parts in features.items()}, truth.prompts)
 
 
 def link_by_features(features: Mapping[int, torch.Tensor], prompts: Mapping[int, int]) -> Score:

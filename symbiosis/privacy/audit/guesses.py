@@ -7,12 +7,10 @@ Legend: n rows; w columns; c candidates; t tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, FirstRequests, Place
-from symbiosis.privacy.audit.goals import Score, Truth, link_by_features, main_place, rank_score
+from symbiosis.privacy.audit.goals import Score, Stage, Truth, link_by_features, rank_score
 from symbiosis.privacy.audit.public import Public
 
 __all__ = ["averaged", "guess_prompts", "guess_tokens", "link_by_first_sizes", "link_by_sizes", "midrange"]
@@ -22,26 +20,18 @@ _ROWS_AT_A_TIME = 64
 
 def guess_tokens(evidence: Evidence, truth: Truth, public: Public) -> tuple[Score, Score]:
     """Score the most likely token of each row of the first block: for Gaussian noise, and for uniform noise."""
-    rows = evidence[main_place(truth, public.layer("q_proj"))].rows
+    rows = evidence[truth.main_place(public.layer("q_proj"))].rows
     gaussian, outside = _distances(rows, public.token_rows(), rows)
     return rank_score(-gaussian, truth.tokens), rank_score(-_combine(gaussian, outside), truth.tokens)
 
 
-def guess_prompts(
-    evidence: Evidence,
-    truth: Truth,
-    public: Public,
-    stage: int,
-    prompts: Mapping[int, int],
-    texts: torch.Tensor,
-    decoys: torch.Tensor,
-) -> tuple[Score, Score]:
-    """Score which of some guessed prompts each operation was for, by rows of the base model for each of them.
+def guess_prompts(evidence: Evidence, truth: Truth, public: Public, decoys: torch.Tensor) -> tuple[Score, Score]:
+    """Score which of some guessed prompts each generation was for, by rows of the base model for each of them.
 
     Args:
-        prompts: operation → prompt, an index into ``texts`` [prompts, t].
-        decoys: [c, t] other prompts of the same length.
+        decoys: [c, t] prompts of the same length as the tenant's. The guesses are these and the right prompt.
     """
+    texts, prompts = truth.texts, truth.prompts
     length = texts.shape[1]
     guessed = public.run(torch.cat([texts, decoys]))
     gaussian = torch.zeros(len(prompts), 1 + len(decoys))
@@ -50,7 +40,7 @@ def guess_prompts(
         if place.backward:
             continue
         expected = guessed[place.layers[0]].view(len(texts) + len(decoys), length, -1)
-        here = truth.stage[place] == stage
+        here = truth.stage[place] == Stage.GENERATE
         rows, operation = stream.rows[here], truth.operation[place][here]
         for number, (at, prompt) in enumerate(prompts.items()):
             came = rows[operation == at][:length]
@@ -87,16 +77,16 @@ def _combine(gaussian: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
     return outside + 0.5 * (gaussian - least) / spread
 
 
-def averaged(evidence: Evidence, truth: Truth, stage: int, repeats: int, *, middle: bool) -> Estimates:
-    """Estimate rows by their mean over requests for one prompt, or by :func:`midrange`."""
+def averaged(evidence: Evidence, truth: Truth, *, middle: bool) -> Estimates:
+    """Estimate rows of the repeated prompt by their mean over all requests for it, or by :func:`midrange`."""
     found: dict[Place, Estimate] = {}
     for place, stream in evidence.items():
-        index = (truth.stage[place] == stage).nonzero()[:, 0]
+        index = (truth.stage[place] == Stage.REPEAT).nonzero()[:, 0]
         if place.backward or not len(index):
             continue
         operations = truth.operation[place][index]
         count = int((operations == operations[0]).sum())
-        rows = stream.rows[index].view(-1, count, stream.rows.shape[1])[:repeats]
+        rows = stream.rows[index].view(-1, count, stream.rows.shape[1])
         found[place] = Estimate(midrange(rows) if middle else rows.mean(0), index[:count])
     return found
 
@@ -109,19 +99,19 @@ def midrange(rows: torch.Tensor) -> torch.Tensor:
     return (rows.amax(0) + rows.amin(0)) / 2
 
 
-def link_by_sizes(evidence: Evidence, truth: Truth, stage: int, prompts: Mapping[int, int]) -> Score:
-    """Score which operations were for the same prompt, by the sizes of their requests alone."""
-    features: dict[int, list[torch.Tensor]] = {operation: [] for operation in prompts}
+def link_by_sizes(evidence: Evidence, truth: Truth) -> Score:
+    """Score which generations were for the same prompt, by the sizes of their requests alone."""
+    features: dict[int, list[torch.Tensor]] = {operation: [] for operation in truth.prompts}
     for place, stream in evidence.items():
-        here = truth.stage[place] == stage
+        here = truth.stage[place] == Stage.GENERATE
         if place.backward or not here.any():
             continue
         squares = stream.rows.square().mean(1).double()
         size = torch.bincount(stream.request, weights=squares) / torch.bincount(stream.request)
-        for operation in prompts:
+        for operation in truth.prompts:
             requests = torch.unique(stream.request[here & (truth.operation[place] == operation)])
             features[operation].append(0.5 * size[requests].clamp_min(1e-30).log2())
-    return link_by_features({operation: torch.cat(parts) for operation, parts in features.items()}, prompts)
+    return link_by_features({operation: torch.cat(parts) for operation, parts in features.items()}, truth.prompts)
 
 
 def link_by_first_sizes(first: FirstRequests) -> Score:

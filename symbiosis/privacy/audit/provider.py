@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from symbiosis.privacy.audit import attacks, guesses
-from symbiosis.privacy.audit.adapter import adapter_from_known_text, adapter_from_moments, adapter_from_rows
+from symbiosis.privacy.audit.adapter import adapter_from_known_text, adapter_from_rows
 from symbiosis.privacy.audit.evidence import Estimates, Evidence, FirstRequests
-from symbiosis.privacy.audit.goals import Score, link_by_rows, rows_score, tokens_score
+from symbiosis.privacy.audit.goals import Score, Truth, link_by_rows, rows_score, tokens_score
 from symbiosis.privacy.audit.public import Public
-from symbiosis.privacy.audit.workload import Plan, Recording, Stage, text
+from symbiosis.privacy.audit.workload import Plan, text
 
 __all__ = ["ATTACKS", "GOALS", "Provider", "Scores"]
 
@@ -34,7 +34,6 @@ ATTACKS = {
     "mid-range": "takes the middle between the extremes of all requests for one prompt",
     "guess, Gaussian": "compares guessed tokens and prompts by their likelihood under Gaussian noise",
     "guess, bounds": "excludes guessed tokens and prompts that are further from a row than uniform noise can be",
-    "moments": "takes mean products of rows of two layers, in which independent masks cancel",
     "sizes": "compares the sizes of requests",
     "first sizes": "compares the sizes of the first requests of clients that are opened for one text each",
 }
@@ -56,10 +55,9 @@ _DECOYS = 99
 class Provider:
     """A provider that knows the base model, has text of its own, and guesses prompts."""
 
-    def __init__(self, public: Public, plan: Plan, recording: Recording) -> None:
+    def __init__(self, public: Public, plan: Plan, truth: Truth) -> None:
         self.public = public
-        self.plan = plan
-        self.recording = recording
+        self.truth = truth
         self.decoys = text(plan, _DECOYS, 3)
 
     def attack(self, evidence: Evidence, first: FirstRequests | None = None) -> Scores:
@@ -73,26 +71,23 @@ class Provider:
             ValueError: the traffic is not that of this tenant; rows are missing, or there are too many.
         """
         self._check(evidence)
-        truth, public, plan = self.recording.truth, self.public, self.plan
-        stage, prompts, rank = int(Stage.GENERATE), self.recording.prompts, plan.rank
+        truth, public = self.truth, self.public
         estimates = {name: attack(evidence, public) for name, attack in _ESTIMATES.items()}
         found: Scores = {name: self._score(each) for name, each in estimates.items() if each is not None}
         best = estimates["projection"] or estimates["as is"]
         assert best is not None
-        known_text = adapter_from_known_text(evidence, best, truth, public, stage, prompts, rank)
-        found["known text"] = {"adapter": known_text}
+        found["known text"] = {"adapter": adapter_from_known_text(evidence, best, truth, public)}
         for name, middle in (("averaging", False), ("mid-range", True)):
-            means = guesses.averaged(evidence, truth, Stage.REPEAT, plan.repeats, middle=middle)
+            means = guesses.averaged(evidence, truth, middle=middle)
             found[name] = {
                 "activations": rows_score(means, truth, backward=False),
                 "tokens": tokens_score(means, truth, public),
             }
         by_token = guesses.guess_tokens(evidence, truth, public)
-        by_prompt = guesses.guess_prompts(evidence, truth, public, stage, prompts, self.recording.texts, self.decoys)
+        by_prompt = guesses.guess_prompts(evidence, truth, public, self.decoys)
         for name, token, prompt in zip(("guess, Gaussian", "guess, bounds"), by_token, by_prompt, strict=True):
             found[name] = {"tokens": token, "prompts": prompt}
-        found["moments"] = {"adapter": adapter_from_moments(evidence, truth, public, stage, rank)}
-        found["sizes"] = {"links": guesses.link_by_sizes(evidence, truth, stage, prompts)}
+        found["sizes"] = {"links": guesses.link_by_sizes(evidence, truth)}
         if first is not None:
             found["first sizes"] = {"links": guesses.link_by_first_sizes(first)}
         return {
@@ -101,17 +96,17 @@ class Provider:
         }
 
     def _score(self, estimates: Estimates) -> dict[str, Score]:
-        truth, public = self.recording.truth, self.public
+        truth, public = self.truth, self.public
         return {
-            "adapter": adapter_from_rows(estimates, truth, public, Stage.GENERATE, self.plan.rank),
+            "adapter": adapter_from_rows(estimates, truth, public),
             "activations": rows_score(estimates, truth, backward=False),
             "tokens": tokens_score(estimates, truth, public),
-            "links": link_by_rows(estimates, truth, Stage.GENERATE, self.recording.prompts),
+            "links": link_by_rows(estimates, truth),
             "gradients": rows_score(estimates, truth, backward=True),
         }
 
     def _check(self, evidence: Evidence) -> None:
-        for place, rows in self.recording.truth.rows.items():
+        for place, rows in self.truth.rows.items():
             came = evidence.get(place)
             if came is None or came.rows.shape != rows.shape:
                 shape = None if came is None else list(came.rows.shape)

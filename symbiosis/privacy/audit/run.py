@@ -17,12 +17,12 @@ from symbiosis.core.registry import make_privacy
 from symbiosis.core.requests import Call
 from symbiosis.privacy.audit.costs import measure_costs
 from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, collect, combine_shares, random_traffic
-from symbiosis.privacy.audit.goals import Score
+from symbiosis.privacy.audit.goals import Score, Truth
 from symbiosis.privacy.audit.provider import Provider
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.result import Audit, Costs, Observation
 from symbiosis.privacy.audit.verdict import FALSE_FINDS, Limit
-from symbiosis.privacy.audit.workload import Plan, Recording, build, generate, give_adapter, lora, play, text
+from symbiosis.privacy.audit.workload import Plan, build, generate, give_adapter, lora, play, text
 from symbiosis.privacy.masks import Mask, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wiretap import Seen, Wiretap
@@ -86,7 +86,7 @@ def _privacy(scheme: str | Privacy, base: Any, further: str) -> Privacy | None:
 class _Traffic(NamedTuple):
     """The traffic of one scheme."""
 
-    recording: Recording
+    truth: Truth
     evidence: list[Evidence]
     """The evidence of each executor that was used."""
     first: list[FirstRequests]
@@ -110,7 +110,7 @@ class _Run:
         public = Public(self.base, list(self.one.layers), text(plan, 256, 4))
         self.progress("none: the tenant works")
         bare_traffic = await self._record(None)
-        provider, (shape,) = Provider(public, plan, bare_traffic.recording), bare_traffic.evidence
+        provider, (shape,) = Provider(public, plan, bare_traffic.truth), bare_traffic.evidence
         self.progress("none: attacks")
         bare = Observation("none", "", provider.attack(shape, bare_traffic.first[0]))
         random = self._attack_random_traffic(provider, bare_traffic, baselines)
@@ -123,7 +123,7 @@ class _Run:
             else:
                 self.progress(f"{name}: the tenant works")
                 traffic = await self._record(privacy)
-                observations += self._attack(name, Provider(public, plan, traffic.recording), traffic)
+                observations += self._attack(name, Provider(public, plan, traffic.truth), traffic)
             self.progress(f"{name}: costs")
             ratio = traffic.size / bare_traffic.size
             costs[name] = await measure_costs(privacy, plan, self.one, rounds, ratio)
@@ -149,7 +149,7 @@ class _Run:
         for number in range(baselines):
             self.progress(f"random traffic, set {number + 1} of {baselines}")
             generator = torch.Generator().manual_seed(self.plan.seed + 1000 + number)
-            noise = random_traffic(bare.evidence[0], bare.recording.truth.rows, generator)
+            noise = random_traffic(bare.evidence[0], bare.truth.rows, generator)
             for attack, scores in provider.attack(noise, bare.first[0].random(generator)).items():
                 for goal, score in scores.items():
                     found.setdefault(attack, {}).setdefault(goal, []).append(score)
@@ -174,18 +174,18 @@ class _Run:
     async def _record(self, privacy: Privacy | None) -> _Traffic:
         """Play the workload under a scheme, and then each text twice with clients that are opened for it."""
         plan = self.plan
-        recording, seen, effects = await record(privacy, plan, self.one, self.two)
+        truth, seen, effects = await record(privacy, plan, self.one, self.two)
         prompts = 2 * list(range(plan.prompts))
         short: list[list[list[Seen]]] = [[], []]
         for prompt in prompts:
             with Wiretap(self.one) as first, Wiretap(self.two) as second:
                 async with self.one.client(lora(plan), privacy=privacy, seed=plan.seed) as client:
                     give_adapter(client.model, plan)
-                    await generate(client, recording.texts[prompt], plan.new_tokens)
+                    await generate(client, truth.texts[prompt], plan.new_tokens)
             for executor, tap in zip(short, (first, second), strict=True):
                 executor.append(tap.seen)
         return _Traffic(
-            recording,
+            truth,
             [collect(calls, effects) for calls in seen],
             [FirstRequests.collect(prompts, clients) for clients in short if clients[0]],
             sum(tensor.nbytes for calls in seen for call in calls for tensor in (*call.tensors, *(call.results or ()))),
@@ -194,12 +194,12 @@ class _Run:
 
 async def record(
     privacy: Privacy | None, plan: Plan, one: Executor, two: Executor
-) -> tuple[Recording, list[list[Seen]], list[torch.Tensor]]:
-    """Play the workload. Returns the tenant's side, the calls to each executor used, and noise sent for its effects."""
+) -> tuple[Truth, list[list[Seen]], list[torch.Tensor]]:
+    """Play the workload. Returns the truth, the calls to each executor used, and noise sent for its effects."""
     with Wiretap(one) as first, Wiretap(two) as second, _noted_effects(privacy) as effects:
         async with one.client(lora(plan), privacy=privacy, seed=plan.seed) as client:
-            recording = await play(client, list(one.layers), plan)
-    return recording, [tap.seen for tap in (first, second) if tap.seen], effects
+            truth = await play(client, list(one.layers), plan)
+    return truth, [tap.seen for tap in (first, second) if tap.seen], effects
 
 
 @contextmanager

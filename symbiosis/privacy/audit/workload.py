@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -16,21 +15,9 @@ from symbiosis.core.client import Client
 from symbiosis.core.protocols import Channel
 from symbiosis.core.requests import Call, LayerSpec
 from symbiosis.privacy.audit.evidence import Place
-from symbiosis.privacy.audit.goals import Truth
+from symbiosis.privacy.audit.goals import Stage, Truth
 
-__all__ = ["Plan", "Recorder", "Recording", "Stage", "build", "generate", "give_adapter", "lora", "play", "text"]
-
-
-class Stage(IntEnum):
-    """Stage of the tenant's work."""
-
-    WARM = 0
-    """One forward pass, in which the client learns which layers are siblings."""
-    GENERATE = 1
-    """Generation for different prompts."""
-    REPEAT = 2
-    """Forward passes over one prompt."""
-    TRAIN = 3
+__all__ = ["Plan", "Recorder", "build", "generate", "give_adapter", "lora", "play", "text"]
 
 
 @dataclass(frozen=True)
@@ -153,44 +140,9 @@ class Recorder:
         self.operation += 1
         yield
 
-    def truth(self, tokens: torch.Tensor, adapter: dict[int, torch.Tensor]) -> Truth:
-        """Return the truth about all recorded calls.
 
-        Args:
-            tokens: token ids that the model has read, in order.
-            adapter: layer → ΔW.
-        """
-        rows: dict[Place, list[torch.Tensor]] = {}
-        stage: dict[Place, list[int]] = {}
-        operation: dict[Place, list[int]] = {}
-        for place, x, at, number in self.calls:
-            rows.setdefault(place, []).append(x)
-            stage.setdefault(place, []).extend([at] * len(x))
-            operation.setdefault(place, []).extend([number] * len(x))
-        joined = {place: torch.cat(parts) for place, parts in rows.items()}
-        first = max(len(x) for place, x in joined.items() if 0 in place.layers and not place.backward)
-        return Truth(
-            joined,
-            {place: torch.tensor(numbers) for place, numbers in stage.items()},
-            {place: torch.tensor(numbers) for place, numbers in operation.items()},
-            tokens[-first:],
-            adapter,
-        )
-
-
-@dataclass
-class Recording:
-    """The tenant's side of the workload."""
-
-    truth: Truth
-    prompts: dict[int, int]
-    """Operation → prompt, for operations that generate."""
-    texts: torch.Tensor
-    """[prompts, length] token ids."""
-
-
-async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Recording:
-    """Generate for prompts, each twice in random order; repeat one prompt; then fine-tune."""
+async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Truth:
+    """Generate for prompts, each twice in random order; repeat one prompt; then fine-tune. Returns the truth."""
     model = client.model
     give_adapter(model, plan)
     recorder = Recorder(client._link_channel())
@@ -221,7 +173,25 @@ async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Recording
             await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
     hook.remove()
     client._link.channel = recorder.channel
-    return Recording(recorder.truth(torch.cat(read), adapter), prompts, texts)
+    rows: dict[Place, list[torch.Tensor]] = {}
+    stage: dict[Place, list[int]] = {}
+    operation: dict[Place, list[int]] = {}
+    for place, x, at, number in recorder.calls:
+        rows.setdefault(place, []).append(x)
+        stage.setdefault(place, []).extend([at] * len(x))
+        operation.setdefault(place, []).extend([number] * len(x))
+    truth = Truth(
+        {place: torch.cat(parts) for place, parts in rows.items()},
+        {place: torch.tensor(numbers) for place, numbers in stage.items()},
+        {place: torch.tensor(numbers) for place, numbers in operation.items()},
+        torch.cat(read),
+        adapter,
+        plan.rank,
+        prompts,
+        texts,
+    )
+    truth.tokens = truth.tokens[-len(truth.rows[truth.main_place(0)]) :]
+    return truth
 
 
 async def generate(client: Client, prompt: torch.Tensor, tokens: int) -> None:
