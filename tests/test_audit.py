@@ -1,4 +1,4 @@
-"""The audit finds what there is to find, and nothing where there is nothing."""
+"""The audit: attacks find what schemes reveal, and nothing in random traffic."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ SMALL = Plan(
 )
 
 
-# --------------------------------------------------------------------------------------------------------- the verdict
+# The verdict.
 
 
 def test_students_t() -> None:
-    """Against printed tables."""
+    """Values agree with printed tables."""
     for freedom, probability, t in ((1, 0.05, 6.314), (5, 0.005, 4.032), (11, 0.025, 2.201), (30, 0.001, 3.385)):
         assert _student_t(freedom, probability) == pytest.approx(t, abs=1e-3)
 
 
 def test_tail_of_choices() -> None:
-    """As many right as at random is likely, ten times as many is not; probabilities add up to one."""
+    """As many right choices as at random are likely, ten times as many are not, and at least none is certain."""
     assert _choices_tail(0, 100, 20, 2000) == pytest.approx(1.0)
     assert _choices_tail(1, 100, 20, 2000) == pytest.approx(1 - 0.99**100, abs=0.03)
     assert _choices_tail(10, 100, 20, 2000) < 1e-5
 
 
-def test_a_limit_is_rarely_exceeded_by_what_is_random() -> None:
-    """With a probability that was asked for: 3,000 tables of 12 lots and one more."""
+def test_a_limit_is_rarely_exceeded_by_random_scores() -> None:
+    """The probability is as requested, over 3,000 samples of 12 scores and one more."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3000, 13, generator=generator).tolist()
     false = sum(
-        Limit([Score(value, 0.0) for value in lots], 0.02).exceeded_by(Score(one, 0.0)) for *lots, one in values
+        Limit([Score(value, 0.0) for value in sets], 0.02).exceeded_by(Score(one, 0.0)) for *sets, one in values
     )
     assert 10 <= false <= 55  # 30 on average
     limit = Limit([Score(value, 0.0) for value in values[0][:12]], 0.02)
@@ -85,13 +85,13 @@ def test_a_limit_is_rarely_exceeded_by_what_is_random() -> None:
         Limit([Score(0.0, 0.0)], 0.01)
 
 
-def test_choices_count_as_well() -> None:
-    lots = [Score(0.01 * (number % 3), 0.01 * (number % 2), choices=100) for number in range(12)]
-    assert not Limit(lots, 0.01).exceeded_by(Score(0.01, 0.02, choices=100))
-    assert Limit(lots, 0.01).exceeded_by(Score(0.01, 0.3, choices=100))
+def test_many_right_choices_are_a_find() -> None:
+    sets = [Score(0.01 * (number % 3), 0.01 * (number % 2), choices=100) for number in range(12)]
+    assert not Limit(sets, 0.01).exceeded_by(Score(0.01, 0.02, choices=100))
+    assert Limit(sets, 0.01).exceeded_by(Score(0.01, 0.3, choices=100))
 
 
-# --------------------------------------------------------------------------------------------------------- the attacks
+# The attacks.
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Recorded:
 
 
 class World:
-    """The public model, as far as attacks on single places need it."""
+    """The part of the public model that attacks on single places need."""
 
     def __init__(self, width: int) -> None:
         self._prior = Prior(torch.zeros(width), torch.eye(width))
@@ -118,8 +118,8 @@ def _rows(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_requests_are_sorted() -> None:
-    """By place; what was sent for its effects is noise, however many rows it has."""
+def test_calls_are_sorted() -> None:
+    """Calls are sorted by place. Matrices that were sent for their effects are noise, whatever their number of rows."""
     x = _rows(5, 8)
     evidence = collect(
         [
@@ -136,11 +136,11 @@ def test_requests_are_sorted() -> None:
     assert torch.equal(forward.noise, x[:3])
     assert torch.equal(backward.rows, x[2:])
     assert torch.equal(backward.noise, x[:3])
-    assert torch.equal(evidence[Place((2,), False)].rows, x)  # shares of an executor that is always asked so
+    assert torch.equal(evidence[Place((2,), False)].rows, x)  # the second executor of shares gets all calls so
     assert forward.request.tolist() == [0, 0]
 
 
-def test_every_vector_takes_a_pool_apart() -> None:
+def test_every_vector_finds_rows_of_a_pool() -> None:
     x, pool = _rows(40, 64), _noise(8, 64)
     sent = x + 512 * pool[torch.arange(40) % 8]
     evidence = {Place((0,), False): Stream(sent, torch.zeros(40, dtype=torch.long), pool)}
@@ -150,7 +150,7 @@ def test_every_vector_takes_a_pool_apart() -> None:
 
 
 def test_difference_finds_rows_with_one_mask() -> None:
-    """Also at another amplitude, and at another place."""
+    """The rows may have different amplitudes and places."""
     x, mask = _rows(30, 64), _noise(1, 64)
     amplitudes = torch.tensor([256.0, 512.0, 1024.0]).repeat(10)[:, None]
     sent = x + amplitudes * mask
@@ -168,7 +168,7 @@ def test_difference_finds_rows_with_one_mask() -> None:
     assert difference(noise, World(64)) is None  # type: ignore[arg-type]
 
 
-def test_complement_is_bare() -> None:
+def test_the_complement_of_masks_is_bare() -> None:
     x, basis = _rows(20, 64), _noise(16, 64)
     found = complement(x + 1000 * _noise(20, 16, seed=5) @ basis, basis, World(64).prior(Place((0,), False)))
     q = torch.linalg.qr(basis.T)[0]
@@ -176,13 +176,13 @@ def test_complement_is_bare() -> None:
 
 
 def test_midrange_converges_faster_than_the_mean() -> None:
-    """For noise with sharp bounds: 1/repeats against 1/√repeats."""
+    """For uniform noise the errors are 1/repeats and 1/√repeats."""
     x = _rows(50, 32)
     sent = x + 100 * _noise(1024, 50, 32)
     assert (midrange(sent) - x).abs().mean() < 0.3 < 1 < (sent.mean(0) - x).abs().mean()
 
 
-def test_amplitudes_are_powers_of_two_unless_they_are_not() -> None:
+def test_amplitudes_near_a_power_of_two_are_rounded() -> None:
     assert round_to_power_of_two(torch.tensor([255.0, -513.0, 3.0, 0.0])).tolist()[:3] == [256.0, -512.0, 3.0]
 
 
@@ -204,10 +204,10 @@ def test_rank() -> None:
         1,
     )
     assert rank_score(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([1])).cosine == -1.0
-    assert rank_score(torch.zeros(1, 5), torch.tensor([2])).cosine == 0.0  # ties tell nothing
+    assert rank_score(torch.zeros(1, 5), torch.tensor([2])).cosine == 0.0  # ties carry no information
 
 
-# ---------------------------------------------------------------------------------------------------- the whole audit
+# The whole audit.
 
 
 class FixedVectors(Scheme):
@@ -370,10 +370,10 @@ def test_costs_that_were_not_measured_have_a_dash() -> None:
 
 
 def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
-    lots = [Score(0.01 * (number % 3), 0.0) for number in range(12)]
+    sets = [Score(0.01 * (number % 3), 0.0) for number in range(12)]
     good, nothing = Score(0.99, 0.98, 1e-6), Score(0.01, 0.0, 0.95)
     scores = {"as is": {"adapter": nothing, "activations": nothing}}
-    sound = _audit({"as is": {"adapter": good, "activations": good}}, scores, lots)
+    sound = _audit({"as is": {"adapter": good, "activations": good}}, scores, sets)
     assert sound.holds("masks") is True
     assert sound.missed == set()
     assert verdict(sound, "masks").startswith("no attack got more")
@@ -381,7 +381,7 @@ def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
     assert dict(zip(headings, row, strict=True)) | {"adapter": "–", "activations": "–", "error": "0.95"} == dict(
         zip(headings, row, strict=True)
     )
-    blind = _audit({"as is": {"adapter": nothing, "activations": good}}, scores, lots)
+    blind = _audit({"as is": {"adapter": nothing, "activations": good}}, scores, sets)
     assert blind.holds("masks") is None
     assert blind.holds("none") is False
     assert blind.missed == {"adapter"}
@@ -392,8 +392,8 @@ def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
     assert as_data(blind)["missed_in_bare_rows"] == ["adapter"]
 
 
-def test_limits_that_nothing_could_exceed_say_so() -> None:
-    """A cosine is 1 at most; of choices, all of them may still be right."""
+def test_limits_that_no_score_can_exceed_are_marked() -> None:
+    """A cosine is at most 1. An attack on choices may still have power, because all choices may be right."""
     wild = [Score(0.8 * (-1) ** number, 0.3 * (number % 2), choices=4) for number in range(12)]
     limit = Limit(wild, 1e-5)
     assert limit.cosine > 1
@@ -410,7 +410,7 @@ def test_limits_that_nothing_could_exceed_say_so() -> None:
 
 
 def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
-    """It is looked at before the work."""
+    """It is an error before the work begins."""
     page = tmp_path / "page.md"
     for why in ("cannot be read", "no place for the tables"):
         done = CliRunner().invoke(app, ["audit", "--into", str(page)])
@@ -431,11 +431,9 @@ def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
         (["--json", "{folder}/file/a.json"], "cannot write to"),
     ],
 )
-def test_what_could_not_be_written_is_known_before_the_work(
+def test_files_and_widths_are_checked_before_the_work(
     options: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a model that could not be built."""
-
     async def work(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the work began")
 
@@ -457,7 +455,7 @@ def test_widths_that_are_allowed_make_a_model(hidden: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command(tmp_path: Path) -> None:
-    """It shows a table, writes what it is asked to write, and says which schemes hold."""
+    """The command prints tables, writes files, and states which schemes hold."""
     page = tmp_path / "page.md"
     page.write_text("<!-- audit: begin -->\n<!-- audit: end -->\n")
     files = ["--json", tmp_path / "a" / "audit.json", "--plot", tmp_path / "b" / "audit.png", "--into", page]

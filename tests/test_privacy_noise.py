@@ -45,9 +45,9 @@ class Sizes(TypicalSizes):
 
 
 def test_amplitudes_with_the_public_weights_begin_at_typical_sizes() -> None:
-    """Requests whose rows are at least a quarter, and at most thousands of times, of typical size show no size.
+    """Rows between a quarter of the typical size and thousands of times that size do not change the amplitude.
 
-    Others show steps of 16. In fp64 no size is shown within a factor of four only.
+    Smaller and larger rows change it in steps of 16. In fp64 the amplitude stays within a factor of four only.
     """
     amplitudes = Amplitudes(256, Sizes(2.0, 1.0))
     forward, backward = Key((1,), Pass.FORWARD), Key((1,), Pass.BACKWARD)
