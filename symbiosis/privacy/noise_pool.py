@@ -162,11 +162,13 @@ class Pools:
         self, pieces: list[_Piece], x: torch.Tensor, matrices: Sequence[torch.Tensor], factor: float
     ) -> torch.Tensor:
         """Return x plus ``factor`` times the rows of one matrix for each piece."""
+        if len(pieces) == 1:
+            return add_rotating(x, matrices[0], pieces[0].first, self._rotate, factor)
         parts = [
             add_rotating(x[start:stop], matrix, first, self._rotate, factor)
             for (_, start, stop, first), matrix in zip(pieces, matrices, strict=True)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return torch.cat(parts)
 
 
 def add_rotating(x: torch.Tensor, matrix: torch.Tensor, first: int, rotate: int, factor: float) -> torch.Tensor:
