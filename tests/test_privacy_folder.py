@@ -212,11 +212,22 @@ def test_a_folder_is_free_while_a_forked_child_lives(folder: Path) -> None:
 
 
 def test_a_forked_child_does_not_use_its_parents_pads(folder: Path) -> None:
+    """It gets an error, also if a thread held the lock of the pads when the process was forked."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold_lock() -> None:
+        with masking.mask._lock:
+            held.set()
+            release.wait(60)
+
     with opened(folder) as masking:
         masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
         masking.prepare()
         (file,) = folder.glob("*.counter")
         before = file.read_bytes()
+        thread = threading.Thread(target=hold_lock)
+        thread.start()
+        held.wait(60)
         child = fork()
         if not child:
             code = 1
@@ -228,6 +239,8 @@ def test_a_forked_child_does_not_use_its_parents_pads(folder: Path) -> None:
                 masking.channel.close()
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        release.set()
+        thread.join()
         assert file.read_bytes() == before
         assert PadCounter(file).value >= 3
         masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))

@@ -95,8 +95,9 @@ class Pads:
         return bare
 
     def prepare(self, key: MaskedKey) -> Future[Any] | None:
+        self._check_process()
         with self._lock:
-            self._check()
+            self._check_open()
             ready = self._stock(key).prepare(self._rows)
             self._changed.notify()
         return ready
@@ -127,8 +128,9 @@ class Pads:
     def _draw(self, key: MaskedKey, rows: int) -> tuple[torch.Tensor, Future[Results]]:
         """Use the next pads of a key. Returns them as integers [rows, width], and the future of their effects."""
         effects: Future[Results] = Future()
+        self._check_process()
         with self._lock:
-            self._check()
+            self._check_open()
             stock = self._stock(key)
             if self._strict and rows > stock.ready:
                 self._changed.notify()
@@ -156,12 +158,15 @@ class Pads:
             "between requests, give a larger number of rows, or when_out='wait'"
         )
 
-    def _check(self) -> None:
+    def _check_process(self) -> None:
+        """Raise an error in a forked child. There the lock may be held by a thread that does not exist any more."""
         if os.getpid() != self._pid:
             raise PrivacyError(
                 "local-pads: the pads belong to the process that opened the client, and its forked child would use the "
                 "same ones; open another client in the child"
             )
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ClientClosedError("the client of these pads was closed")
         if self._failure is not None:
