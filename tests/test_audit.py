@@ -69,6 +69,8 @@ def test_tail_of_choices() -> None:
     assert _choices_tail(0, 100, 20, 2000) == pytest.approx(1.0)
     assert _choices_tail(1, 100, 20, 2000) == pytest.approx(1 - 0.99**100, abs=0.03)
     assert _choices_tail(10, 100, 20, 2000) < 1e-5
+    assert _choices_tail(0, 5000, 250, 50_000) == pytest.approx(1.0)
+    assert _choices_tail(2600, 5000, 250, 50_000) < 1e-5  # the number of ways to choose exceeds a float
 
 
 def test_a_limit_is_rarely_exceeded_by_random_scores() -> None:

@@ -95,6 +95,7 @@ def _choices_tail(hits: int, choices: int, random_hits: int, random_choices: int
         return math.lgamma(x) + math.lgamma(y) - math.lgamma(x + y)
 
     def probability(k: int) -> float:
-        return math.comb(choices, k) * math.exp(log_beta(k + a, choices - k + b) - log_beta(a, b))
+        log_ways = -math.log(choices + 1) - log_beta(k + 1, choices - k + 1)  # the number itself may exceed a float
+        return math.exp(log_ways + log_beta(k + a, choices - k + b) - log_beta(a, b))
 
     return sum(map(probability, range(hits, choices + 1)))
