@@ -1,4 +1,4 @@
-"""The audit finds what there is to find, and nothing where there is nothing."""
+"""The audit: attacks find what schemes reveal, and nothing in random traffic."""
 
 from __future__ import annotations
 
@@ -20,59 +20,66 @@ from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.host import Executor
-from symbiosis.privacy import MixedNoise, NoisePool
-from symbiosis.privacy.amplitude import Levels
+from symbiosis.privacy import NoisePool
+from symbiosis.privacy.amplitude import Amplitudes
 from symbiosis.privacy.audit import (
     Audit,
-    Costs,
+    Observation,
     Plan,
-    View,
     as_data,
     audit,
     best,
+    cost_table,
     markdown,
     plot,
     summary,
     verdict,
     write_into,
 )
-from symbiosis.privacy.audit.attacks import complement, difference, every_vector, midrange, plausible
+from symbiosis.privacy.audit.adapter import solve_adapter
+from symbiosis.privacy.audit.attacks import complement, difference, every_vector, round_to_power_of_two
 from symbiosis.privacy.audit.evidence import Place, Stream, collect, random_traffic
-from symbiosis.privacy.audit.goals import Score, rank, solve_adapter
+from symbiosis.privacy.audit.goals import Score, rank_score
+from symbiosis.privacy.audit.guesses import midrange
 from symbiosis.privacy.audit.public import Prior
-from symbiosis.privacy.audit.run import _Scheme, _tap
-from symbiosis.privacy.audit.scene import build
-from symbiosis.privacy.audit.verdict import Limit, _t, _tail
-from symbiosis.privacy.masks import Ask, Asked, Masked
+from symbiosis.privacy.audit.result import Costs
+from symbiosis.privacy.audit.run import record
+from symbiosis.privacy.audit.verdict import Limit, _choices_tail, _student_t
+from symbiosis.privacy.audit.workload import build
+from symbiosis.privacy.keystream import Keystream
+from symbiosis.privacy.masks import MaskedKey, MaskedRows, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
+from symbiosis.terminal.console import write_json
 
 SMALL = Plan(
     hidden=64, intermediate=128, vocabulary=256, rank=4, prompts=10, length=12, new_tokens=8, repeats=16, steps=3
 )
 
 
-# --------------------------------------------------------------------------------------------------------- the verdict
+# The verdict.
 
 
 def test_students_t() -> None:
-    """Against printed tables."""
+    """Values agree with printed tables."""
     for freedom, probability, t in ((1, 0.05, 6.314), (5, 0.005, 4.032), (11, 0.025, 2.201), (30, 0.001, 3.385)):
-        assert _t(freedom, probability) == pytest.approx(t, abs=1e-3)
+        assert _student_t(freedom, probability) == pytest.approx(t, abs=1e-3)
 
 
 def test_tail_of_choices() -> None:
-    """As many right as at random is likely, ten times as many is not; probabilities add up to one."""
-    assert _tail(0, 100, 20, 2000) == pytest.approx(1.0)
-    assert _tail(1, 100, 20, 2000) == pytest.approx(1 - 0.99**100, abs=0.03)
-    assert _tail(10, 100, 20, 2000) < 1e-5
+    """As many right choices as at random are likely, ten times as many are not, and at least none is certain."""
+    assert _choices_tail(0, 100, 20, 2000) == pytest.approx(1.0)
+    assert _choices_tail(1, 100, 20, 2000) == pytest.approx(1 - 0.99**100, abs=0.03)
+    assert _choices_tail(10, 100, 20, 2000) < 1e-5
+    assert _choices_tail(0, 5000, 250, 50_000) == pytest.approx(1.0)
+    assert _choices_tail(2600, 5000, 250, 50_000) < 1e-5  # the number of ways to choose exceeds a float
 
 
-def test_a_limit_is_rarely_exceeded_by_what_is_random() -> None:
-    """With a probability that was asked for: 3,000 tables of 12 lots and one more."""
+def test_a_limit_is_rarely_exceeded_by_random_scores() -> None:
+    """The probability is as requested, over 3,000 samples of 12 scores and one more."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3000, 13, generator=generator).tolist()
     false = sum(
-        Limit([Score(value, 0.0) for value in lots], 0.02).exceeded_by(Score(one, 0.0)) for *lots, one in values
+        Limit([Score(value, 0.0) for value in sets], 0.02).exceeded_by(Score(one, 0.0)) for *sets, one in values
     )
     assert 10 <= false <= 55  # 30 on average
     limit = Limit([Score(value, 0.0) for value in values[0][:12]], 0.02)
@@ -81,23 +88,23 @@ def test_a_limit_is_rarely_exceeded_by_what_is_random() -> None:
         Limit([Score(0.0, 0.0)], 0.01)
 
 
-def test_choices_count_as_well() -> None:
-    lots = [Score(0.01 * (number % 3), 0.01 * (number % 2), choices=100) for number in range(12)]
-    assert not Limit(lots, 0.01).exceeded_by(Score(0.01, 0.02, choices=100))
-    assert Limit(lots, 0.01).exceeded_by(Score(0.01, 0.3, choices=100))
+def test_many_right_choices_are_a_find() -> None:
+    sets = [Score(0.01 * (number % 3), 0.01 * (number % 2), choices=100) for number in range(12)]
+    assert not Limit(sets, 0.01).exceeded_by(Score(0.01, 0.02, choices=100))
+    assert Limit(sets, 0.01).exceeded_by(Score(0.01, 0.3, choices=100))
 
 
-# --------------------------------------------------------------------------------------------------------- the attacks
+# The attacks.
 
 
 @dataclass
-class Came:
+class Recorded:
     key: Key
     tensors: tuple[torch.Tensor, ...]
 
 
 class World:
-    """The public model, as far as attacks on single places need it."""
+    """The part of the public model that attacks on single places need."""
 
     def __init__(self, width: int) -> None:
         self._prior = Prior(torch.zeros(width), torch.eye(width))
@@ -114,16 +121,16 @@ def _rows(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_requests_are_sorted() -> None:
-    """By place; what was sent for its effects is noise, however many rows it has."""
+def test_calls_are_sorted() -> None:
+    """Calls are sorted by place. Matrices that were sent for their effects are noise, whatever their number of rows."""
     x = _rows(5, 8)
     evidence = collect(
         [
-            Came(Key((1,), Pass.FORWARD_WITHOUT_BIAS), (x[:3],)),
-            Came(Key((1,), Pass.FORWARD), (x[3:],)),
-            Came(Key((1,), Pass.BACKWARD), (x[:3],)),
-            Came(Key((1,), Pass.BACKWARD), (x[2:],)),
-            Came(Key((2,), Pass.FORWARD_WITHOUT_BIAS), (x,)),
+            Recorded(Key((1,), Pass.FORWARD_WITHOUT_BIAS), (x[:3],)),
+            Recorded(Key((1,), Pass.FORWARD), (x[3:],)),
+            Recorded(Key((1,), Pass.BACKWARD), (x[:3],)),
+            Recorded(Key((1,), Pass.BACKWARD), (x[2:],)),
+            Recorded(Key((2,), Pass.FORWARD_WITHOUT_BIAS), (x,)),
         ],
         [x[:3]],
     )
@@ -132,11 +139,11 @@ def test_requests_are_sorted() -> None:
     assert torch.equal(forward.noise, x[:3])
     assert torch.equal(backward.rows, x[2:])
     assert torch.equal(backward.noise, x[:3])
-    assert torch.equal(evidence[Place((2,), False)].rows, x)  # shares of an executor that is always asked so
+    assert torch.equal(evidence[Place((2,), False)].rows, x)  # the second executor of shares gets all calls so
     assert forward.request.tolist() == [0, 0]
 
 
-def test_every_vector_takes_a_pool_apart() -> None:
+def test_every_vector_finds_rows_of_a_pool() -> None:
     x, pool = _rows(40, 64), _noise(8, 64)
     sent = x + 512 * pool[torch.arange(40) % 8]
     evidence = {Place((0,), False): Stream(sent, torch.zeros(40, dtype=torch.long), pool)}
@@ -146,7 +153,7 @@ def test_every_vector_takes_a_pool_apart() -> None:
 
 
 def test_difference_finds_rows_with_one_mask() -> None:
-    """Also at another amplitude, and at another place."""
+    """The rows may have different amplitudes and places."""
     x, mask = _rows(30, 64), _noise(1, 64)
     amplitudes = torch.tensor([256.0, 512.0, 1024.0]).repeat(10)[:, None]
     sent = x + amplitudes * mask
@@ -164,7 +171,7 @@ def test_difference_finds_rows_with_one_mask() -> None:
     assert difference(noise, World(64)) is None  # type: ignore[arg-type]
 
 
-def test_complement_is_bare() -> None:
+def test_the_complement_of_masks_is_bare() -> None:
     x, basis = _rows(20, 64), _noise(16, 64)
     found = complement(x + 1000 * _noise(20, 16, seed=5) @ basis, basis, World(64).prior(Place((0,), False)))
     q = torch.linalg.qr(basis.T)[0]
@@ -172,14 +179,14 @@ def test_complement_is_bare() -> None:
 
 
 def test_midrange_converges_faster_than_the_mean() -> None:
-    """For noise with sharp bounds: 1/repeats against 1/√repeats."""
+    """For uniform noise the errors are 1/repeats and 1/√repeats."""
     x = _rows(50, 32)
     sent = x + 100 * _noise(1024, 50, 32)
     assert (midrange(sent) - x).abs().mean() < 0.3 < 1 < (sent.mean(0) - x).abs().mean()
 
 
-def test_amplitudes_are_powers_of_two_unless_they_are_not() -> None:
-    assert plausible(torch.tensor([255.0, -513.0, 3.0, 0.0])).tolist()[:3] == [256.0, -512.0, 3.0]
+def test_amplitudes_near_a_power_of_two_are_rounded() -> None:
+    assert round_to_power_of_two(torch.tensor([255.0, -513.0, 3.0, 0.0])).tolist()[:3] == [256.0, -512.0, 3.0]
 
 
 def test_the_adapter_follows_from_bare_rows() -> None:
@@ -193,49 +200,56 @@ def test_the_adapter_follows_from_bare_rows() -> None:
 
 
 def test_rank() -> None:
-    assert rank(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0])) == (
+    assert rank_score(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([0])) == (
         1.0,
         1.0,
         pytest.approx(math.nan, nan_ok=True),
         1,
     )
-    assert rank(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([1])).cosine == -1.0
-    assert rank(torch.zeros(1, 5), torch.tensor([2])).cosine == 0.0  # ties tell nothing
+    assert rank_score(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([1])).cosine == -1.0
+    assert rank_score(torch.zeros(1, 5), torch.tensor([2])).cosine == 0.0  # ties carry no information
 
 
-# ---------------------------------------------------------------------------------------------------- the whole audit
+# The whole audit.
 
 
-class OneMask(Scheme):
-    """Wrong on purpose: one vector for each key, for ever."""
+class FixedVectors(Scheme):
+    """A scheme that is wrong on purpose: the masks of a key are combinations of a few vectors that never change."""
 
-    name = "one-mask"
     scale = 256.0
-    size = 1
 
-    def begin(self, channels: Sequence[Channel], ask: Ask) -> OneMasks:
-        return OneMasks(ask)
+    def __init__(self, size: int) -> None:
+        self.name = f"fixed-vectors-{size}"
+        self.size = size
+
+    def begin(self, channels: Sequence[Channel], send: SendCall) -> FixedMasks:
+        return FixedMasks(self.size, send)
 
 
-class OneMasks:
-    def __init__(self, ask: Ask) -> None:
-        self.levels = Levels(256.0)
-        self._ask = ask
-        self._masks: dict[Key, tuple[torch.Tensor, Future[tuple[torch.Tensor, ...]]]] = {}
+class FixedMasks:
+    def __init__(self, size: int, send: SendCall) -> None:
+        self.amplitudes = Amplitudes(256.0)
+        self._size = size
+        self._send = send
+        self._stream = Keystream()
+        self._vectors: dict[Key, tuple[torch.Tensor, Future[Results]]] = {}
 
-    def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
-        if asked.key not in self._masks:
-            vector = _noise(1, asked.width, seed=len(self._masks))
-            self._masks[asked.key] = vector, self._ask(Call(asked.effects, kind, (vector,)))
-        vector, effects = self._masks[asked.key]
+    def mask(self, key: MaskedKey, x: torch.Tensor, amplitude: float, kind: Kind) -> MaskedRows:
+        if key.key not in self._vectors:
+            vectors = _noise(self._size, key.width, seed=len(self._vectors))
+            self._vectors[key.key] = vectors, self._send(Call(key.effects, kind, (vectors,)))
+        vectors, effects = self._vectors[key.key]
+        mix = torch.full((len(x), 1), amplitude)
+        if self._size > 1:
+            mix = mix * math.sqrt(3 / self._size) * self._stream.uniform(len(x), self._size, x.dtype)
 
-        def unmask(answers: Sequence[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        def unmask(answers: Sequence[Results]) -> Results:
             (results,) = answers
-            return tuple(result - amplitude * effect for result, effect in zip(results, effects.result(), strict=True))
+            return tuple(result - mix @ effect for result, effect in zip(results, effects.result(), strict=True))
 
-        return Masked((Call(asked.key, kind, (x + amplitude * vector,)),), (effects,), unmask)
+        return MaskedRows((Call(key.key, kind, (x + mix @ vectors,)),), (effects,), unmask)
 
-    def prepare(self, asked: Asked) -> Future[Any] | None:
+    def prepare(self, key: MaskedKey) -> Future[Any] | None:
         return None
 
     def close(self) -> None:
@@ -248,61 +262,68 @@ SHARES = ["secret-shares", "secret-shares:model=base"]
 def _found(result: Audit, scheme: str) -> set[tuple[str, str]]:
     return {
         (attack, goal)
-        for view in result.views
-        if view.scheme == scheme and not view.control
-        for attack, goals in view.found.items()
+        for each in result.observations
+        if each.scheme == scheme and not each.collusion
+        for attack, goals in each.found.items()
         for goal in goals
     }
 
 
-def _view(result: Audit, scheme: str) -> View:
-    return next(view for view in result.views if view.scheme == scheme)
+def _observation(result: Audit, scheme: str) -> Observation:
+    return next(each for each in result.observations if each.scheme == scheme)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_what_holds_and_what_does_not(tmp_path: Path) -> None:
-    """Bare rows give everything; the pool falls to every vector, mixed noise to projection, a mask used twice to
-    differences, shares to executors that collude; pads and shares give no more than random traffic does."""
-    schemes = ["none", "noise-pool:size=20", "mixed-noise:rank=20", OneMask(), "local-pads", *SHARES]
-    result = await audit(schemes, SMALL, baselines=12, rounds=0)
+async def test_which_schemes_hold(tmp_path: Path) -> None:
+    """Attacks find all goals in bare rows, and no more in pads and wrapped shares than in random traffic.
 
-    bare = _view(result, "none").scores["as is"]
+    "every vector" finds a noise pool, "difference" one vector, "projection" combinations of vectors, and executors that
+    collude find shares.
+    """
+    pool, one, several = "noise-pool:size=20", "fixed-vectors-1", "fixed-vectors-20"
+    result = await audit(
+        ["none", pool, FixedVectors(20), FixedVectors(1), "local-pads", *SHARES], SMALL, baselines=12, rounds=0
+    )
+
+    bare = _observation(result, "none").scores["as is"]
     assert bare["adapter"].cosine >= 0.99
     for goal in ("adapter", "activations", "tokens", "links", "gradients"):
         assert bare[goal].recovered >= 0.99
 
-    pool = _view(result, "noise-pool:size=20").scores
-    assert pool["every vector"]["adapter"].cosine >= 0.99
-    assert pool["every vector"]["gradients"].cosine >= 0.99
-    assert pool["every vector"]["tokens"].recovered >= 0.99
+    scores = _observation(result, pool).scores["every vector"]
+    assert scores["adapter"].cosine >= 0.99
+    assert scores["gradients"].cosine >= 0.99
+    assert scores["tokens"].recovered >= 0.99
 
-    mixed = _view(result, "mixed-noise:rank=20").scores
-    assert mixed["projection"]["tokens"].recovered >= 0.99
-    assert mixed["known text"]["adapter"].cosine >= 0.99
-    assert ("every vector", "activations") not in _found(result, "mixed-noise:rank=20")
+    combined = _observation(result, several).scores
+    assert combined["projection"]["tokens"].recovered >= 0.99
+    assert combined["known text"]["adapter"].cosine >= 0.99
+    assert ("every vector", "activations") not in _found(result, several)
 
-    assert ("difference", "activations") in _found(result, "one-mask")
-    assert _view(result, "one-mask").scores["difference"]["tokens"].recovered >= 0.99
-    assert not result.holds("one-mask")
+    assert ("difference", "activations") in _found(result, one)
+    assert _observation(result, one).scores["difference"]["tokens"].recovered >= 0.99
+    assert not result.holds(one)
 
-    beginnings = {("first sizes", "links")}  # but who has the weights has no need to show the size of first requests
-    for scheme in ("none", "noise-pool:size=20", "mixed-noise:rank=20", "one-mask"):
-        assert beginnings <= _found(result, scheme)
+    first_sizes = {("first sizes", "links")}  # with the weights at hand, first requests show no sizes
+    for scheme in ("none", pool, several, one):
+        assert first_sizes <= _found(result, scheme)
     assert _found(result, "local-pads") == set()
     for scheme in SHARES:
-        assert _found(result, scheme) == (beginnings if scheme == "secret-shares" else set())
-        both = next(view for view in result.views if view.control and view.scheme == scheme)
-        assert [view.who for view in result.views if view.scheme == scheme] == ["executor 1", "executor 2", both.who]
+        assert _found(result, scheme) == (first_sizes if scheme == "secret-shares" else set())
+        both = next(each for each in result.observations if each.collusion and each.scheme == scheme)
+        executors = [each.executor for each in result.observations if each.scheme == scheme]
+        assert executors == ["executor 1", "executor 2", both.executor]
         assert both.scores["as is"]["adapter"].cosine >= 0.99
 
     assert result.costs["none"].traffic == pytest.approx(1.0)
     assert all(result.costs[scheme].traffic == pytest.approx(2.0, rel=0.01) for scheme in SHARES)
     assert all(cost.logits < 1e-2 and cost.gradients < 1e-2 for cost in result.costs.values())
 
-    data = json.loads(json.dumps(as_data(result), allow_nan=False))
+    write_json(tmp_path / "audit.json", as_data(result))
+    data = json.loads((tmp_path / "audit.json").read_text())
     assert data["holds"] == {scheme: result.holds(scheme) for scheme in result.costs}
-    assert data["views"][0]["attacks"]["as is"]["adapter"]["found"]
+    assert data["observations"][0]["attacks"]["as is"]["adapter"]["found"]
     plot(tmp_path / "audit.png", result)
     assert (tmp_path / "audit.png").stat().st_size > 10_000
     page = tmp_path / "page.md"
@@ -314,41 +335,48 @@ async def test_what_holds_and_what_does_not(tmp_path: Path) -> None:
     (tmp_path / "empty.md").write_text("nothing\n")
     with pytest.raises(UsageError, match="no place"):
         write_into(tmp_path / "empty.md", result)
-    top = best(_view(result, "none"), "adapter")
+    top = best(_observation(result, "none"), "adapter")
     assert top is not None
     assert top[1].cosine >= 0.99
 
 
 async def test_vectors_are_told_from_rows_by_more_than_their_number() -> None:
-    """As many vectors as a training step has rows, in layers of that width."""
+    """A layer gets as many vectors as a training step has rows."""
     plan = replace(SMALL, prompts=3, length=16, repeats=2, steps=1)
     base = build(plan)
     async with Executor(base) as one, Executor(build(plan)) as two:
-        for privacy in (MixedNoise(rank=32), NoisePool(size=32), None):
-            played, (tap,), effects = await _tap(_Scheme("", privacy), plan, one, two)
-            evidence = collect(tap, effects)
+        for privacy in (FixedVectors(32), NoisePool(size=32), None):
+            truth, (calls,), effects = await record(privacy, plan, one, two)
+            evidence = collect(calls, effects)
             assert {place: stream.rows.shape for place, stream in evidence.items()} == {
-                place: rows.shape for place, rows in played.truth.rows.items()
+                place: rows.shape for place, rows in truth.rows.items()
             }
             assert {len(stream.noise) for stream in evidence.values()} == {32 if privacy else 0}
             assert privacy is None or "begin" not in vars(privacy)
 
 
-def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]], lots: list[Score]) -> Audit:
-    limits = {"as is": {goal: Limit(lots, 1e-5) for goal in bare["as is"]}}
-    views = []
-    for name, scores in (("none", bare), ("masks", masked)):
-        found = {"as is": {goal for goal, score in scores["as is"].items() if limits["as is"][goal].exceeded_by(score)}}
-        views.append(View(name, "", scores, found, {}))
-    costs = {view.scheme: Costs(1.0, 1.0, 1.0, 0.0, 0.0) for view in views}
-    return Audit(SMALL, views, costs, limits, 1e-5, len(lots), views[0], 0.9, {"none": "none", "masks": "masks"})
+def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]], sets: list[Score]) -> Audit:
+    limits = {"as is": {goal: Limit(sets, 1e-5) for goal in bare["as is"]}}
+    observations = [Observation("none", "", bare), Observation("masks", "", masked)]
+    cost = Costs(1.0, math.nan, 1.0, 0.0, 0.0)
+    schemes = {"none": "none", "masks": "masks"}
+    made = Audit(SMALL, observations, observations[0], dict.fromkeys(schemes, cost), limits, 1e-5, 12, 0.9, schemes)
+    for observation in observations:
+        made.mark(observation)
+    return made
+
+
+def test_costs_that_were_not_measured_have_a_dash() -> None:
+    scores = {"as is": {"activations": Score(0.99, 0.98, 1e-6)}}
+    headings, rows = cost_table(_audit(scores, scores, [Score(0.01 * (n % 3), 0.0) for n in range(12)]))
+    assert rows[1][: headings.index("traffic") + 1] == ["masks", "1.00×", "–", "1.00×"]
 
 
 def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
-    lots = [Score(0.01 * (number % 3), 0.0) for number in range(12)]
+    sets = [Score(0.01 * (number % 3), 0.0) for number in range(12)]
     good, nothing = Score(0.99, 0.98, 1e-6), Score(0.01, 0.0, 0.95)
     scores = {"as is": {"adapter": nothing, "activations": nothing}}
-    sound = _audit({"as is": {"adapter": good, "activations": good}}, scores, lots)
+    sound = _audit({"as is": {"adapter": good, "activations": good}}, scores, sets)
     assert sound.holds("masks") is True
     assert sound.missed == set()
     assert verdict(sound, "masks").startswith("no attack got more")
@@ -356,7 +384,7 @@ def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
     assert dict(zip(headings, row, strict=True)) | {"adapter": "–", "activations": "–", "error": "0.95"} == dict(
         zip(headings, row, strict=True)
     )
-    blind = _audit({"as is": {"adapter": nothing, "activations": good}}, scores, lots)
+    blind = _audit({"as is": {"adapter": nothing, "activations": good}}, scores, sets)
     assert blind.holds("masks") is None
     assert blind.holds("none") is False
     assert blind.missed == {"adapter"}
@@ -367,8 +395,8 @@ def test_attacks_that_find_nothing_in_bare_rows_show_nothing() -> None:
     assert as_data(blind)["missed_in_bare_rows"] == ["adapter"]
 
 
-def test_limits_that_nothing_could_exceed_say_so() -> None:
-    """A cosine is 1 at most; of choices, all of them may still be right."""
+def test_limits_that_no_score_can_exceed_are_marked() -> None:
+    """A cosine is at most 1. An attack on choices may still have power, because all choices may be right."""
     wild = [Score(0.8 * (-1) ** number, 0.3 * (number % 2), choices=4) for number in range(12)]
     limit = Limit(wild, 1e-5)
     assert limit.cosine > 1
@@ -385,7 +413,7 @@ def test_limits_that_nothing_could_exceed_say_so() -> None:
 
 
 def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
-    """It is looked at before the work."""
+    """It is an error before the work begins."""
     page = tmp_path / "page.md"
     for why in ("cannot be read", "no place for the tables"):
         done = CliRunner().invoke(app, ["audit", "--into", str(page)])
@@ -406,11 +434,9 @@ def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
         (["--json", "{folder}/file/a.json"], "cannot write to"),
     ],
 )
-def test_what_could_not_be_written_is_known_before_the_work(
+def test_files_and_widths_are_checked_before_the_work(
     options: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And a model that could not be built."""
-
     async def work(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the work began")
 
@@ -432,7 +458,7 @@ def test_widths_that_are_allowed_make_a_model(hidden: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command(tmp_path: Path) -> None:
-    """It shows a table, writes what it is asked to write, and says which schemes hold."""
+    """The command prints tables, writes files, and states which schemes hold."""
     page = tmp_path / "page.md"
     page.write_text("<!-- audit: begin -->\n<!-- audit: end -->\n")
     files = ["--json", tmp_path / "a" / "audit.json", "--plot", tmp_path / "b" / "audit.png", "--into", page]

@@ -1,8 +1,8 @@
-"""Masked clients against plain transformers + PEFT, and what their executors see of them.
+"""Masked clients against plain transformers + PEFT, and what their executors receive.
 
 Tolerances are relative to the largest element of each tensor. They follow from the scale of the noise: a product in
-fp32 is off by 1.5e-6 · scale at most (tests/test_privacy.py), a model by a few of those. Noise comes from fixed keys
-here, so that each run is like the last.
+fp32 has an error of at most 1.5e-6 · scale (tests/masking.py), and a model a few times as much. Noise comes from fixed
+keys here, so that all runs are equal.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ import symbiosis
 from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.executor.layers import base_layer, is_linear
-from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap, keystream, local_pads
+from symbiosis.privacy import LocalPads, NoisePool, SecretShares, Seen, Wiretap, keystream, pads
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE
 from symbiosis.privacy.audit.evidence import Place
-from symbiosis.privacy.audit.scene import Recorder
+from symbiosis.privacy.audit.workload import Recorder
 from symbiosis.privacy.own_weights import _Weight
-from symbiosis.privacy.usual import Usual
+from symbiosis.privacy.typical_sizes import TypicalSizes
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora, until
 
-SCHEMES = ("noise-pool", "mixed-noise", "local-pads", "secret-shares", "wrapped-shares")
+SCHEMES = ("noise-pool", "local-pads", "secret-shares", "wrapped-shares")
 ALL = pytest.mark.parametrize("name", SCHEMES)
-EFFECTS = {"noise-pool": 5, "mixed-noise": 12}
-"""How many vectors the executor is asked for the effects of."""
+EFFECTS = {"noise-pool": 5}
+"""Vectors that the executor is sent for their effects, by scheme."""
 SCALE = 16.0
 LOGITS, GRADIENTS, TRAINED = 1e-4, 2e-4, 2e-2
-"""At this scale. AdamW divides by a gradient's own size, so small elements of what is trained differ more."""
+"""Tolerances at this scale. AdamW divides by the size of a gradient, so small trained elements differ more."""
 JOB = Job()
 
 
 @pytest.fixture(autouse=True)
 def fixed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(5)
-    for module in (keystream, local_pads):
+    for module in (keystream, pads):
         monkeypatch.setattr(module, "os", _Fixed(generator))
 
 
 class _Fixed:
-    """``os``, but for its randomness."""
+    """The module ``os`` with another source of random bytes."""
 
     def __init__(self, generator: random.Random) -> None:
         self.urandom = generator.randbytes
@@ -65,11 +65,9 @@ class _Fixed:
 
 
 def scheme(name: str, model: Any, scale: float = SCALE, **options: Any) -> Any:
-    """For a client of ``inproc://one``; the other executor is ``inproc://two``."""
+    """Return a scheme for a client of ``inproc://one``; the other executor is ``inproc://two``."""
     if name == "noise-pool":
         return NoisePool(**{"size": EFFECTS[name], "refresh": 40, "scale": scale, **options})
-    if name == "mixed-noise":
-        return MixedNoise(**{"rank": EFFECTS[name], "scale": scale, **options})
     if name == "local-pads":
         return LocalPads(model, **{"rows": 8, "scale": scale, **options})
     own = model if name == "wrapped-shares" else None
@@ -78,7 +76,7 @@ def scheme(name: str, model: Any, scale: float = SCALE, **options: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def executors(model: Any, name: str = "secret-shares", **options: Any) -> AsyncIterator[list[symbiosis.Executor]]:
-    """One, or two for shares."""
+    """Run one executor, or two for shares."""
     async with contextlib.AsyncExitStack() as stack:
         yield [
             await stack.enter_async_context(symbiosis.Executor(copy.deepcopy(model), name=number, **options))
@@ -101,7 +99,7 @@ def assert_agrees(outcome: Outcome, expected: Outcome, factor: float = 1.0) -> N
     ("architecture", "method"), [("llama", "lora"), ("llama", "ia3"), ("llama", "prefix"), ("gpt2", "lora")]
 )
 async def test_generation_and_training(architecture: str, method: str, name: str) -> None:
-    """Logits, generated tokens, gradients, twenty steps and the adapter, of models with and without biases."""
+    """Logits, generated tokens, gradients, losses and the adapter agree, for models with and without biases."""
     model = tiny_model(architecture)
     config = METHODS[method](architecture)
     expected = run_job_plain(model, config, JOB)
@@ -112,7 +110,7 @@ async def test_generation_and_training(architecture: str, method: str, name: str
 
 @ALL
 async def test_at_the_default_scale(name: str) -> None:
-    """Errors grow as the scale does."""
+    """Errors grow in proportion to the scale."""
     model = tiny_model("llama")
     expected = run_job_plain(model, lora(), JOB)
     async with executors(model, name) as (one, *_):
@@ -123,7 +121,7 @@ async def test_at_the_default_scale(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 async def test_narrow_models(dtype: torch.dtype, name: str) -> None:
-    """Masked in fp32, so nearer to what exact products would give than the model's own type is, whatever the scale."""
+    """Rows are masked in fp32, so results are closer to those of exact products than the model's own dtype is."""
     model = tiny_model("llama", dtype=dtype)
     exact = run_job_plain(tiny_model("llama", dtype=dtype).float(), None, Job(steps=0, new_tokens=0))
     plain = run_job_plain(model, None, Job(steps=0, new_tokens=0))
@@ -148,7 +146,7 @@ async def test_training_in_bf16(name: str) -> None:
 
 @ALL
 async def test_mlps_served_whole_run_on_the_client(name: str) -> None:
-    """Their linear layers are asked for; the module, which is not linear, never is."""
+    """Their linear layers are requested; the module itself, which is not linear, never is."""
     model = tiny_model("llama")
     expected = run_job_plain(model, lora(target_modules=["q_proj"]), JOB)
     async with executors(model, name, base_layers="mlp") as (one, *others):
@@ -161,8 +159,8 @@ async def test_mlps_served_whole_run_on_the_client(name: str) -> None:
             assert all(one.layers[layer].linear for seen in tap.seen for layer in seen.key.layers)
 
 
-async def test_what_is_not_linear_and_cannot_run_here_is_refused(base: Any) -> None:
-    """A tenant of another process, who has not the weights inside of an MLP that is served whole and nothing else."""
+async def test_layers_that_are_not_linear_and_have_no_weights_here_are_refused(base: Any) -> None:
+    """A tenant in another process lacks the weights of an MLP that is served whole, without its linear layers."""
     async with symbiosis.Executor(base, base_layers=["*.mlp", "*_proj"]) as executor:
         listener = await executor.listen("tcp://127.0.0.1:0")
         async with symbiosis.connect(listener.address, privacy="noise-pool") as remote, remote.client() as client:
@@ -177,7 +175,7 @@ async def test_what_is_not_linear_and_cannot_run_here_is_refused(base: Any) -> N
 
 
 async def test_biases_that_the_tenant_trains() -> None:
-    """Such layers are asked for without their bias, which is another key with noise of its own."""
+    """Such layers are requested without their bias, which is another key with other noise."""
     model = tiny_model("gpt2")
     config = lora("gpt2", bias="all")
     expected = run_job_plain(model, config, JOB)
@@ -188,7 +186,7 @@ async def test_biases_that_the_tenant_trains() -> None:
 
 
 @ALL
-async def test_among_others_and_under_other_policies(name: str) -> None:
+async def test_beside_other_clients_and_under_other_policies(name: str) -> None:
     model = tiny_model("llama")
     expected = run_job_plain(model, lora(), JOB)
     others = [(lora(), "train"), (None, "generate")]
@@ -218,17 +216,20 @@ async def test_windows_and_checkpoints(name: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-# ---------------------------------------------------------------------------------------------------------- the wiretap
+# What executors receive.
 
 
 def of_rows(seen: list[Seen], name: str) -> list[Seen]:
-    """Without those for effects of noise alone. LoRA needs no pass without a bias; no backward pass has as few rows."""
+    """Return calls with rows, without those for effects of noise.
+
+    LoRA needs no pass without a bias, and no backward pass of these tests has as few rows as a pool has vectors.
+    """
     if name not in EFFECTS:
         return seen
     return [
         one
         for one in seen
-        if (one.tensors[0].shape[0] != EFFECTS[name] if one.key.pass_.is_backward else one.key.pass_.has_bias)
+        if (one.tensors[0].shape[0] != EFFECTS[name] if one.key.pass_.is_backward else one.key.pass_ is Pass.FORWARD)
     ]
 
 
@@ -236,8 +237,10 @@ _BLOCK = 8
 
 
 def assert_masked(sent: torch.Tensor, own: torch.Tensor) -> None:
-    """Rows [n, w] of one key, and what the tenant meant by each. No column is bare, nor nearly, and no part of a row is
-    near that part of any true row. Columns are looked at over all rows, each in units of the true row's size."""
+    """Check that no column of sent rows [n, w] is nearly bare, and that no part of a row is near that of a true row.
+
+    ``own`` has the true row of each row of one key. Rows count in units of the size of their true row.
+    """
     there = own.norm(dim=1) > 0
     sent, own = sent[there].float(), own[there].float()
     size = own.norm(dim=1, keepdim=True)
@@ -248,8 +251,10 @@ def assert_masked(sent: torch.Tensor, own: torch.Tensor) -> None:
 
 
 def assert_uniform(sent: torch.Tensor, own: torch.Tensor) -> None:
-    """Rows [n, w] of one key that are uniform, whatever the tenant meant by each and however large that is: no column
-    goes along with the true one, and no part of a row is that part of any true row."""
+    """Check that sent rows [n, w] do not depend on their true rows, however large these are.
+
+    No column correlates with the true one, and no part of a row is near that part of a true row.
+    """
     there = own.norm(dim=1) > 0
     sent, own = sent[there].float(), own[there].float()
     assert_far(sent, own, 0.05)
@@ -259,20 +264,23 @@ def assert_uniform(sent: torch.Tensor, own: torch.Tensor) -> None:
 
 
 def units(sent: torch.Tensor) -> torch.Tensor:
-    """Numbers of one request in units of their amplitude: of 32 and more that are uniform, one is in its upper half."""
+    """Return the numbers of one request in units of their amplitude.
+
+    At least one of 32 or more uniform numbers is in the upper half of its range.
+    """
     return sent / 2.0 ** math.ceil(math.log2(sent.abs().max().item()))
 
 
 def assert_far(sent: torch.Tensor, own: torch.Tensor, least: float) -> None:
-    """No block of columns of a row is nearer to that of any true row than so many times its size."""
+    """Check that each block of columns is at least ``least`` times its size away from that of every true row."""
     for start in range(0, sent.shape[1], _BLOCK):
         block = sent[:, start : start + _BLOCK].contiguous()
         near = torch.cdist(block, own[:, start : start + _BLOCK].float().contiguous()).amin(dim=1)
         assert (near > least * block.norm(dim=1)).all()
 
 
-def test_what_is_not_uniform_is_seen() -> None:
-    """A row that is bare, a column that is, and noise that is added without being wrapped, as large as the rows."""
+def test_rows_that_are_not_uniform_are_detected() -> None:
+    """These are a bare row, a bare column, and noise that is added without wrapping and is as large as the rows."""
     generator = torch.Generator().manual_seed(0)
     own = torch.randn(2000, 64, generator=generator)
     noise = 2 * torch.rand(2000, 64, generator=generator) - 1
@@ -285,7 +293,7 @@ def test_what_is_not_uniform_is_seen() -> None:
             assert_uniform(sent, own)
 
 
-def test_bare_columns_are_seen() -> None:
+def test_bare_columns_are_detected() -> None:
     generator = torch.Generator().manual_seed(0)
     own = torch.randn(200, 64, generator=generator)
     noise = 256 * (2 * torch.rand(200, 64, generator=generator) - 1)
@@ -299,7 +307,7 @@ def test_bare_columns_are_seen() -> None:
         with pytest.raises(AssertionError):
             assert_masked(own + masks, own)
     with pytest.raises(AssertionError):
-        assert_masked(own + noise, own.roll(1, 0) + 0.7 * noise)  # what was meant is in there, of other rows
+        assert_masked(own + noise, own.roll(1, 0) + 0.7 * noise)  # the true row of another row is in it
 
 
 @ALL
@@ -307,11 +315,9 @@ def test_bare_columns_are_seen() -> None:
     ("architecture", "dtype"), [("llama", torch.float32), ("gpt2", torch.float32), ("llama", torch.bfloat16)], ids=str
 )
 async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, name: str) -> None:
-    """A whole fine-tuning and generation run: every row that came to a door, and each of its columns, against what the
-    tenant meant.
+    """Every row that an executor receives in fine-tuning and generation is compared with its true row.
 
-    It goes along with its own true row no more than noise of this size lets it, which the mean over thousands of rows
-    would show.
+    It correlates with the true row no more than noise of this size allows, which the mean over thousands of rows shows.
     """
     model = tiny_model(architecture, dtype=dtype)
     exact = name in ("local-pads", "wrapped-shares")
@@ -320,8 +326,7 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
         with contextlib.ExitStack() as stack:
             taps = [stack.enter_context(Wiretap(executor)) for executor in (one, *others)]
             async with one.client(lora(architecture), seed=0, privacy=scheme(name, model, scale)) as client:
-                recorder = Recorder(client._link_channel())
-                client._requester.open(recorder)
+                recorder = client.wrap_channel(Recorder)
                 await run_job(client, JOB)
     for tap in taps:
         came: dict[Place, list[torch.Tensor]] = {}
@@ -340,7 +345,7 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
             cosines.append(torch.nn.functional.cosine_similarity(sent, own.float()))
         ids = {id(seen) for seen in rows}
         for seen in tap.seen:
-            if id(seen) not in ids:  # asked for its effects alone
+            if id(seen) not in ids:  # sent for its effects only
                 assert_far(seen.tensors[0], torch.cat(meant[Place.of(seen.key)]), 0.02)
         if exact:
             numbers = torch.cat([units(seen.tensors[0]).flatten() for seen in tap.seen]).double()
@@ -348,13 +353,15 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
         alike = torch.cat(cosines)
         alike = alike[alike.isfinite()]
         assert len(alike) > 3000
-        # On average x goes along with x + n as |x| / |n| at most; the rest is chance, for rows of 32 numbers or more.
+        # The mean cosine of x and x + n is at most |x| / |n|; the rest is chance, for rows of 32 numbers or more.
         bound = (0.0 if exact else 3**0.5 / scale) + 6 / (32 * len(alike)) ** 0.5
-        assert alike.mean().abs() < (bound if name != "noise-pool" else 0.1)  # a pool has few vectors, used often
+        assert alike.mean().abs() < (
+            bound if name != "noise-pool" else 0.1
+        )  # a pool has few vectors, which are used often
 
 
 def with_outliers(model: Any) -> Any:
-    """A model that makes the rows of a few tokens far larger than others in each block, as large models do."""
+    """Make the rows of a few tokens far larger than others in each block, as in large models."""
     generator = torch.Generator().manual_seed(1)
     for layer in model.model.layers:
         weights = layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight
@@ -367,13 +374,13 @@ def with_outliers(model: Any) -> Any:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "outliers"])
 @pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
 async def test_first_requests_show_no_sizes(architecture: str, name: str) -> None:
-    """With a client for each text, amplitudes would tell which ones are alike. They are the same for all."""
+    """With a client for each text, amplitudes would tell which texts are equal. They are the same for all texts."""
     if architecture == "outliers":
         model = with_outliers(tiny_model("llama", hidden_size=64, num_hidden_layers=4, intermediate_size=128))
     else:
         model = tiny_model(architecture)
     generator = torch.Generator().manual_seed(7)
-    config = LoraConfig(fan_in_fan_out=architecture == "gpt2")  # begins as the base model, and moves away from it
+    config = LoraConfig(fan_in_fan_out=architecture == "gpt2")  # the adapter starts at zero and grows
     amplitudes = set()
     async with executors(model, name) as (one, *_):
         for _ in range(6):
@@ -382,15 +389,15 @@ async def test_first_requests_show_no_sizes(architecture: str, name: str) -> Non
                 async with one.client(config, seed=0, privacy=scheme(name, model)) as client:
                     await client.generate(input_ids=ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)
                     await client.train_step({"input_ids": ids, "labels": ids}, adamw(client.model))
-            # Of 32 uniform numbers and more, the largest is in the upper half.
+            # The largest of 32 or more uniform numbers is in the upper half of the amplitude.
             largest = [float(seen.tensors[-1].abs().max()) for seen in tap.seen]
             amplitudes.add(tuple(math.ceil(math.log2(size)) for size in largest))
     assert len(amplitudes) == 1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "t5"])
-def test_how_large_rows_usually_are(architecture: str) -> None:
-    """Every layer has a size, for rows and gradients, and the tenant's model is left as it was."""
+def test_typical_sizes(architecture: str) -> None:
+    """Every layer has a typical size of rows and of gradients, and the tenant's model stays unchanged."""
     if architecture == "t5":
         config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
         model: Any = T5ForConditionalGeneration(config).eval()
@@ -400,7 +407,7 @@ def test_how_large_rows_usually_are(architecture: str) -> None:
     modules = {index: module for index, module in enumerate(model.modules()) if is_linear(module)}
     specs = {index: base_layer(index, "", module).spec for index, module in modules.items()}
     random_state = torch.get_rng_state()
-    usual = Usual(model, specs, modules)  # type: ignore[arg-type]
+    usual = TypicalSizes(model, specs, modules)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -431,10 +438,10 @@ async def test_the_wiretap_sees_what_a_client_sends(base: Any) -> None:
     assert all(seen.results is not None for seen in tap.seen)
 
 
-# -------------------------------------------------------------------------------------------------------- ahead of time
+# Preparation ahead of time.
 
 
-async def test_precomputed_pools_ask_for_no_more_effects(base: Any) -> None:
+async def test_precomputed_pools_request_no_more_effects(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         with Wiretap(executor) as tap:
             async with executor.client(lora(), privacy=NoisePool(size=8)) as client:
@@ -449,18 +456,18 @@ async def test_precomputed_pools_ask_for_no_more_effects(base: Any) -> None:
             noise = [seen for seen in tap.seen if seen.key.pass_ is Pass.BACKWARD and seen.tensors[0].shape[0] == 8]
             assert len(noise) == len(executor.layers)
         async with executor.client(lora()) as client:
-            await client.precompute()  # nothing to do
+            await client.precompute()  # does nothing
 
 
 async def test_precomputed_pads_are_ready(base: Any) -> None:
-    """All that a step and a text take, so that nothing is ever out."""
-    pads = LocalPads(base, rows=20, when_out="error")
+    """Enough pads are ready for a training step and a text."""
+    privacy = LocalPads(base, rows=20, when_out="error")
     async with symbiosis.Executor(base) as executor:
-        async with executor.client(lora(), privacy=pads) as client:
+        async with executor.client(lora(), privacy=privacy) as client:
             with pytest.raises(PrivacyError, match="nothing was sent"):
                 await client.forward(input_ids=IDS)
         with Wiretap(executor) as tap:
-            async with executor.client(lora(), privacy=pads) as client:
+            async with executor.client(lora(), privacy=privacy) as client:
                 await client.precompute()
                 assert not tap.seen
                 ready = client._channel.mask.ready()  # type: ignore[union-attr]
@@ -486,7 +493,7 @@ async def test_weights_are_loaded_off_the_loop(base: Any, monkeypatch: pytest.Mo
     assert threads[0] != threading.get_ident()
 
 
-# ---------------------------------------------------------------------------------------- a model that somebody changes
+# A model that changes after it was given to a scheme.
 
 
 def changed_in_place(model: Any) -> None:
@@ -495,7 +502,7 @@ def changed_in_place(model: Any) -> None:
 
 
 def merged(model: Any) -> None:
-    """An adapter, into the very weights."""
+    """Merge an adapter into the weights in place."""
     config = LoraConfig(r=4, target_modules=["up_proj"], init_lora_weights=False)
     get_peft_model(model, config).merge_adapter()  # type: ignore[arg-type]
 
@@ -503,9 +510,8 @@ def merged(model: Any) -> None:
 @pytest.mark.parametrize("change", [changed_in_place, merged])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
-async def test_a_model_that_is_changed_meanwhile(name: str, dtype: torch.dtype, change: Callable[[Any], None]) -> None:
-    """Results are right, of what was ready before, or an error that says which layer and what to do; and a further
-    client is refused."""
+async def test_a_model_that_is_changed_in_place(name: str, dtype: torch.dtype, change: Callable[[Any], None]) -> None:
+    """Results of pads that were ready are right. Later requests and clients get an error that names the layer."""
     model = tiny_model("llama", dtype=dtype)
     own = copy.deepcopy(model)
     job = Job(steps=0, new_tokens=0)
@@ -516,25 +522,25 @@ async def test_a_model_that_is_changed_meanwhile(name: str, dtype: torch.dtype, 
             assert Comparison.of(await run_job(client, job), expected).worst() <= tolerance
             change(own)
 
-            async def go_on() -> None:
+            async def continue_until_error() -> None:
                 for _ in range(20):
                     assert Comparison.of(await run_job(client, job), expected).worst() <= tolerance
 
-            with pytest.raises(PrivacyError, match=r"0\.mlp\.up_proj has other .* would be wrong.*deepcopy"):
-                await go_on()
+            with pytest.raises(PrivacyError, match=r"0\.mlp\.up_proj of .* was changed .* would be wrong.*deepcopy"):
+                await continue_until_error()
             if name == "local-pads":
                 with pytest.raises(PrivacyError, match="no more pads") as after:
                     await run_job(client, job)
-                assert "up_proj has other weights" in str(after.value.__cause__)
-            with pytest.raises(PrivacyError, match="up_proj has other weights"):
+                assert "up_proj of the tenant's model was changed" in str(after.value.__cause__)
+            with pytest.raises(PrivacyError, match="up_proj of the tenant's model was changed"):
                 await one.client(privacy=scheme(name, own)).open()
-        with pytest.raises(PrivacyError, match="other weights"):  # nobody has the old ones any more
+        with pytest.raises(PrivacyError, match="other weights"):  # no client keeps the weights in memory any more
             await one.client(privacy=scheme(name, own)).open()
 
 
 @pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
 async def test_a_parameter_that_gets_another_tensor(name: str) -> None:
-    """The one that was given is kept, and still right."""
+    """The scheme keeps the first tensor, and results stay right."""
     model = tiny_model("llama")
     own = copy.deepcopy(model)
     job = Job(steps=0, new_tokens=0)
@@ -549,8 +555,8 @@ async def test_a_parameter_that_gets_another_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (3, 4096), (1024, 1024), (96, 7)])
-def test_witnesses_are_from_all_rows_and_columns(shape: tuple[int, int]) -> None:
-    """Every row and column of small weights; no sixteenth of the rows or columns of larger ones is left out."""
+def test_samples_cover_all_rows_and_columns(shape: tuple[int, int]) -> None:
+    """Samples include every row and column of small weights, and every sixteenth of them of larger weights."""
     for values in (torch.randn(shape), torch.randn(shape[::-1]).t()):
         weight = _Weight.of("layer", values, transposed=True)
         weight.check()
@@ -560,7 +566,7 @@ def test_witnesses_are_from_all_rows_and_columns(shape: tuple[int, int]) -> None
                 changed = some.select(axis, part)
                 before = changed.clone()
                 changed.mul_(2)
-                with pytest.raises(PrivacyError, match="layer has other weights"):
+                with pytest.raises(PrivacyError, match="layer of the tenant's model was changed"):
                     weight.check()
                 changed.copy_(before)
         weight.check()
@@ -568,11 +574,11 @@ def test_witnesses_are_from_all_rows_and_columns(shape: tuple[int, int]) -> None
     _Weight.of("layer", values, transposed=True).check()
 
 
-# ------------------------------------------------------------------------------------------------------- interruptions
+# Interruptions.
 
 
 @ALL
-async def test_a_masked_client_goes_on_after_a_cancelled_operation(name: str) -> None:
+async def test_a_masked_client_continues_after_a_cancelled_operation(name: str) -> None:
     model = tiny_model("llama")
     job = Job(steps=0, new_tokens=0)
     expected = run_job_plain(model, None, job)
@@ -593,7 +599,7 @@ async def test_a_masked_client_goes_on_after_a_cancelled_operation(name: str) ->
 
 
 @ALL
-async def test_an_executor_that_ends_ends_masked_clients_too(name: str) -> None:
+async def test_masked_clients_end_with_their_executor(name: str) -> None:
     model = tiny_model("llama")
     async with executors(model, name) as (one, *_):
         client = await one.client(privacy=scheme(name, model)).open()

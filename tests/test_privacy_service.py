@@ -1,4 +1,4 @@
-"""Masked clients of executors elsewhere: every transport, synchronous code, executors that die, the command line."""
+"""Masked clients over every transport, in synchronous code, with executors that die, and on the command line."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from peft import get_peft_model
 import symbiosis
 from symbiosis.core.requests import Call, Pass
 from symbiosis.errors import ClientClosedError, PrivacyError, UsageError
-from symbiosis.privacy import LocalPads, MixedNoise, NoisePool, SecretShares, Seen, Wiretap
-from symbiosis.privacy.local_pads import Pads
-from symbiosis.privacy.masks import Masked
+from symbiosis.privacy import LocalPads, NoisePool, SecretShares, Seen, Wiretap
+from symbiosis.privacy.masks import MaskedRows
+from symbiosis.privacy.pads import Pads
 from symbiosis.privacy.secret_shares import Shares
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports.keys import SERVER, new_key
 from tests.helpers import IDS, in_thread, lora, restart, until
 from tests.service import Service, free_port, save_model
 
-SCHEMES = ("noise-pool", "mixed-noise", "local-pads", "secret-shares")
+SCHEMES = ("noise-pool", "local-pads", "secret-shares")
 ALL = pytest.mark.parametrize("name", SCHEMES)
 SCALE = 16.0
+POOL = 5
+"""Vectors of a noise pool."""
 JOB = Job(new_tokens=0, steps=8)
 WITHIN = 1e-3
-"""Relative; noise differs from run to run here, and the adapter after some steps of AdamW more than that."""
+"""Relative tolerance. Noise differs between runs here, and the adapter differs more after steps of AdamW."""
 
 
 def scheme(name: str, model: Any, other: str = "", **options: Any) -> Any:
     makers: dict[str, Callable[..., Any]] = {
-        "noise-pool": lambda **options: NoisePool(size=5, refresh=40, **options),
-        "mixed-noise": lambda **options: MixedNoise(rank=12, **options),
+        "noise-pool": lambda **options: NoisePool(size=POOL, refresh=40, **options),
         "local-pads": lambda **options: LocalPads(model, **{"rows": 8, **options}),
         "secret-shares": lambda **options: SecretShares(with_=other, **options),
     }
@@ -64,7 +65,7 @@ def insecure(transport: str) -> dict[str, Any]:
 @ALL
 @pytest.mark.parametrize("transport", ["shm", "tcp", "dist"])
 async def test_every_transport(transport: str, name: str, tmp_path: Path) -> None:
-    """With coroutines and with synchronous code."""
+    """Masked clients agree with plain PEFT over each transport, with coroutines and with synchronous code."""
     base = tiny_model("gpt2")
     expected = run_job_plain(base, lora("gpt2"), JOB)
     addresses = []
@@ -91,7 +92,7 @@ async def test_every_transport(transport: str, name: str, tmp_path: Path) -> Non
 
 
 async def test_two_providers_with_keys_of_their_own(base: Any, tmp_path: Path) -> None:
-    """Each knows the tenant by another key, which names that provider's server."""
+    """Each provider knows the tenant by another key, which names that provider's server."""
     folders = [tmp_path / "one", tmp_path / "two"]
     secrets = []
     for folder in folders:
@@ -120,7 +121,7 @@ async def test_two_providers_with_keys_of_their_own(base: Any, tmp_path: Path) -
 
 
 @ALL
-async def test_synchronous_code_computes_ahead(name: str, base: Any) -> None:
+async def test_synchronous_code_can_precompute(name: str, base: Any) -> None:
     addresses = []
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(1 + (name == "secret-shares")):
@@ -136,13 +137,13 @@ async def test_synchronous_code_computes_ahead(name: str, base: Any) -> None:
             with pytest.raises(ClientClosedError, match="was closed"):
                 model.precompute()
             with symbiosis.open_model(addresses[0]) as model:
-                model.precompute()  # nothing to do
+                model.precompute()  # does nothing
 
         await in_thread(tenant)
 
 
-async def test_getting_ready_beside_a_forward_pass(base: Any) -> None:
-    """Only the walk that gets ready is answered with zeros, and not one on another thread in the meantime."""
+async def test_precompute_beside_a_forward_pass(base: Any) -> None:
+    """Only the pass of ``precompute()`` gets zeros for results, and not a pass on another thread at the same time."""
     async with symbiosis.Executor(copy.deepcopy(base)) as executor:
         address = (await executor.listen("tcp://127.0.0.1:0")).address
 
@@ -170,8 +171,8 @@ async def test_getting_ready_beside_a_forward_pass(base: Any) -> None:
 
 
 @pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
-async def test_getting_ready_draws_no_random_numbers(synchronous: bool, base: Any) -> None:
-    """Dropout comes out as it would have."""
+async def test_precompute_draws_no_random_numbers(synchronous: bool, base: Any) -> None:
+    """Dropout is the same with and without it."""
     config = lora(lora_dropout=0.3)
 
     def synchronous_tenant(address: str, ready: bool) -> list[float]:
@@ -206,8 +207,8 @@ async def test_getting_ready_draws_no_random_numbers(synchronous: bool, base: An
     assert came[1][2] == came[0][2]
 
 
-def test_whom_to_trust_is_said_for_each_address() -> None:
-    """The client's own key, and that its network may be trusted, hold for its own executor."""
+def test_trust_is_stated_for_each_address() -> None:
+    """The client's key and ``insecure`` hold for its own executor only."""
     own = {"key": "one.secret", "insecure": True, "retry": 5.0}
     shares = SecretShares(with_="tcp://other:7000")
     plain: Any = shares._transport("tcp://other:7000", {"retry": 5.0})
@@ -221,11 +222,11 @@ def _settings(transport: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(transport).items() if isinstance(value, str | bool | float | None)}
 
 
-# -------------------------------------------------------------------------------------------------- restarts and deaths
+# Executors that restart or die.
 
 
 def once(seen: list[Seen]) -> list[Seen]:
-    """Without what is the very same as something before, to the last bit: requests that were sent again."""
+    """Return calls without those that are equal to an earlier one to the last bit: they were sent again."""
     kept: list[Seen] = []
     found: set[tuple[Any, bytes]] = set()
     for one in seen:
@@ -237,25 +238,24 @@ def once(seen: list[Seen]) -> list[Seen]:
 
 
 def without_effects(seen: list[Seen], name: str) -> list[Seen]:
-    if name not in ("noise-pool", "mixed-noise"):
+    if name != "noise-pool":
         return seen
-    size = {"noise-pool": 5, "mixed-noise": 12}[name]
     return [
         one
         for one in seen
         if one.key.pass_ is not Pass.FORWARD_WITHOUT_BIAS
-        and (one.key.pass_ is not Pass.BACKWARD or one.tensors[0].shape[0] != size)
+        and (one.key.pass_ is not Pass.BACKWARD or one.tensors[0].shape[0] != POOL)
     ]
 
 
 def noise_of(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """From now on, the noise [n, w] in what pads and shares make of each request, in units of its amplitude."""
+    """Collect the noise [n, w] of each later request under pads and shares, in units of its amplitude."""
     found: list[torch.Tensor] = []
 
     def watched(cls: type[Pads] | type[Shares], wraps: bool) -> None:
         mask = cls.mask
 
-        def masked(self: Any, asked: Any, x: torch.Tensor, amplitude: float, kind: Any) -> Masked:
+        def masked(self: Any, asked: Any, x: torch.Tensor, amplitude: float, kind: Any) -> MaskedRows:
             made = mask(self, asked, x, amplitude, kind)
             (sent,) = made.calls[0].tensors
             noise = sent.double() - x.double() * (1.0 if wraps else 0.5)
@@ -271,7 +271,7 @@ def noise_of(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def assert_used_once(noise: list[torch.Tensor]) -> None:
-    """No row of it is like another."""
+    """Check that no row of the noise is parallel to another."""
     for width in {matrix.shape[1] for matrix in noise}:
         rows = torch.cat([matrix for matrix in noise if matrix.shape[1] == width]).float()
         rows /= rows.norm(dim=1, keepdim=True)
@@ -281,7 +281,7 @@ def assert_used_once(noise: list[torch.Tensor]) -> None:
             assert alike.abs().max() < 0.999
 
 
-def test_noise_that_is_used_twice_is_seen() -> None:
+def test_noise_that_is_used_twice_is_detected() -> None:
     rows = 2 * torch.rand(600, 16, generator=torch.Generator().manual_seed(0)) - 1
     assert_used_once([rows[:100], rows[100:]])
     for again in (rows[5:6], 0.5 * rows[599:] + 1e-3, -rows[:1]):
@@ -291,11 +291,14 @@ def test_noise_that_is_used_twice_is_seen() -> None:
 
 @ALL
 @pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
-async def test_what_is_sent_again_is_the_very_same(
+async def test_calls_that_are_sent_again_are_equal(
     name: str, synchronous: bool, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Executors are restarted in the middle of requests. Without repetitions to the last bit, the doors saw exactly the
-    requests of an undisturbed run: nothing was masked anew. And no noise was used for two different rows."""
+    """Executors are restarted in the middle of requests, and rows are not masked again.
+
+    Without equal repetitions, executors received exactly the requests of an undisturbed run. No noise was used for two
+    rows.
+    """
     expected = run_job_plain(base, lora(), JOB)
     async with symbiosis.Executor(copy.deepcopy(base)) as quiet:
         with Wiretap(quiet) as undisturbed:
@@ -328,19 +331,19 @@ async def test_what_is_sent_again_is_the_very_same(
     assert_near(Comparison.of(outcome, expected))
     assert sum(bool(tap.seen) for tap in taps) >= 3
     true = undisturbed.seen
-    doors = [[seen for tap in taps for seen in tap.seen], *([beside.seen] if name == "secret-shares" else [])]
-    for door in doors:
-        rows = without_effects(once(door), name)
+    received = [[seen for tap in taps for seen in tap.seen], *([beside.seen] if name == "secret-shares" else [])]
+    for calls in received:
+        rows = without_effects(once(calls), name)
         assert [seen.key.layers for seen in rows] == [seen.key.layers for seen in true]
         if name in ("local-pads", "secret-shares"):
             assert [seen.tensors[0].shape for seen in rows] == [matrix.shape for matrix in noise]
     assert_used_once(noise)
     if name == "noise-pool":
-        count_uses(once(doors[0]), true)
+        count_uses(once(received[0]), true)
 
 
 def count_uses(seen: list[Seen], true: list[Seen]) -> None:
-    """Each vector of a pool masks 40 rows at most, over all executors."""
+    """Check that each vector of a pool masks at most 40 rows, over all executors."""
     vectors: dict[Any, list[torch.Tensor]] = {}
     for one in seen:
         if without_effects([one], "noise-pool") == []:
@@ -378,13 +381,10 @@ async def test_shares_survive_either_executor(base: Any) -> None:
 
 
 def never_answering(executor: symbiosis.Executor) -> list[Call]:
-    """Have an executor take calls, of who joins from now on, and leave them unanswered."""
+    """Have an executor accept calls of clients that join from now on, and never answer them."""
     taken: list[Call] = []
-    join = executor.join
 
-    def joined(*arguments: Any) -> Any:
-        session: Any = join(*arguments)
-
+    def tap(session: Any) -> Any:
         def submit(call: Call) -> asyncio.Future[Any]:
             taken.append(call)
             return asyncio.get_running_loop().create_future()
@@ -392,15 +392,17 @@ def never_answering(executor: symbiosis.Executor) -> list[Call]:
         session.submit, session.at_once = submit, lambda call: None
         return session
 
-    setattr(executor, "join", joined)  # noqa: B010 (of this executor only)
+    executor.service.taps.append(tap)
     return taken
 
 
 @pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
 @pytest.mark.parametrize("transport", ["shm", "tcp", "dist"])
-async def test_shares_that_would_come_together(transport: str, synchronous: bool, base: Any, tmp_path: Path) -> None:
-    """One executor goes while it has shares of a call, and what comes at its address is the other. That one gets none
-    of the shares that are outstanding, nor any later ones."""
+async def test_shares_never_reach_one_executor(transport: str, synchronous: bool, base: Any, tmp_path: Path) -> None:
+    """An executor ends while it has shares of a call, and the other executor appears at its address.
+
+    The other executor gets neither the outstanding shares nor later ones.
+    """
     addresses = []
     for number in ("one", "two"):
         (tmp_path / number).mkdir()
@@ -436,7 +438,7 @@ async def test_shares_that_would_come_together(transport: str, synchronous: bool
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["local-pads", "secret-shares"])
 def test_executors_killed(name: str, tmp_path: Path) -> None:
-    """kill -9 in the middle of training, of each executor in turn."""
+    """Each executor is killed with SIGKILL in the middle of training."""
     checkpoint = save_model(tmp_path / "model")
     base = tiny_model("llama")
     expected = run_job_plain(base, lora(), JOB)
@@ -466,7 +468,7 @@ def test_executors_killed(name: str, tmp_path: Path) -> None:
 
 
 async def test_pads_in_a_folder_over_clients_and_executors(base: Any, tmp_path: Path) -> None:
-    """One client after another with the same folder: no row that was sent ever comes again."""
+    """Clients use the same folder one after another, and no row is sent twice."""
     sent = []
     for _ in range(3):
         async with symbiosis.Executor(copy.deepcopy(base)) as executor:
@@ -480,7 +482,7 @@ async def test_pads_in_a_folder_over_clients_and_executors(base: Any, tmp_path: 
     assert len(set(sent)) == len(sent) > 300
 
 
-# ----------------------------------------------------------------------------------------------------- the command line
+# The command line.
 
 
 def run(*command: str, within_s: float = 100) -> subprocess.CompletedProcess[str]:

@@ -1,8 +1,7 @@
-"""``symbiosis audit``: what a provider could learn from a tenant's traffic, scheme by scheme."""
+"""``symbiosis audit``: show what a provider could learn from a tenant's traffic under each privacy scheme."""
 
 from __future__ import annotations
 
-import json as json_
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,15 +9,15 @@ import typer
 from rich.table import Table
 
 from symbiosis.bench.simulate import PLOTS
-from symbiosis.terminal.console import console, writable
+from symbiosis.terminal.console import console, writable, write_json
 
 if TYPE_CHECKING:
     from symbiosis.privacy.audit import Audit
 
 __all__ = ["audit"]
 
-_HIDDEN = 8
-"""What the width is a multiple of: the audit's model has four heads, and rotates pairs of numbers in each."""
+_HIDDEN_STEP = 8
+"""Divisor of the width: the audit's model has four heads, and rotary embeddings of pairs of numbers in each."""
 
 
 def audit(
@@ -26,27 +25,32 @@ def audit(
         list[str] | None,
         typer.Option(
             "--scheme",
-            help="Privacy scheme, with options, such as noise-pool:size=16; repeat to compare. By default none and all "
-            "that are built in.",
+            help="Privacy scheme, with options, such as noise-pool:size=16; repeat to compare several. Default: none "
+            "and all built-in schemes.",
         ),
     ] = None,
-    hidden: Annotated[int, typer.Option(min=32, help=f"Width of the model, a multiple of {_HIDDEN}.")] = 128,
+    hidden: Annotated[int, typer.Option(min=32, help=f"Width of the model, a multiple of {_HIDDEN_STEP}.")] = 128,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts that the tenant generates for, each twice.")] = 20,
-    repeats: Annotated[int, typer.Option(min=2, help="Of one more prompt, that is sent over and over.")] = 64,
+    repeats: Annotated[int, typer.Option(min=2, help="Repetitions of one further prompt.")] = 64,
     lots: Annotated[
-        int, typer.Option(min=8, help="Lots of random traffic to compare with. The more, the less an attack may find.")
+        int, typer.Option(min=8, help="Sets of random traffic to compare with; more sets make smaller finds visible.")
     ] = 12,
-    seed: Annotated[int, typer.Option(help="Of the model, the adapter and the texts. Masks are never seeded.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the model, the adapter and the texts. Masks are never seeded.")
+    ] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, to this file: .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the result: a .png, .svg or .pdf file.")
+    ] = None,
     into: Annotated[
-        Path | None, typer.Option("--into", help="Also write the tables into this Markdown file, between its marks.")
+        Path | None,
+        typer.Option("--into", help="Also write the tables into this Markdown file, between its two marks."),
     ] = None,
 ) -> None:
-    """Play the provider: record a tenant's requests under each privacy scheme, attack them, and show what was got.
+    """Play the provider: record a tenant's requests under each privacy scheme, attack them, and show the finds.
 
-    A small random model and a tenant with a LoRA on up_proj, in this process. Of each attack is shown the cosine with
-    the truth and the fraction recovered, if that is better than on random traffic.
+    The tenant has a small random model and a LoRA on up_proj, in this process. For each attack that did better than on
+    random traffic, the tables show the cosine with the truth and the recovered fraction.
 
     Examples:
 
@@ -56,39 +60,38 @@ def audit(
 
         symbiosis audit --into docs/privacy.md --json audit.json
     """
-    from symbiosis.privacy.audit import SCHEMES, Plan, around, as_data, write_into
-    from symbiosis.privacy.audit import audit as audited
+    from symbiosis.privacy.audit import SCHEMES, Plan, as_data, split_page, write_into
+    from symbiosis.privacy.audit import audit as run_audit
     from symbiosis.privacy.audit import plot as draw
     from symbiosis.terminal.loop import run
     from symbiosis.terminal.machine import machine
 
     if into is not None:
-        around(into)  # that there is a place for it is worth knowing before
+        split_page(into)  # raises before the work if the page has no place for the tables
     _check(hidden, json, plot, into)
     plan = Plan(hidden=hidden, intermediate=2 * hidden, prompts=prompts, repeats=repeats, seed=seed)
-    out = console()
-    with out.status("building a model") as status:
-        found = run(audited(scheme or SCHEMES, plan, baselines=lots, progress=status.update))
-    _show(found)
+    with console().status("building a model") as status:
+        result = run(run_audit(scheme or SCHEMES, plan, baselines=lots, progress=status.update))
+    _show(result)
     if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(json_.dumps({**as_data(found), "machine": machine()}, indent=2, allow_nan=False) + "\n")
+        write_json(json, {**as_data(result), "machine": machine()})
     if plot is not None:
-        draw(plot, found)
+        draw(plot, result)
     if into is not None:
-        write_into(into, found)
+        write_into(into, result)
 
 
 def _check(hidden: int, json: Path | None, plot: Path | None, into: Path | None) -> None:
-    """Before the work, which takes minutes.
+    """Check options before the work, which takes minutes.
 
     Raises:
-        UsageError: there is no such model, or a result could not be written in the end.
+        UsageError: the width is impossible, or a result could not be written.
     """
     from symbiosis.errors import UsageError
 
-    if hidden % _HIDDEN:
-        raise UsageError(f"--hidden is {hidden}; give a multiple of {_HIDDEN}, such as {hidden // _HIDDEN * _HIDDEN}")
+    if hidden % _HIDDEN_STEP:
+        nearest = hidden // _HIDDEN_STEP * _HIDDEN_STEP
+        raise UsageError(f"--hidden is {hidden}; give a multiple of {_HIDDEN_STEP}, such as {nearest}")
     if plot is not None and plot.suffix not in PLOTS:
         raise UsageError(f"--plot {plot}: give a file that ends in {', '.join(PLOTS)}")
     for file in (json, plot, into):
@@ -96,27 +99,20 @@ def _check(hidden: int, json: Path | None, plot: Path | None, into: Path | None)
             writable(file)
 
 
-def _show(found: Audit) -> None:
-    from symbiosis.privacy.audit import COSTS, summary, verdict
+def _show(result: Audit) -> None:
+    from symbiosis.privacy.audit import cost_table, summary, verdict
 
-    headings, rows = summary(found)
-    table = Table(title="the best attack for each goal: cosine with the truth, (recovered), attack")
-    table.add_column(headings[0], overflow="fold")
-    goals = len(headings) - 1 - len(COSTS)
-    for heading in headings[1 : 1 + goals]:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*row[: 1 + goals])
-    costs = Table(title="costs, beside bare rows")
-    for heading in (headings[0], *headings[1 + goals :]):
-        costs.add_column(heading, justify="left" if heading == headings[0] else "right", overflow="fold")
-    seen: set[str] = set()
-    for view, row in zip(found.views, rows, strict=True):
-        if view.scheme not in seen:
-            costs.add_row(view.scheme, *row[1 + goals :])
-            seen.add(view.scheme)
     out = console()
-    out.print(table)
-    out.print(costs)
-    for scheme in found.costs:
-        out.print(f"{scheme}: {verdict(found, scheme)}")
+    out.print(_table("the best attack for each goal: cosine with the truth, (recovered), attack", *summary(result)))
+    out.print(_table("costs relative to bare rows", *cost_table(result)))
+    for scheme in result.costs:
+        out.print(f"{scheme}: {verdict(result, scheme)}")
+
+
+def _table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
+    table = Table(*headings, title=title)
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -24,7 +24,7 @@ __all__ = ["finetune", "generate"]
 PrivacyOption = Annotated[
     str,
     typer.Option(
-        help="How rows are masked that leave this process: none, noise-pool, mixed-noise, local-pads:model=FOLDER or "
+        help="How rows are masked that leave this process: none, noise-pool, local-pads:model=FOLDER or "
         "secret-shares:with=ADDRESS, with options such as noise-pool:size=64,accuracy=1e-4."
     ),
 ]

@@ -47,7 +47,6 @@ _BUILT_IN = {
     },
     PRIVACY: {
         "noise-pool": "symbiosis.privacy.noise_pool:NoisePool",
-        "mixed-noise": "symbiosis.privacy.mixed_noise:MixedNoise",
         "local-pads": "symbiosis.privacy.local_pads:LocalPads",
         "secret-shares": "symbiosis.privacy.secret_shares:SecretShares",
     },

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident, Share
 from symbiosis.core.terms import NO_TERMS, Terms
-from symbiosis.core.transport import Identity, Listener
+from symbiosis.core.transport import Identity, Listener, Session
 from symbiosis.errors import ExecutorClosedError, UsageError
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.fingerprint import weights_fingerprint
@@ -37,6 +38,11 @@ class ExecutorService:
         engine: runs the calls.
         address: the first address to listen at, in this process.
         source: the folder or hub id that the model came from, where its tokenizer is.
+
+    Attributes:
+        address: the first address.
+        listeners: open addresses.
+        taps: functions that wrap the session of each client that joins, for instance to record its calls.
     """
 
     def __init__(self, split: SplitModel, engine: Engine, address: str, source: str | Path | None) -> None:
@@ -44,8 +50,9 @@ class ExecutorService:
         self._split = split
         self._engine = engine
         self._source = source
-        self._sessions: dict[str, ExecutorSession] = {}
+        self._sessions: dict[str, Session] = {}
         self.listeners: list[Listener] = []
+        self.taps: list[Callable[[Session], Session]] = []
         self._share: Share | None = None
         self._identity: Identity | None = None
         self._started: float | None = None
@@ -92,11 +99,15 @@ class ExecutorService:
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> ExecutorSession:
+    def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Session:
         self.check_open()
         granted = self._engine.join(client, terms, local)
-        session = ExecutorSession(self._engine, client, self.layers, self.device, granted, local, self._sessions.pop)
+        session: Session = ExecutorSession(
+            self._engine, client, self.layers, self.device, granted, local, self._sessions.pop
+        )
         self._sessions[client] = session
+        for tap in self.taps:
+            session = tap(session)
         return session
 
     @property

@@ -1,25 +1,25 @@
-"""Masks: a tenant's rows leave it so that an executor can compute with them, and cannot read them.
+"""Privacy schemes: mask the rows that leave a client, so that an executor computes with rows it cannot read.
 
-A scheme is given to a client (``privacy=``) and works on its channel, above every transport. What each holds against,
-and what it costs, is in ``docs/privacy.md``.
+A scheme is given to a client (``privacy=``) and wraps the client's channel, above every transport. The package imports
+``core``; start reading at :mod:`symbiosis.privacy.scheme`. ``docs/privacy.md`` states what each scheme protects against
+and what it costs.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from symbiosis.privacy.channel import MaskedChannel
     from symbiosis.privacy.local_pads import LocalPads
-    from symbiosis.privacy.mixed_noise import MixedNoise
     from symbiosis.privacy.noise_pool import NoisePool
     from symbiosis.privacy.secret_shares import SecretShares
     from symbiosis.privacy.wiretap import Seen, Wiretap
 
-__all__ = ["LocalPads", "MaskedChannel", "MixedNoise", "NoisePool", "SecretShares", "Seen", "Wiretap"]
+__all__ = ["LocalPads", "MaskedChannel", "NoisePool", "SecretShares", "Seen", "Wiretap"]
 
-_HOMES = {
+_MODULES = {
     "LocalPads": "local_pads",
     "MaskedChannel": "channel",
-    "MixedNoise": "mixed_noise",
     "NoisePool": "noise_pool",
     "SecretShares": "secret_shares",
     "Seen": "wiretap",
@@ -28,10 +28,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import each when it is first needed: the core needs the channel, and the wiretap needs the core."""
-    if name not in _HOMES:
+    """Import a public name at its first use. An eager import would be circular: ``core`` imports the channel."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     return value

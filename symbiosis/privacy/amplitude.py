@@ -1,158 +1,155 @@
-"""How large the noise is: scale, accuracy, and the power of two that is seen of a request's size.
+"""The amplitude of the noise: how it follows from ``scale`` or ``accuracy``, and when it changes.
 
-Masked rows are x + n with noise of half-width A = scale · rms(x), rounded up to a power of two. The result of x + n
-carries an error of A's size in the last bit, so a larger scale hides more and costs accuracy.
+Masked rows are x + n with noise of half-width A = scale · rms(x), rounded up to a power of two. Results have an error
+of A's size in the last bit, so a larger scale hides more and costs accuracy.
 
-A is seen. If it followed every call, the amplitudes over the layers of a model would tell which requests are for the
-same text, so it stays where it is while it will do; and whoever has the public weights has it begin where the public
-model's own rows would, and wraps larger ones.
+The executor sees A. Amplitudes that followed every request would identify requests for the same text, so an amplitude
+stays as long as it is acceptable. A scheme that has the public weights starts at typical sizes of the public model's
+rows and wraps larger rows. ``docs/decisions/0031-amplitudes-that-stay.md`` has the evidence.
+
+Legend: n rows.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
 from symbiosis.core.requests import Key
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.usual import Usual
+from symbiosis.privacy.typical_sizes import TypicalSizes
 
 __all__ = [
     "DEFAULT_SCALE",
     "SPAN",
     "WRAPPED_SCALE",
-    "Levels",
-    "Size",
+    "Amplitudes",
+    "check_positive_integers",
     "error_per_scale",
+    "required_amplitude",
     "scale_for",
-    "size_of",
-    "whole",
 ]
 
 DEFAULT_SCALE = 256.0
 WRAPPED_SCALE = 2048.0
-"""For who has the public weights: the most, of which a quarter is usual. Logits are about as accurate then as with the
-other default under the other schemes. With 256 they were off by 4.5e-5, and more was wrapped."""
-_ERROR = 1.5e-6
-_WIDE = 4096
+"""Default scale of schemes that wrap. They use a quarter of it for typical rows, and logits are then about as accurate
+as with :data:`DEFAULT_SCALE` under the other schemes."""
+_MAX_SCALE = 2.0**20
+
+SPAN = 16.0
+"""An amplitude stays while it suffices and is at most so many times larger than required. This bounds the loss of
+accuracy."""
+_WRAPPED_SPAN = 1024.0
+"""Rows that are wrapped may be so many times larger than the amplitude suffices for. Nearly the whole product is then
+recomputed by the tenant. In fp64 the factor is 1, because its numbers take most of 64 bits."""
+_MAX_AMPLITUDE = 2.0**80
+"""Limit of amplitudes, and of their inverses: products with larger ones would overflow in fp32."""
+
+_ERROR_PER_SCALE = 1.5e-6
+_ERROR_WIDTH = 4096
 
 
 def error_per_scale(width: int, dtype: torch.dtype = torch.float32) -> float:
-    """Error of results for each unit of scale, at most, relative to what a row of the size that the amplitude is made
-    for comes to (its norm times the weight's rms). In fp32 0.25e-6 to 1.3e-6 were measured at widths of 64 to 4096; and
-    times 2.7 from there to 53,248, a little less than the square root of the width says."""
-    error = _ERROR * math.sqrt(max(1.0, width / _WIDE))
+    """Return the largest error of results for each unit of scale, for rows of ``width`` columns.
+
+    The error is relative to the norm of the row that the amplitude is made for, times the rms of the weight. Measured
+    in fp32: 0.25e-6 to 1.3e-6 at widths of 64 to 4096, and 2.7 times as much at 53,248.
+    """
+    error = _ERROR_PER_SCALE * math.sqrt(max(1.0, width / _ERROR_WIDTH))
     return error * 2.0**-29 if dtype is torch.float64 else error
 
 
-_MOST_SCALE = 2.0**20
-_MOST = 2.0**80
-"""Amplitudes beyond ±80 powers of two would leave no room for products in fp32."""
+class Amplitudes:
+    """The amplitudes of one client, one for each key and kind of work.
 
+    Kinds of work differ: prompts have first tokens, whose rows some models make hundreds of times larger than others.
 
-class Size(NamedTuple):
-    """How large the rows of a request are."""
-
-    amplitude: float
-    """A power of two; 0 if all rows are zero."""
-    finite: bool
-
-
-SPAN = 16.0
-"""An amplitude stays while it is enough, and at most so many times as large as it would have to be. That is what it may
-cost in accuracy, at the worst."""
-_ABOVE = 1024.0
-"""And so many times as large as amplitudes are enough for, rows may be that are wrapped: it costs the tenant nearly the
-whole product then. With fp64's numbers, which take most of 64 bits, once."""
-
-
-class Levels:
-    """The amplitudes of one client: for each key, and each kind of work (prompts have first tokens, which some models
-    make hundreds of times as large as others; decoding has not).
-
-    They begin with what the client's first requests need, which is seen of them. Or, where it is known how large rows
-    usually are, in the middle of what will do for those, and go from there in steps of :data:`SPAN`: down for rows that
-    are smaller, which would be inaccurate otherwise. Not up for rows that are larger, unless they are so by
-    :data:`_ABOVE`: who has the weights wraps what is larger, and nothing is to be seen of it.
+    Without ``typical``, an amplitude starts at what the first request requires, which the executor sees. With
+    ``typical``, it starts in the middle of the acceptable range for typical rows and moves in steps of :data:`SPAN`:
+    down for smaller rows, which would lose accuracy, and up only for rows that are too large to be wrapped.
 
     Args:
-        scale: how far above the rows an amplitude is: at least, if the first request tells; at most, beyond rounding
-            up to powers of two, with ``usual``.
-        usual: how large rows usually are.
-        dtype: of masked rows.
+        scale: ratio of an amplitude to the rms of the largest row: the least one without ``typical``, and the largest
+            one (up to rounding to powers of two) with ``typical``.
+        typical: typical sizes of the public model's rows, for schemes that wrap.
+        dtype: dtype of masked rows.
     """
 
-    def __init__(self, scale: float, usual: Usual | None = None, dtype: torch.dtype = torch.float32) -> None:
-        self.least = scale if usual is None else scale / SPAN
-        """How far above the rows an amplitude is, at least; of those that are not larger than usual, with ``usual``."""
-        self._above = 1.0 if dtype is torch.float64 else _ABOVE
-        self._usual = usual
-        self._first = 2.0 ** math.ceil(math.log2(scale))
-        self._levels: dict[tuple[Key, Kind], float] = {}
+    def __init__(self, scale: float, typical: TypicalSizes | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self.least = scale if typical is None else scale / SPAN
+        """Least ratio of an amplitude to the rms of the largest row; with ``typical``, of rows up to typical ones."""
+        self._typical = typical
+        self._wrapped_span = 1.0 if dtype is torch.float64 else _WRAPPED_SPAN
+        self._initial = 2.0 ** math.ceil(math.log2(scale))
+        self._current: dict[tuple[Key, Kind], float] = {}
+        """Amplitudes; with ``typical``, relative to the initial amplitude of each key."""
 
-    def at(self, key: Key, kind: Kind, rows: int, needed: float) -> float:
-        """What to take for ``rows`` rows that need an amplitude of ``needed``, which is a power of two, or 0 for rows
-        that are all zero."""
-        level = self._levels.get((key, kind))
-        if self._usual is None:
-            if not needed:
-                return level or self._first
-            if level is None or not level / SPAN <= needed <= level:
-                level = self._levels[key, kind] = needed
-            return level
-        size = self._usual.size(key)
-        if key.pass_.is_backward:  # of a loss that is a mean over tokens
+    def choose(self, key: Key, kind: Kind, rows: int, required: float) -> float:
+        """Return the amplitude for a request of ``rows`` rows.
+
+        Args:
+            required: the power of two that the request requires; 0 if all its rows are zero.
+        """
+        current = self._current.get((key, kind))
+        if self._typical is None:
+            if not required:
+                return current or self._initial
+            if current is None or not current / SPAN <= required <= current:
+                current = self._current[key, kind] = required
+            return current
+        size = self._typical.size(key)
+        if key.pass_.is_backward:  # training losses are means over tokens, typical sizes are of a sum
             size /= rows
-        middle = _power(size * self.least * math.sqrt(SPAN))
-        level = level or 1.0
-        if needed and not level / SPAN <= needed / middle <= level * self._above:
-            steps = math.ceil(math.log2(needed / middle) / math.log2(SPAN))
-            level = self._levels[key, kind] = SPAN**steps
-        return level * middle
+        initial = _power_of_two(size * self.least * math.sqrt(SPAN))
+        current = current or 1.0
+        if required and not current / SPAN <= required / initial <= current * self._wrapped_span:
+            steps = math.ceil(math.log2(required / initial) / math.log2(SPAN))
+            current = self._current[key, kind] = SPAN**steps
+        return current * initial
 
 
-def _power(size: float) -> float:
-    """The power of two at or above a size."""
+def _power_of_two(size: float) -> float:
+    """Return the power of two at or above a size, within the limits of amplitudes."""
     fraction, exponent = math.frexp(size)
-    return min(max(math.ldexp(1.0, exponent - (fraction == 0.5)), 1 / _MOST), _MOST)
+    return min(max(math.ldexp(1.0, exponent - (fraction == 0.5)), 1 / _MAX_AMPLITUDE), _MAX_AMPLITUDE)
 
 
-def size_of(x: torch.Tensor, scale: float) -> Size:
-    """The amplitude for rows [n, width]: the power of two at or above ``scale`` times the largest row's rms."""
+def required_amplitude(x: torch.Tensor, scale: float) -> float | None:
+    """Return the power of two at or above ``scale`` times the rms of the largest row of x [n, width].
+
+    The result is 0 if all rows are zero, and None if a row is not finite or its amplitude would exceed the limit.
+    """
     norms = torch.linalg.vector_norm(x, dim=None if x.shape[0] == 1 else 1)
     norm = (norms if norms.ndim == 0 else norms.amax()).item()
     size = norm * scale / math.sqrt(x.shape[1])
-    if size > _MOST or size != size:
-        return Size(0.0, False)
-    if size == 0.0:  # or so small that its square is
+    if math.isnan(size) or size > _MAX_AMPLITUDE:
+        return None
+    if size == 0.0:  # the squares of very small numbers are zero
         size = x.abs().amax().item() * scale
-        if size == 0.0:
-            return Size(0.0, True)
-    return Size(_power(size), True)
+    return _power_of_two(size) if size else 0.0
 
 
 def scale_for(
     name: str, scale: float | None, accuracy: float | None, dtype: torch.dtype = torch.float32, width: int = 1
 ) -> float:
-    """The scale that was asked for, or that follows from an accuracy.
+    """Return the scale that an option ``scale`` states, or that follows from an option ``accuracy``.
 
-    An accuracy is the greatest error of a request's results, root mean square over their columns, relative to what
-    its largest row comes to (its norm times the weight's rms). It is kept while amplitudes are as the request needs
-    them; after larger rows it may be missed by as many times as those were larger, up to :data:`SPAN` times, by schemes
-    without the public weights at hand.
+    An accuracy is the largest error of a request's results: rms over their columns, relative to the norm of the
+    request's largest row times the rms of the weight. Schemes without the public weights may exceed it after larger
+    rows, by the ratio of those rows and at most by :data:`SPAN`, because amplitudes stay.
 
     Args:
-        dtype: of the rows.
+        name: name of the scheme, for errors.
+        dtype: dtype of masked rows.
         width: columns of the widest rows.
 
     Raises:
-        PrivacyError: both are given, or neither means anything.
+        PrivacyError: both options are given, or one of them is out of range.
     """
     if scale is not None and accuracy is not None:
-        raise PrivacyError(f"{name}: give scale or accuracy, not both; the one follows from the other")
+        raise PrivacyError(f"{name}: give scale or accuracy, not both; each follows from the other")
     if accuracy is not None:
         if not isinstance(accuracy, int | float) or not 0 < accuracy < 1:
             raise PrivacyError(f"{name}: accuracy is {accuracy!r}; give the relative error you accept, such as 1e-4")
@@ -160,22 +157,22 @@ def scale_for(
         if accuracy < limit:
             precision = "fp64" if dtype is torch.float64 else "fp32"
             raise PrivacyError(
-                f"{name}: accuracy={accuracy:g} leaves no room for noise; with rows in {precision}, up to {width:,} "
-                f"columns wide, {limit:.1e} is the limit"
+                f"{name}: accuracy={accuracy:g} leaves no room for noise; the limit is {limit:.1e} for rows in "
+                f"{precision} that are up to {width:,} columns wide"
             )
-        return min(accuracy / limit, _MOST_SCALE)
+        return min(accuracy / limit, _MAX_SCALE)
     scale = DEFAULT_SCALE if scale is None else scale
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1 <= scale <= _MOST_SCALE:
-        raise PrivacyError(f"{name}: scale is {scale!r}; give a number from 1 to {_MOST_SCALE:.0f}")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 1 <= scale <= _MAX_SCALE:
+        raise PrivacyError(f"{name}: scale is {scale!r}; give a number from 1 to {_MAX_SCALE:.0f}")
     return float(scale)
 
 
-def whole(name: str, **values: object) -> None:
-    """Check that options are whole numbers from 1 on.
+def check_positive_integers(name: str, **options: object) -> None:
+    """Check options of the scheme ``name``.
 
     Raises:
-        PrivacyError: one is not.
+        PrivacyError: an option is not an integer of at least 1.
     """
-    for option, value in values.items():
+    for option, value in options.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise PrivacyError(f"{name}: {option} is {value!r}; give a whole number, 1 or more")
+            raise PrivacyError(f"{name}: {option} is {value!r}; give a whole number of at least 1")

@@ -1,23 +1,22 @@
 """A channel that sends masked rows only.
 
-It stands between a client and its transport, so everything that a transport does with a call (waiting, reconnecting,
-sending again) it does with masked rows: they are masked once, before it sees them.
+It lies between a client and its transports. Rows are masked once, before a transport sees them, so a transport that
+reconnects and sends a call again sends the same masked rows.
 
-What can be masked are products with a weight: forward and backward of linear layers. Anything else is refused here, and
-never sent bare; a client's :class:`~symbiosis.client.virtlayer.Link` is told that it is private, so that modules which
-an executor would serve whole run on the client.
+Products with a weight can be masked: forward and backward of linear layers. Every other call is refused and not sent.
+A client with a privacy scheme runs the modules that the executor would serve whole by itself.
+
+Legend: n rows.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -26,65 +25,59 @@ from symbiosis.core.share import Resident, Share
 from symbiosis.core.transport import Channel, Check, Identity, Reply
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.modes import in_modes, modes_aside
-from symbiosis.privacy.amplitude import size_of
-from symbiosis.privacy.masks import Ask, Asked, Mask, Masked
+from symbiosis.privacy.amplitude import required_amplitude
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.side_calls import SideCalls, done_on_loop
 
 __all__ = ["MaskedChannel"]
 
-T = TypeVar("T")
-Results = tuple[torch.Tensor, ...]
+Unmask = Callable[[Sequence[Results]], Results]
 
-_IN_FP32 = {
-    Pass.FORWARD: Pass.FORWARD_FP32,
-    Pass.FORWARD_WITHOUT_BIAS: Pass.FORWARD_WITHOUT_BIAS_FP32,
-    Pass.BACKWARD: Pass.BACKWARD_FP32,
-}
+_INFINITE = 2.0**60
+"""Root mean square of a row from which on the row counts as infinite."""
 
 
 class MaskedChannel:
-    """A client's end, masked.
+    """The masked channel of one client.
 
     Args:
-        channels: to the executor, and to those that the scheme asks besides.
-        begin: makes the scheme's mask for these channels.
-        loop: the event loop that the channels live on; None for channels of synchronous code.
+        channels: the channel to the client's executor, then those to further executors of the scheme.
+        begin: makes the mask, as :meth:`symbiosis.privacy.scheme.Scheme.begin` does.
+        loop: the event loop of the channels; None for channels of synchronous code.
+
+    Raises:
+        PrivacyError: the scheme does not work with these executors.
     """
 
     def __init__(
         self,
         channels: Sequence[Channel],
-        begin: Callable[[Sequence[Channel], Ask], Mask],
+        begin: Callable[[Sequence[Channel], SendCall], Mask],
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._channels = tuple(channels)
         self._first = channels[0]
-        self._loop = loop
-        self._loop_thread = threading.get_ident() if loop is not None else None
         self.client = self._first.client
         self.device = self._first.device
         self.layers: Sequence[LayerSpec] = self._first.layers
-        self._asked: dict[Key, tuple[Asked, torch.dtype]] = {}
-        """How keys are asked with masked rows, and the dtype that the client wants back."""
+        self._keys: dict[Key, tuple[MaskedKey, torch.dtype]] = {}
+        """Key → how it is sent, and the dtype of the results for the client."""
         self._sent: dict[Call, tuple[Call, ...]] = {}
-        self._helpers: ThreadPoolExecutor | None = None
-        """Threads that wait for synchronous channels besides the one that calls."""
-        self._lock = threading.Lock()
-        self._waiting: set[_Waiter] = set()
-        self.mask = begin(self._channels, self._ask)
+        """Call of the client → masked calls, one for each channel, until it is answered or cancelled."""
+        self._side = SideCalls(self.client, len(channels), loop)
+        self.mask = begin(self._channels, partial(self._side.send, self._first))
 
-    # ------------------------------------------------------------------------------------------------- what is masked
-
-    def asked(self, key: Key) -> Asked:
-        """How ``key`` is asked with masked rows.
+    def masked_key(self, key: Key) -> MaskedKey:
+        """Return how requests for ``key`` are sent with masked rows.
 
         Raises:
-            PrivacyError: it is no product with a weight.
+            PrivacyError: the key is not a product with weights.
             RequestError: the layer table has no such key.
         """
-        return self._ask_for(key)[0]
+        return self._lookup(key)[0]
 
-    def _ask_for(self, key: Key) -> tuple[Asked, torch.dtype]:
-        found = self._asked.get(key)
+    def _lookup(self, key: Key) -> tuple[MaskedKey, torch.dtype]:
+        found = self._keys.get(key)
         if found is not None:
             return found
         (width, *more), dtype, results = expected(self.layers, key)
@@ -94,44 +87,30 @@ class MaskedChannel:
                 f"{specs[0].name} is served whole and is not linear, so its rows cannot be masked; they were not sent. "
                 "Serve its linear layers (base_layers='linear' or 'mlp' at the executor)"
             )
-        layers, pass_ = key
         narrow = dtype.itemsize < 4
-        pass_ = _IN_FP32.get(pass_, pass_) if narrow else pass_
-        bare = pass_
-        if pass_.has_bias:
-            bare = Pass.FORWARD_WITHOUT_BIAS_FP32 if pass_.in_fp32 else Pass.FORWARD_WITHOUT_BIAS
-        asked = Asked(Key(layers, pass_), Key(layers, bare), specs, width, results, torch.float32 if narrow else dtype)
-        return self._asked.setdefault(key, (asked, dtype))
+        sent = key._replace(fp32=narrow)
+        effects = sent._replace(pass_=Pass.FORWARD_WITHOUT_BIAS) if key.pass_ is Pass.FORWARD else sent
+        masked = MaskedKey(sent, effects, specs, width, results, torch.float32 if narrow else dtype)
+        return self._keys.setdefault(key, (masked, dtype))
 
-    def _masked(self, call: Call) -> tuple[Masked, _Finish]:
-        """A call's rows, masked, and how to finish when their results are there."""
-        asked, dtype = self._ask_for(call.key)
-        if in_modes():  # autocast and the like are the tenant's, and not for us
-            with modes_aside(), torch.no_grad():
-                return self._mask_rows(asked, dtype, call)
-        grad = torch.is_grad_enabled()
-        _set_grad_enabled(False)
-        try:
-            return self._mask_rows(asked, dtype, call)
-        finally:
-            _set_grad_enabled(grad)
-
-    def _mask_rows(self, asked: Asked, dtype: torch.dtype, call: Call) -> tuple[Masked, _Finish]:
+    def _masked(self, call: Call) -> tuple[MaskedRows, Unmask]:
+        """Mask the rows of a call. The function returns the client's results from those of the executors."""
+        key, dtype = self._lookup(call.key)
         (x,) = call.tensors
-        if x.dtype is not asked.dtype:
-            x = x.to(asked.dtype)
-        levels = self.mask.levels
-        needed, finite = size_of(x, levels.least)
-        lost = None
-        if not finite:
-            lost = ~(size_of_each(x) < _TOO_LARGE)
-            x = x.masked_fill(lost[:, None], 0.0)
-            needed, _ = size_of(x, levels.least)
-        amplitude = levels.at(call.key, call.kind, x.shape[0], needed)
-        masked = self.mask.mask(asked, x, amplitude, call.kind)
-        return masked, _Finish(masked.unmask, dtype if dtype is not asked.dtype else None, lost)
+        mask, not_finite = self.mask, None
+        with _PlainTorch():
+            x = x.to(key.dtype)
+            required = required_amplitude(x, mask.amplitudes.least)
+            if required is None:
+                not_finite = ~(_rms(x) < _INFINITE)
+                x = x.masked_fill(not_finite[:, None], 0.0)
+                required = required_amplitude(x, mask.amplitudes.least)
+                assert required is not None
+            amplitude = mask.amplitudes.choose(call.key, call.kind, x.shape[0], required)
+            masked = mask.mask(key, x, amplitude, call.kind)
+        return masked, partial(_unmasked, masked.unmask, dtype, not_finite)
 
-    # ------------------------------------------------------------------------------------------------------ a channel
+    # The methods of a channel.
 
     def identity(self) -> Identity:
         return self._first.identity()
@@ -144,33 +123,29 @@ class MaskedChannel:
         return self._first.share
 
     def send(self, call: Call) -> Reply:
-        masked, finish = self._masked(call)
+        masked, unmask = self._masked(call)
         replies: list[Reply] = []
         self._sent[call] = masked.calls
         try:
             for channel, part in zip(self._channels, masked.calls, strict=True):
                 replies.append(channel.send(part))
         except BaseException:
-            self._cancel(call, replies)
+            self._abandon(call, replies)
             raise
-        return _Answer(self, call, replies, masked.waits, finish)
+        return _MaskedReply(self, call, replies, masked.waits, unmask)
 
     def call(self, call: Call) -> Results:
-        masked, finish = self._masked(call)
-        others = [
-            self._background(channel, part) for channel, part in zip(self._channels[1:], masked.calls[1:], strict=True)
-        ]
+        masked, unmask = self._masked(call)
+        further, parts = self._channels[1:], masked.calls[1:]
+        side = [self._side.send(channel, part) for channel, part in zip(further, parts, strict=True)]
         try:
-            answers = [self._first.call(masked.calls[0]), *map(self._wait, others)]
+            answers = [self._first.call(masked.calls[0]), *map(self._side.wait, side)]
             for wait in masked.waits:
-                self._wait(wait)
+                self._side.wait(wait)
         except BaseException:
-            if self._loop is not None:  # calls of synchronous channels end by themselves
-                for channel, part in zip(self._channels[1:], masked.calls[1:], strict=True):
-                    with contextlib.suppress(RuntimeError):  # the loop is closed
-                        self._loop.call_soon_threadsafe(channel.cancel, part)
+            self._side.cancel(further, parts)
             raise
-        return finish(answers)
+        return unmask(answers)
 
     def flush(self) -> None:
         for channel in self._channels:
@@ -183,8 +158,7 @@ class MaskedChannel:
     def interrupt(self, error: BaseException) -> None:
         for channel in self._channels:
             channel.interrupt(error)
-        for waiter in list(self._waiting):
-            waiter.end(error)
+        self._side.interrupt(error)
 
     def begin_pass(self) -> None:
         for channel in self._channels:
@@ -195,131 +169,60 @@ class MaskedChannel:
             channel.end_pass()
 
     def close(self) -> None:
-        for waiter in list(self._waiting):
-            waiter.end(ClientClosedError(f"the client {self.client!r} was closed"))
+        self._side.interrupt(ClientClosedError(f"the client {self.client!r} was closed"))
         for channel in self._channels:
             channel.close()
         self.mask.close()
-        with self._lock:
-            helpers, self._helpers = self._helpers, None
-        if helpers is not None:
-            helpers.shutdown(wait=True)
+        self._side.close()
 
-    # ---------------------------------------------------------------------------------------------------- ahead of time
+    # Preparation ahead of time.
 
     async def prepare(self, keys: Iterable[Key]) -> None:
-        """Have the scheme get ready for these keys, and wait until it is."""
+        """Have the scheme prepare for keys, and wait until it is ready."""
         for wait in self._prepare(keys):
             if not wait.done():
-                await _on_loop(wait)
+                await done_on_loop(wait)
             wait.result()
 
     def prepare_blocking(self, keys: Iterable[Key]) -> None:
-        """The same for synchronous code."""
+        """Do the same for synchronous code."""
         for wait in self._prepare(keys):
-            self._wait(wait)
+            self._side.wait(wait)
 
     def _prepare(self, keys: Iterable[Key]) -> list[Future[Any]]:
         with torch.no_grad():
-            waits = [self.mask.prepare(self.asked(key)) for key in keys]
+            waits = [self.mask.prepare(self.masked_key(key)) for key in keys]
         self.flush()
         return [wait for wait in waits if wait is not None]
 
-    # ---------------------------------------------------------------------------------------------- calls of our own
+    def _answered(self, call: Call) -> None:
+        self._sent.pop(call, None)
 
-    def _ask(self, call: Call) -> Future[Results]:
-        return self._background(self._first, call)
-
-    def _background(self, channel: Channel, call: Call) -> Future[Results]:
-        """Send without waiting, from whatever thread."""
-        if self._loop is None:
-            with self._lock:
-                if self._helpers is None:
-                    self._helpers = ThreadPoolExecutor(len(self._channels), "symbiosis-mask")
-                return self._helpers.submit(channel.call, call)
-        answer: Future[Results] = Future()
-        if threading.get_ident() == self._loop_thread:
-            _send(channel, call, answer)
-        else:
-            try:
-                self._loop.call_soon_threadsafe(_send, channel, call, answer)
-            except RuntimeError as error:  # the loop is closed
-                answer.set_exception(ClientClosedError(f"the event loop of client {self.client!r} is closed"))
-                answer.exception().__cause__ = error  # type: ignore[union-attr]
-        return answer
-
-    def _wait(self, future: Future[T]) -> T:
-        """Its result, on a thread that may block; ended by :meth:`interrupt`."""
-        if not future.done():
-            waiter = _Waiter()
-            self._waiting.add(waiter)
-            try:
-                future.add_done_callback(waiter.done)
-                waiter.event.wait()
-            finally:
-                self._waiting.discard(waiter)
-            if waiter.error is not None and not future.done():
-                raise waiter.error
-        return future.result()
-
-    def _cancel(self, call: Call, replies: Sequence[Reply]) -> None:
-        """Give up on what was sent for a call."""
+    def _abandon(self, call: Call, replies: Sequence[Reply]) -> None:
+        """Cancel what was sent for a call. Errors of its replies are of no interest any more."""
         for reply in replies:
             if isinstance(reply, asyncio.Future) and not reply.done():
-                reply.add_done_callback(_seen)
+                reply.add_done_callback(_retrieve_error)
             elif reply.done():
-                _seen(cast("asyncio.Future[Any]", reply))
+                _retrieve_error(cast("asyncio.Future[Any]", reply))
         self.cancel(call)
 
 
-class _Finish:
-    """From the answers to a masked call to what the client gets."""
+class _MaskedReply:
+    """The reply to a masked call.
 
-    __slots__ = ("_dtype", "_lost", "_unmask")
-
-    def __init__(
-        self, unmask: Callable[[Sequence[Results]], Results], dtype: torch.dtype | None, lost: torch.Tensor | None
-    ) -> None:
-        self._unmask = unmask
-        self._dtype = dtype
-        self._lost = lost
-        """[n], which rows were not finite: their results are not, either."""
-
-    def __call__(self, answers: Sequence[Results]) -> Results:
-        if in_modes():
-            with modes_aside(), torch.no_grad():
-                return self._finish(answers)
-        grad = torch.is_grad_enabled()
-        _set_grad_enabled(False)
-        try:
-            return self._finish(answers)
-        finally:
-            _set_grad_enabled(grad)
-
-    def _finish(self, answers: Sequence[Results]) -> Results:
-        results = self._unmask(answers)
-        if self._lost is not None:
-            results = tuple([result.masked_fill(self._lost[:, None], math.nan) for result in results])
-        return results if self._dtype is None else tuple([result.to(self._dtype) for result in results])
-
-
-class _Answer:
-    """The reply to a masked call: awaited, it waits for all that it takes, and unmasks. No callback, and so no turn of
-    the event loop, between the executor's answer and the client."""
+    Awaiting it waits for all parts and unmasks. No callback, and so no turn of the event loop, lies between the
+    executor's answer and the client.
+    """
 
     def __init__(
-        self,
-        channel: MaskedChannel,
-        call: Call,
-        replies: Sequence[Reply],
-        waits: Sequence[Future[Any]],
-        finish: _Finish,
+        self, channel: MaskedChannel, call: Call, replies: Sequence[Reply], waits: Sequence[Future[Any]], unmask: Unmask
     ) -> None:
         self._channel = channel
         self._call = call
         self._replies = replies
         self._waits = waits
-        self._finish = finish
+        self._unmask = unmask
         self._results: Results | None = None
 
     def done(self) -> bool:
@@ -332,10 +235,10 @@ class _Answer:
                 for wait in self._waits:
                     wait.result()
             except BaseException:
-                self._channel._cancel(self._call, self._replies)
+                self._channel._abandon(self._call, self._replies)
                 raise
-            self._channel._sent.pop(self._call, None)
-            self._results = self._finish(answers)
+            self._channel._answered(self._call)
+            self._results = self._unmask(answers)
         return self._results
 
     def __await__(self) -> Generator[Any, None, Results]:
@@ -345,80 +248,49 @@ class _Answer:
                     yield from reply.__await__()
             for wait in self._waits:
                 if not wait.done():
-                    yield from _on_loop(wait).__await__()
+                    yield from done_on_loop(wait).__await__()
         except BaseException:
-            self._channel._cancel(self._call, self._replies)
+            self._channel._abandon(self._call, self._replies)
             raise
         return self.result()
 
 
-class _Waiter:
-    """A thread that waits for something other than a channel."""
+class _PlainTorch:
+    """Suspends gradients and the tenant's torch modes, such as autocast. A generator would be four times as slow."""
 
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.error: BaseException | None = None
+    __slots__ = ("_grad", "_modes")
 
-    def done(self, _: Future[Any]) -> None:
-        self.event.set()
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._modes = modes_aside() if in_modes() else None
+        if self._modes is not None:
+            self._modes.__enter__()
+        torch._C._set_grad_enabled(False)
 
-    def end(self, error: BaseException) -> None:
-        self.error = error
-        self.event.set()
-
-
-_set_grad_enabled = torch._C._set_grad_enabled
-_TOO_LARGE = 2.0**60
-"""Root mean square of a row beyond which it counts as infinite."""
+    def __exit__(self, *error: object) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+        torch._C._set_grad_enabled(self._grad)
 
 
-def size_of_each(x: torch.Tensor) -> torch.Tensor:
-    """[n], the rms of each row."""
+def _unmasked(
+    unmask: Unmask, dtype: torch.dtype, not_finite: torch.Tensor | None, answers: Sequence[Results]
+) -> Results:
+    """Return unmasked results in the client's dtype, with NaN for the rows [n] that were not finite."""
+    with _PlainTorch():
+        results = unmask(answers)
+        if not_finite is not None:
+            results = tuple([result.masked_fill(not_finite[:, None], math.nan) for result in results])
+        return tuple([result.to(dtype) for result in results])
+
+
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    """Return the root mean square of each row of x [n, width], as [n]."""
     norms: torch.Tensor = torch.linalg.vector_norm(x, dim=1)
     return norms / math.sqrt(x.shape[1])
 
 
-def _send(channel: Channel, call: Call, answer: Future[Results]) -> None:
-    """On the loop: send, and have the answer put where it is waited for."""
-    try:
-        reply = channel.send(call)
-    except Exception as error:  # noqa: BLE001 (whoever waits must get it)
-        answer.set_exception(error)
-        return
-    assert isinstance(reply, asyncio.Future)
-    if reply.done():
-        _deliver(answer, reply)
-    else:
-        reply.add_done_callback(partial(_deliver, answer))
-
-
-def _deliver(answer: Future[Results], reply: asyncio.Future[Results]) -> None:
-    if reply.cancelled():
-        answer.set_exception(ClientClosedError("the request was cancelled"))
-    elif (error := reply.exception()) is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(reply.result())
-
-
-def _seen(reply: asyncio.Future[Any]) -> None:
-    """Nobody waits for it any more; how it ends is no news."""
+def _retrieve_error(reply: asyncio.Future[Any]) -> None:
+    """Mark the error of a reply as seen, so that asyncio does not report it."""
     if not reply.cancelled():
         reply.exception()
-
-
-def _on_loop(future: Future[Any]) -> asyncio.Future[None]:
-    """Done on the running loop when a future of any thread is. Cancelling it leaves that one alone."""
-    loop = asyncio.get_running_loop()
-    waiting: asyncio.Future[None] = loop.create_future()
-
-    def there() -> None:
-        if not waiting.done():
-            waiting.set_result(None)
-
-    def done(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
-            loop.call_soon_threadsafe(there)
-
-    future.add_done_callback(done)
-    return waiting

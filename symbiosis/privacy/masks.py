@@ -1,4 +1,10 @@
-"""What a scheme does with rows, and what it is asked by the channel that it works on."""
+"""The interface between a masked channel and the mask of a privacy scheme.
+
+The *effect* of noise n is n·Wᵀ, what a base layer without its bias makes of n. A mask adds noise to the rows that are
+sent and removes the effect of that noise from the results.
+
+Legend: n rows.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +17,60 @@ import torch
 
 from symbiosis.core.requests import Call, Key, LayerSpec
 from symbiosis.core.terms import Kind
-from symbiosis.privacy.amplitude import Levels
+from symbiosis.privacy.amplitude import Amplitudes
 
-__all__ = ["Ask", "Asked", "Mask", "Masked"]
+__all__ = ["Mask", "MaskedKey", "MaskedRows", "Results", "SendCall"]
+
+Results = tuple[torch.Tensor, ...]
+"""One matrix [n, columns] for each layer of a key."""
+
+SendCall = Callable[[Call], "Future[Results]"]
+"""Sends a call of the scheme itself to the client's executor, from any thread and without waiting."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
-    """What a client asks of linear layers again and again, and how it is asked with masked rows."""
+class MaskedKey:
+    """How the requests of one client for one key are sent with masked rows."""
 
     key: Key
-    """With masked rows: in fp32 where the layers are narrower."""
+    """Key of the masked requests: in fp32 where the layers have a narrower dtype."""
     effects: Key
-    """The same without the bias: what noise becomes."""
+    """Key of requests for the effects of noise: the same without the bias."""
     layers: tuple[LayerSpec, ...]
     width: int
     """Columns of the rows."""
     results: tuple[int, ...]
-    """Columns of each result."""
+    """Columns of the result of each layer."""
     dtype: torch.dtype
-    """Of masked rows and their results."""
+    """Dtype of masked rows and of their results: fp32 or fp64."""
 
 
-class Masked(NamedTuple):
-    """Rows that are masked, and how their results are unmasked."""
+class MaskedRows(NamedTuple):
+    """Masked rows, ready to be sent, and the function that unmasks their results."""
 
     calls: tuple[Call, ...]
-    """One for each executor."""
+    """One call for each executor."""
     waits: tuple[Future[Any], ...]
-    """What must be there besides before anything can be unmasked: effects of noise."""
-    unmask: Callable[[Sequence[tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
-    """From the results of each executor to those of the bare rows, in :attr:`Asked.dtype`."""
+    """Effects of noise that :attr:`unmask` needs and that are still being computed."""
+    unmask: Callable[[Sequence[Results]], Results]
+    """Returns the results for the bare rows, in the masked key's dtype, from the results of each executor."""
 
 
 class Mask(Protocol):
-    """A privacy scheme at work for one client. Called on any of its threads, several at a time."""
+    """The state of a privacy scheme for one client. Several threads of the client may call it at the same time."""
 
-    levels: Levels
-    """The amplitudes of its noise."""
+    amplitudes: Amplitudes
+    """Chooses the amplitude of the noise for each request."""
 
-    def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
-        """Mask finite rows [n, width]. The ``amplitude``, a power of two, is what ``levels`` say: ``levels.least``
-        times the largest row's rms or more, unless the scheme has the public weights at hand and wraps larger ones."""
+    def mask(self, key: MaskedKey, x: torch.Tensor, amplitude: float, kind: Kind) -> MaskedRows:
+        """Mask finite rows [n, width] with noise of ``amplitude``, a power of two.
 
-    def prepare(self, asked: Asked) -> Future[Any] | None:
-        """Get ready for rows that will be asked for, ahead of time. Done when they can be masked without a wait."""
+        The amplitude is at least ``amplitudes.least`` times the rms of the largest row. It may be smaller for a scheme
+        that has the public weights, because such a scheme wraps larger rows.
+        """
+
+    def prepare(self, key: MaskedKey) -> Future[Any] | None:
+        """Compute ahead of time what future requests for a key need. The future is done when masking will not wait."""
 
     def close(self) -> None:
-        """The client leaves. Blocks for a moment where there is a thread to end."""
-
-
-Ask = Callable[[Call], "Future[tuple[torch.Tensor, ...]]"]
-"""Sends a call of the scheme's own to the first executor, from any thread and without waiting."""
+        """Release what the client used. Blocks briefly if a thread has to end."""

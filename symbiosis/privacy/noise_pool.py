@@ -1,8 +1,10 @@
-"""The paper's scheme: a few noise vectors for each layer, their effects computed by the executor (Symbiosis, 3.8).
+"""The scheme of the paper: a few noise vectors for each key, whose effects the executor computes (Symbiosis, 3.8).
 
-The executor is sent K vectors n for a key, without a bias, and answers with n·Wᵀ; from then on x goes out as x + n.
-**It does not hold against a provider that keeps what it was sent**, for that is where n came from; see
-``docs/privacy.md``.
+The executor is sent K vectors n for a key, to be computed without a bias, and answers with their effects n·Wᵀ. From
+then on x is sent as x + n. **The scheme does not protect against a provider that keeps what it was sent**, because that
+includes n; see ``docs/privacy.md``.
+
+Legend: n rows; o out_features.
 """
 
 from __future__ import annotations
@@ -19,34 +21,30 @@ from symbiosis.core.requests import Call
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.amplitude import Levels, whole
-from symbiosis.privacy.cycle import Cycle
+from symbiosis.privacy.amplitude import Amplitudes, check_positive_integers
 from symbiosis.privacy.keystream import Keystream
-from symbiosis.privacy.masks import Ask, Asked, Masked
+from symbiosis.privacy.masks import MaskedKey, MaskedRows, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
 
-__all__ = ["Asker", "NoisePool", "Vectors"]
+__all__ = ["NoisePool", "add_rotating"]
 
-Results = tuple[torch.Tensor, ...]
-
-_EARLY = 0.75
-"""Of a pool's uses, after which the next one is asked for."""
+_REQUEST_NEXT_AT = 0.75
+"""Used fraction of a pool at which the effects of the next pool are requested."""
 
 
 class NoisePool(Scheme):
-    """K noise vectors for each key, used in turn; their effects come from the executor.
+    """K noise vectors for each key, used in rotation; the executor computes their effects.
 
     Args:
-        size: vectors K for each key (layers that are asked together, and in which direction).
-        rotate: rows one after another that get the same vector, before it is the next one's turn.
-        refresh: how many rows each vector may mask; then new ones take their place, asked for ahead of time.
-        scale: how far the noise is above the rows.
-        accuracy: the error of results to aim at, instead of a scale, relative to what the largest row of a request
-            comes to; after larger rows it may be up to 16 times that, see
-            :func:`~symbiosis.privacy.amplitude.scale_for`.
+        size: number K of vectors for each key (layers that are requested together, and a direction).
+        rotate: consecutive rows that get the same vector.
+        refresh: rows that each vector masks before new vectors replace the pool. They are requested ahead of time.
+        scale: ratio of the noise's amplitude to the rms of the largest row.
+        accuracy: largest error of results, instead of a scale, relative to the result of the request's largest row.
+            After larger rows it may be up to 16 times that; see :func:`~symbiosis.privacy.amplitude.scale_for`.
 
     Raises:
-        PrivacyError: a value that means nothing.
+        PrivacyError: an option is out of range.
     """
 
     name = "noise-pool"
@@ -59,72 +57,36 @@ class NoisePool(Scheme):
         scale: float | None = None,
         accuracy: float | None = None,
     ) -> None:
-        whole(self.name, size=size, rotate=rotate, refresh=refresh)
+        check_positive_integers(self.name, size=size, rotate=rotate, refresh=refresh)
         if refresh % rotate:
             raise PrivacyError(f"{self.name}: refresh={refresh} must be a multiple of rotate={rotate}")
         self.size, self.rotate, self.refresh = size, rotate, refresh
-        self._aims_at(scale, accuracy)
+        self._set_size(scale, accuracy)
 
     def __repr__(self) -> str:
-        return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},{self._said()}"
+        return f"{self.name}:size={self.size},rotate={self.rotate},refresh={self.refresh},{self._describe_size()}"
 
-    def begin(self, channels: Sequence[Channel], ask: Ask) -> Pools:
-        return Pools(self, self.levels_at(channels[0]), channels[0].device, ask)
+    def begin(self, channels: Sequence[Channel], send: SendCall) -> Pools:
+        return Pools(self, self.amplitudes_for(channels[0]), channels[0].device, send)
 
 
-class Vectors:
-    """K vectors for one key, and their effects as soon as they have come."""
+class _Pool:
+    """The noise vectors [K, width] of one key, within ±1, and the future of their effects [K, o] for each layer."""
 
     def __init__(self, vectors: torch.Tensor, effects: Future[Results]) -> None:
         self.vectors = vectors
-        """[K, width], within ±1."""
         self.effects = effects
-        """One [K, out] for each layer."""
         self.used = 0
         """Rows that were masked so far."""
 
     @property
     def failed(self) -> bool:
-        """Whether their effects will never come."""
+        """Whether the executor did not compute the effects."""
         return self.effects.done() and self.effects.exception() is not None
 
 
-class Asker:
-    """Draws noise vectors and has the executor compute their effects."""
-
-    def __init__(self, device: torch.device, ask: Ask) -> None:
-        self._device = device
-        self._ask = ask
-        self._stream = Keystream()
-
-    def vectors(self, asked: Asked, size: int, kind: Kind) -> Vectors:
-        """So many vectors for one key; their effects are on the way."""
-        vectors = self._stream.uniform(size, asked.width, asked.dtype).to(self._device)
-        return Vectors(vectors, self._ask(Call(asked.effects, kind, (vectors,))))
-
-
-class _Pool(Vectors):
-    """Vectors that are used in turn, one row at a time as a rule: so each is at hand as a matrix of one row."""
-
-    def __init__(self, vectors: Vectors) -> None:
-        super().__init__(vectors.vectors, vectors.effects)
-        self.each = Cycle(self.vectors)
-        self._effects: list[Cycle] | None = None
-
-    @property
-    def there(self) -> bool:
-        """Whether the effects have come."""
-        return self._effects is not None or (self.effects.done() and self.effects.exception() is None)
-
-    def cycles(self) -> list[Cycle]:
-        """The effects, which have come, of each layer."""
-        if self._effects is None:
-            self._effects = [Cycle(effect) for effect in self.effects.result()]
-        return self._effects
-
-
 class _Piece(NamedTuple):
-    """Rows ``start`` up to ``stop`` of a request, masked with the vectors of a pool from its use ``first`` on."""
+    """Rows ``start`` to ``stop`` of a request, masked with a pool from its use number ``first`` on."""
 
     pool: _Pool
     start: int
@@ -133,81 +95,90 @@ class _Piece(NamedTuple):
 
 
 class Pools:
-    """The pools of one client."""
+    """The noise pools of one client."""
 
-    def __init__(self, options: NoisePool, levels: Levels, device: torch.device, ask: Ask) -> None:
-        self.levels = levels
+    def __init__(self, options: NoisePool, amplitudes: Amplitudes, device: torch.device, send: SendCall) -> None:
+        self.amplitudes = amplitudes
         self._size, self._rotate, self._uses = options.size, options.rotate, options.size * options.refresh
-        self._asker = Asker(device, ask)
+        self._device = device
+        self._send = send
+        self._stream = Keystream()
         self._lock = threading.Lock()
-        self._current: dict[Asked, _Pool] = {}
-        self._next: dict[Asked, _Pool] = {}
+        self._current: dict[MaskedKey, _Pool] = {}
+        self._next: dict[MaskedKey, _Pool] = {}
 
-    def mask(self, asked: Asked, x: torch.Tensor, amplitude: float, kind: Kind) -> Masked:
-        rotate = self._rotate
+    def mask(self, key: MaskedKey, x: torch.Tensor, amplitude: float, kind: Kind) -> MaskedRows:
         with self._lock:
-            pieces = self._take(asked, x.shape[0], kind)
-        parts = [
-            pool.each.added_to(x if len(pieces) == 1 else x[start:stop], first, rotate, amplitude)
-            for pool, start, stop, first in pieces
-        ]
-        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
-        waits = tuple([piece.pool.effects for piece in pieces if not piece.pool.there])
-        return Masked((Call(asked.key, kind, (sent,)),), waits, partial(_unmask, pieces, rotate, amplitude))
+            pieces = self._take(key, x.shape[0], kind)
+        sent = self._add(pieces, x, [piece.pool.vectors for piece in pieces], amplitude)
+        waits = tuple([piece.pool.effects for piece in pieces if not piece.pool.effects.done()])
+        return MaskedRows((Call(key.key, kind, (sent,)),), waits, partial(self._unmask, pieces, amplitude))
 
-    def prepare(self, asked: Asked) -> Future[Any] | None:
+    def prepare(self, key: MaskedKey) -> Future[Any] | None:
         with self._lock:
-            return self._now(asked, Kind.FINETUNE).effects
+            return self._pool(key, Kind.FINETUNE).effects
 
     def close(self) -> None:
         pass
 
-    def _now(self, asked: Asked, kind: Kind) -> _Pool:
-        """The pool that the next row is masked with."""
-        pool = self._current.get(asked)
-        if pool is None or pool.used >= self._uses or (not pool.there and pool.failed):
-            following = self._next.pop(asked, None)
-            if following is None or following.failed:
-                following = self._ask(asked, kind)
-            pool = self._current[asked] = following
-        return pool
-
-    def _ask(self, asked: Asked, kind: Kind) -> _Pool:
-        return _Pool(self._asker.vectors(asked, self._size, kind))
-
-    def _take(self, asked: Asked, rows: int, kind: Kind) -> list[_Piece]:
-        """Vectors for so many rows."""
+    def _take(self, key: MaskedKey, rows: int, kind: Kind) -> list[_Piece]:
+        """Return the parts of a request of ``rows`` rows with their pools, and count the uses."""
         pieces = []
         start = 0
         while start < rows:
-            pool = self._now(asked, kind)
+            pool = self._pool(key, kind)
             count = min(rows - start, self._uses - pool.used)
             pieces.append(_Piece(pool, start, start + count, pool.used))
             pool.used += count
             start += count
-            if pool.used >= _EARLY * self._uses and asked not in self._next:
-                self._next[asked] = self._ask(asked, Kind.FINETUNE)
+            if pool.used >= _REQUEST_NEXT_AT * self._uses and key not in self._next:
+                self._next[key] = self._request(key, Kind.FINETUNE)
         return pieces
 
+    def _pool(self, key: MaskedKey, kind: Kind) -> _Pool:
+        """Return the pool that the next row of a key is masked with."""
+        pool = self._current.get(key)
+        if pool is None or pool.used >= self._uses or pool.failed:
+            following = self._next.pop(key, None)
+            if following is None or following.failed:
+                following = self._request(key, kind)
+            pool = self._current[key] = following
+        return pool
 
-def _unmask(pieces: list[_Piece], rotate: int, amplitude: float, answers: Sequence[Results]) -> Results:
-    (results,) = answers
-    if len(pieces) == 1:
-        ((pool, _, _, first),) = pieces
+    def _request(self, key: MaskedKey, kind: Kind) -> _Pool:
+        vectors = self._stream.uniform(self._size, key.width, key.dtype).to(self._device)
+        return _Pool(vectors, self._send(Call(key.effects, kind, (vectors,))))
+
+    def _unmask(self, pieces: list[_Piece], amplitude: float, answers: Sequence[Results]) -> Results:
+        (results,) = answers
+        effects = [piece.pool.effects.result() for piece in pieces]
         return tuple(
             [
-                cycle.added_to(result, first, rotate, -amplitude)
-                for result, cycle in zip(results, pool.cycles(), strict=True)
+                self._add(pieces, result, [of_piece[layer] for of_piece in effects], -amplitude)
+                for layer, result in enumerate(results)
             ]
         )
-    return tuple(
-        [
-            torch.cat(
-                [
-                    pool.cycles()[index].added_to(result[start:stop], first, rotate, -amplitude)
-                    for pool, start, stop, first in pieces
-                ]
-            )
-            for index, result in enumerate(results)
+
+    def _add(
+        self, pieces: list[_Piece], x: torch.Tensor, matrices: Sequence[torch.Tensor], factor: float
+    ) -> torch.Tensor:
+        """Return x plus ``factor`` times the rows of one matrix for each piece."""
+        if len(pieces) == 1:
+            return add_rotating(x, matrices[0], pieces[0].first, self._rotate, factor)
+        parts = [
+            add_rotating(x[start:stop], matrix, first, self._rotate, factor)
+            for (_, start, stop, first), matrix in zip(pieces, matrices, strict=True)
         ]
-    )
+        return torch.cat(parts)
+
+
+def add_rotating(x: torch.Tensor, matrix: torch.Tensor, first: int, rotate: int, factor: float) -> torch.Tensor:
+    """Return x [n, width] plus ``factor`` times rows of ``matrix`` [K, width] in rotation.
+
+    Each row of the matrix serves ``rotate`` consecutive rows; ``first`` rows were served before.
+    """
+    rows, size = x.shape[0], matrix.shape[0]
+    if rows == 1:
+        return torch.add(x, matrix[first // rotate % size], alpha=factor)
+    picks = torch.arange(first, first + rows, device=x.device).div_(rotate, rounding_mode="floor").remainder_(size)
+    return torch.add(x, matrix.index_select(0, picks), alpha=factor)

@@ -1,4 +1,7 @@
-"""A tenant's own copy of the public base weights: what noise becomes, without asking anybody."""
+"""A tenant's own copy of the public base weights, which computes the effects of noise without an executor.
+
+Legend: n rows; i in_features; o out_features.
+"""
 
 from __future__ import annotations
 
@@ -18,154 +21,168 @@ from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.layers import is_linear
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.products import times, times_transposed
-from symbiosis.privacy.masks import Asked
-from symbiosis.privacy.usual import Usual
+from symbiosis.privacy.masks import MaskedKey, Results
+from symbiosis.privacy.typical_sizes import TypicalSizes
 
 __all__ = ["OwnWeights", "own_weights"]
 
-
-_WITNESSES = 64
-"""Elements of a weight that are compared whenever it is used."""
-_GOLDEN = 0.6180339887498949
-"""Its multiples are spread evenly over (0, 1), whatever their number."""
+_SAMPLES = 64
+"""Elements of a weight that are compared whenever the weight is used."""
+_GOLDEN_RATIO = 0.6180339887498949
+"""Any number of its multiples is spread evenly over (0, 1), modulo 1."""
 
 
 class _Weight(NamedTuple):
-    """A weight, and what some of its elements were when it was found to be the executor's.
+    """A weight, and samples of its elements at the time when it was compared with the executor's.
 
-    It shares its memory with the parameter that it was taken from, if that has the same dtype: whoever changes the
-    parameter in place (an adapter that is merged does) changes this as well, and no version of a tensor tells. Where
-    the parameter is given another tensor, this one stays as it was.
+    The weight shares its memory with the tenant's parameter if both have the same dtype. A change of the parameter in
+    place, such as merging an adapter, then changes the weight, and the samples are the only way to detect it.
     """
 
     name: str
     values: torch.Tensor
-    """[o, i], or for a Conv1D [i, o]."""
+    """[o, i], or [i, o] for a Conv1D."""
     transposed: bool
-    """For an [o, i]."""
-    where: torch.Tensor
-    """[m]: places of some elements, over all rows and columns."""
-    witnesses: torch.Tensor
-    """The bytes of these elements. (NaN is not equal to itself; its bytes are.)"""
+    """Whether the values are [o, i]."""
+    positions: torch.Tensor
+    """[samples] flat indices, spread over all rows and columns."""
+    samples: torch.Tensor
+    """Bytes of the elements at these positions. Bytes of NaN are equal to themselves, NaN is not."""
 
     @classmethod
     def of(cls, name: str, values: torch.Tensor, transposed: bool) -> _Weight:
         rows, columns = values.shape
-        steps = torch.arange(_WITNESSES, dtype=torch.float64)
-        row = steps.mul(rows / _WITNESSES).long()
-        column = steps.mul(_GOLDEN).frac().mul(columns).long()
-        where = (row * columns + column).to(values.device)
-        return cls(name, values, transposed, where, values.take(where).view(torch.uint8))
+        steps = torch.arange(_SAMPLES, dtype=torch.float64)
+        row = steps.mul(rows / _SAMPLES).long()
+        column = steps.mul(_GOLDEN_RATIO).frac().mul(columns).long()
+        positions = (row * columns + column).to(values.device)
+        return cls(name, values, transposed, positions, values.take(positions).view(torch.uint8))
 
     def check(self) -> None:
-        if not torch.equal(self.values.take(self.where).view(torch.uint8), self.witnesses):
+        if not torch.equal(self.values.take(self.positions).view(torch.uint8), self.samples):
             raise PrivacyError(
-                f"the tenant's model was changed after it was given: {self.name} has other weights than the executor "
-                "serves, and results would be wrong. Give a copy that stays as it is (copy.deepcopy(model), made "
-                "before the change) or a folder, and open another client"
+                f"{self.name} of the tenant's model was changed and has other weights than the executor serves, so "
+                "results would be wrong. Give the scheme a folder, or a copy made before the change "
+                "(copy.deepcopy(model)), and open another client"
             )
 
 
 class OwnWeights:
-    """The weights of the base layers in a layer table, from a model that the tenant has.
+    """The weights of the base layers, from a model that the tenant has.
 
     Args:
-        model: a folder, a hub id, or a model.
+        model: a folder, a hub id or a model.
         layers: the executor's layer table.
-        weights: the executor's fingerprint of its layers.
-        scheme: whose weights they are, for errors.
+        fingerprint: fingerprint of the executor's weights.
+        scheme: name of the scheme, for errors.
 
     Raises:
-        PrivacyError: the model is another one.
+        PrivacyError: the model cannot be loaded, or differs from the executor's.
     """
 
-    def __init__(self, model: str | Path | nn.Module, layers: Sequence[LayerSpec], weights: str, scheme: str) -> None:
+    def __init__(
+        self, model: str | Path | nn.Module, layers: Sequence[LayerSpec], fingerprint: str, scheme: str
+    ) -> None:
         self.model = found = model if isinstance(model, nn.Module) else _load(model, layers[0].dtype, scheme)
         modules: list[tuple[LayerSpec, nn.Module]] = []
         for spec in layers:
             try:
-                module = found.get_submodule(spec.name)
+                modules.append((spec, found.get_submodule(spec.name)))
             except AttributeError as error:
                 raise PrivacyError(
-                    f"{scheme}: this {type(found).__name__} has no {spec.name}; give the executor's model"
+                    f"{scheme}: this {type(found).__name__} has no {spec.name}; give the model that the executor serves"
                 ) from error
-            modules.append((spec, module))
-        if weights_fingerprint(modules) != weights:
+        if weights_fingerprint(modules) != fingerprint:
             raise PrivacyError(
-                f"{scheme}: this {type(found).__name__} has other weights than the executor serves; with another "
-                "model results would be wrong"
+                f"{scheme}: this {type(found).__name__} has other weights than the executor serves, so results would "
+                "be wrong; give the model that the executor serves"
             )
-        self._weights: dict[int, _Weight] = {}
         linear = {spec.layer: module for spec, module in modules if spec.linear and is_linear(module)}
+        self._weights: dict[int, _Weight] = {}
         for layer, module in linear.items():
             weight: Any = module.weight
             values = weight.detach().to(layers[layer].dtype)
             self._weights[layer] = _Weight.of(layers[layer].name, values, isinstance(module, nn.Linear))
-        self.usual = _usual(found, weights, layers, linear)
+        self.typical = _typical_sizes(found, fingerprint, layers, linear)
 
     def check(self) -> None:
-        """See to it that the weights are still those of the executor, as far as a sample of each says.
+        """Compare samples of all weights with those of the executor's weights.
 
         Raises:
-            PrivacyError: somebody changed them.
+            PrivacyError: a weight was changed.
         """
         for weight in self._weights.values():
             weight.check()
 
-    def effects(self, asked: Asked, noise: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What noise [n, width] becomes at the executor, for each layer of a key: [n, out]. Raises what :meth:`check`
-        does."""
-        backward = asked.key.pass_.is_backward
+    def effects(self, key: MaskedKey, noise: torch.Tensor) -> Results:
+        """Return the effects [n, o] of noise [n, width] for each layer of a key.
+
+        Raises:
+            PrivacyError: a weight was changed.
+        """
         effects = []
-        for spec in asked.layers:
+        for spec in key.layers:
             weight = self._weights[spec.layer]
-            values = weight.values
-            product = times_transposed if weight.transposed is not backward else times
-            effects.append(product(noise.to(values.device), values).to(noise.device))
-            weight.check()  # afterwards, so that a change meanwhile is seen
+            product = times_transposed if weight.transposed is not key.key.pass_.is_backward else times
+            effects.append(product(noise.to(weight.values.device), weight.values).to(noise.device))
+            weight.check()  # after the product, to detect a change in the meantime
         return tuple(effects)
 
-    def sparse(self, asked: Asked, spec: LayerSpec, columns: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        """Rows that are zero but for some columns, times a layer: factors [n, m] of columns [m] → [n, out]. Raises what
-        :meth:`check` does."""
+    def sparse_product(
+        self, key: MaskedKey, spec: LayerSpec, columns: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the product [n, o] of a layer with rows that are zero outside of some columns.
+
+        Args:
+            columns: [m] indices of these columns.
+            values: [n, m] elements in these columns.
+
+        Raises:
+            PrivacyError: the weight was changed.
+        """
         weight = self._weights[spec.layer]
-        values = weight.values
-        columns, factors = columns.to(values.device), factors.to(values.device)
-        if weight.transposed is not asked.key.pass_.is_backward:
-            some = values.index_select(1, columns).t()
+        device = weight.values.device
+        columns, values = columns.to(device), values.to(device)
+        if weight.transposed is not key.key.pass_.is_backward:
+            part = weight.values.index_select(1, columns).t()
         else:
-            some = values.index_select(0, columns)
+            part = weight.values.index_select(0, columns)
         weight.check()
-        return factors.mm(some.to(factors.dtype))
+        return values.mm(part.to(values.dtype))
+
+
+_loaded: weakref.WeakValueDictionary[tuple[int | str, str], OwnWeights] = weakref.WeakValueDictionary()
+"""(model, fingerprint) → weights, as long as a client of this process uses them."""
+_loading = threading.Lock()
+_typical: weakref.WeakKeyDictionary[nn.Module, dict[str, TypicalSizes]] = weakref.WeakKeyDictionary()
+"""Model → fingerprint → typical sizes. A model is run once for all clients that use it."""
 
 
 def own_weights(model: str | Path | nn.Module, channel: Channel, scheme: str) -> OwnWeights:
-    """Those for the executor at the other end of a channel; clients of one process share them, as long as one has them.
-    Loads a model, so it takes its time. Raises what :class:`OwnWeights` and its ``check`` do."""
-    weights = channel.identity().weights
-    key = id(model) if isinstance(model, nn.Module) else str(model), weights
-    found = _loaded.get(key)
-    if found is None:  # else without a wait for who loads another one
+    """Return the tenant's weights for the executor that a channel leads to. Clients of one process share them.
+
+    Loading a model takes long. Raises the errors of :class:`OwnWeights` and of :meth:`OwnWeights.check`.
+    """
+    fingerprint = channel.identity().weights
+    name = id(model) if isinstance(model, nn.Module) else str(model), fingerprint
+    found = _loaded.get(name)
+    if found is None:  # weights that are there are found without waiting for the lock
         with _loading:
-            found = _loaded.get(key)
+            found = _loaded.get(name)
             if found is None:
-                found = _loaded[key] = OwnWeights(model, channel.layers, weights, scheme)
+                found = _loaded[name] = OwnWeights(model, channel.layers, fingerprint, scheme)
                 return found
     found.check()
     return found
 
 
-def _usual(model: nn.Module, weights: str, layers: Sequence[LayerSpec], modules: Mapping[int, nn.Module]) -> Usual:
-    """A model is walked once, however many clients come and go."""
-    known = _walked.setdefault(model, {})
-    if weights not in known:
-        known[weights] = Usual(model, layers, modules)
-    return known[weights]
-
-
-_walked: weakref.WeakKeyDictionary[nn.Module, dict[str, Usual]] = weakref.WeakKeyDictionary()
-_loading = threading.Lock()
-_loaded: weakref.WeakValueDictionary[tuple[int | str, str], OwnWeights] = weakref.WeakValueDictionary()
+def _typical_sizes(
+    model: nn.Module, fingerprint: str, layers: Sequence[LayerSpec], linear: Mapping[int, nn.Module]
+) -> TypicalSizes:
+    known = _typical.setdefault(model, {})
+    if fingerprint not in known:
+        known[fingerprint] = TypicalSizes(model, layers, linear)
+    return known[fingerprint]
 
 
 def _load(model: str | Path, dtype: torch.dtype, scheme: str) -> nn.Module:

@@ -1,4 +1,8 @@
-"""What all schemes have in common: how they come between a client and its channel."""
+"""The base class of privacy schemes: it wraps a client's channel and connects to further executors.
+
+A scheme holds options and may serve several clients. Its :meth:`Scheme.begin` makes a
+:class:`~symbiosis.privacy.masks.Mask` for one client, which masks and unmasks rows.
+"""
 
 from __future__ import annotations
 
@@ -13,68 +17,65 @@ import torch
 from symbiosis.core.registry import make_transport
 from symbiosis.core.terms import Terms
 from symbiosis.core.transport import Channel, Transport
-from symbiosis.privacy.amplitude import DEFAULT_SCALE, Levels, scale_for
+from symbiosis.privacy.amplitude import DEFAULT_SCALE, Amplitudes, scale_for
 from symbiosis.privacy.channel import MaskedChannel
-from symbiosis.privacy.masks import Ask, Mask
-from symbiosis.privacy.usual import Usual
+from symbiosis.privacy.masks import Mask, SendCall
+from symbiosis.privacy.typical_sizes import TypicalSizes
 
 __all__ = ["Scheme"]
 
+_NOT_INHERITED = ("key", "insecure")
+"""Transport options that say which peer is trusted. They hold for the address that they were given for only."""
+
 
 class Scheme(ABC):
-    """A privacy scheme (:class:`symbiosis.core.privacy.Privacy`), to be subclassed."""
+    """A privacy scheme (:class:`symbiosis.core.privacy.Privacy`) that masks rows with noise."""
 
     name: str
     scale: float | None = None
-    """How far above the rows' own size (rms) the amplitude of the noise is."""
+    """Ratio of the noise's amplitude to the rms of the largest row."""
     accuracy: float | None = None
-    """The error of results to aim at, instead; see :func:`symbiosis.privacy.amplitude.scale_for`."""
-
+    """Largest error of results, given instead of a scale; see :func:`symbiosis.privacy.amplitude.scale_for`."""
     options: Mapping[str, Any] = {}
-    """Of the transport to executors elsewhere, where they differ from those of the client's own."""
+    """Transport options for further executors, where they differ from those of the client."""
 
-    def levels_at(self, channel: Channel, usual: Usual | None = None) -> Levels:
-        """The amplitudes of a client of the executor at the other end of a channel.
+    def further_addresses(self, address: str) -> Sequence[str]:
+        """Return addresses of executors that a client of ``address`` uses as well."""
+        return ()
+
+    def load(self, channel: Channel) -> object:
+        """Load what :meth:`begin` needs, such as a model. It may block, and is kept in memory until begin returns."""
+        return None
+
+    @abstractmethod
+    def begin(self, channels: Sequence[Channel], send: SendCall) -> Mask:
+        """Return the mask of one client.
+
+        Args:
+            channels: the channel to the client's executor, then those to further executors.
+            send: sends calls of the scheme itself to the client's executor.
 
         Raises:
-            PrivacyError: its rows leave no room for noise at this accuracy.
+            PrivacyError: the scheme does not work with these executors.
+        """
+
+    def amplitudes_for(self, channel: Channel, typical: TypicalSizes | None = None) -> Amplitudes:
+        """Return the amplitudes of a client of the executor that a channel leads to.
+
+        Raises:
+            PrivacyError: the accuracy leaves no room for noise at the width and dtype of this model.
         """
         linear = [spec for spec in channel.layers if spec.linear] or list(channel.layers)
         widest = max(max(spec.in_features, spec.out_features) for spec in linear)
         dtype = linear[0].dtype
-        return Levels(scale_for(self.name, self.scale, self.accuracy, dtype, widest), usual, dtype)
-
-    def _aims_at(self, scale: float | None, accuracy: float | None, default: float = DEFAULT_SCALE) -> None:
-        scale_for(self.name, scale, accuracy, torch.float64)  # whether they mean anything
-        self.scale = default if scale is None and accuracy is None else scale
-        self.accuracy = accuracy
-
-    def _said(self) -> str:
-        """The scale or accuracy, for a repr."""
-        return f"scale={self.scale:g}" if self.accuracy is None else f"accuracy={self.accuracy:g}"
-
-    def elsewhere(self, address: str) -> Sequence[str]:
-        """Addresses of the executors that a client at ``address`` asks besides."""
-        return ()
-
-    def load(self, channel: Channel) -> object:
-        """What :meth:`begin` needs and takes long to get; on a thread that may block. Kept until begin is done."""
-        return None
-
-    @abstractmethod
-    def begin(self, channels: Sequence[Channel], ask: Ask) -> Mask:
-        """For one client; ``channels`` lead to its executor and to those elsewhere.
-
-        Raises:
-            PrivacyError: these executors will not do.
-        """
+        return Amplitudes(scale_for(self.name, self.scale, self.accuracy, dtype, widest), typical, dtype)
 
     async def wrap(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
         try:
-            for other in self.elsewhere(address):
-                transport = self._transport(other, options)
-                channels.append(await transport.connect(other, _name(channel), terms))
+            for further in self.further_addresses(address):
+                transport = self._transport(further, options)
+                channels.append(await transport.connect(further, _further_name(channel), terms))
             loaded = await asyncio.to_thread(self.load, channel)
             masked = MaskedChannel(channels, self.begin, asyncio.get_running_loop())
             del loaded
@@ -86,27 +87,38 @@ class Scheme(ABC):
     def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
         channels = [channel]
         try:
-            for other in self.elsewhere(address):
-                transport = self._transport(other, options)
-                channels.append(transport.connect_blocking(other, _name(channel), terms))
+            for further in self.further_addresses(address):
+                transport = self._transport(further, options)
+                channels.append(transport.connect_blocking(further, _further_name(channel), terms))
             return MaskedChannel(channels, self.begin)
         except BaseException:
             _close(channels)
             raise
 
+    def _set_size(self, scale: float | None, accuracy: float | None, default: float = DEFAULT_SCALE) -> None:
+        scale_for(self.name, scale, accuracy, torch.float64)  # raises if a value is out of range
+        self.scale = default if scale is None and accuracy is None else scale
+        self.accuracy = accuracy
+
+    def _describe_size(self) -> str:
+        return f"scale={self.scale:g}" if self.accuracy is None else f"accuracy={self.accuracy:g}"
+
     def _transport(self, address: str, options: Mapping[str, Any]) -> Transport:
-        """For an executor elsewhere: with its own options, and those of the client's that its transport has. What says
-        whom to trust is for one address only."""
+        """Return the transport to a further executor.
+
+        It gets the scheme's own options and those of the client's that it takes, but for :data:`_NOT_INHERITED`.
+        """
         known = inspect.signature(type(make_transport(address))).parameters
-        shared = {name: value for name, value in options.items() if name in known and name not in _OF_ONE_ADDRESS}
+        shared = {name: value for name, value in options.items() if name in known and name not in _NOT_INHERITED}
         return make_transport(address, **{**shared, **self.options})
 
 
-_OF_ONE_ADDRESS = ("key", "insecure")
+def _further_name(channel: Channel) -> str:
+    """Return the name of the client at a further executor.
 
-
-def _name(channel: Channel) -> str:
-    """Of a client elsewhere. Another one, so that the same executor is found out, and not called busy."""
+    It differs from the client's own name. If both addresses lead to one executor, the error is then about that, and not
+    about a name that is taken.
+    """
     return f"{channel.client[:100]}-elsewhere"
 
 

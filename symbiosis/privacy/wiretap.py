@@ -1,49 +1,50 @@
-"""All that arrives at an executor's door: what an honest-but-curious provider can always keep."""
+"""A record of all calls that arrive at an executor: what an honest-but-curious provider can keep."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from symbiosis.core.requests import Call, Key
-from symbiosis.core.terms import NO_TERMS, Kind, Terms
-from symbiosis.executor.session import ExecutorSession
+from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Session
 from symbiosis.host import Executor
+from symbiosis.privacy.masks import Results
 
 __all__ = ["Seen", "Wiretap"]
-
-Results = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
 class Seen:
-    """One call as the executor saw it."""
+    """One call as the executor received it."""
 
     number: int
-    """In the order of arrival, over all clients."""
+    """Number of the call in order of arrival, over all clients."""
     client: str
     key: Key
     kind: Kind
     tensors: tuple[torch.Tensor, ...]
-    """Copies of its matrices."""
+    """Copies of the call's matrices."""
     results: Results | None = None
-    """Copies of the answer, as soon as there was one."""
+    """Copies of the results, once the call is answered."""
 
 
 class Wiretap:
-    """Records every call of clients that join while it is open, whatever their transport, also those refused::
+    """Records every call of clients that join while it is open, over any transport, refused calls included::
 
         with Wiretap(executor) as tap:
             async with executor.client(config) as client:
                 await client.train_step(batch, optimizer)
         tap.seen  # list[Seen], in order of arrival
 
-    Calls of the very same matrices that are sent again after a reconnect are recorded again.
+    A call that a client sends again after a reconnect is recorded again.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -54,60 +55,61 @@ class Wiretap:
 
     def __enter__(self) -> Wiretap:
         self._open = True
-        join = self._executor.service.join
-
-        def joined(client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> ExecutorSession:
-            session = join(client, terms, local=local)
-            self._tap(session)
-            return session
-
-        setattr(self._executor.service, "join", joined)  # noqa: B010 (of this executor only)
+        self._executor.service.taps.append(self._tap)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open = False
-        delattr(self._executor.service, "join")
+        self._executor.service.taps.remove(self._tap)
 
     def of(self, client: str) -> list[Seen]:
-        """What was seen of one client."""
+        """Return the calls of one client."""
         return [seen for seen in self.seen if seen.client == client]
 
-    def _tap(self, session: ExecutorSession) -> None:
-        submit, at_once = session.submit, session.at_once
+    def _tap(self, session: Session) -> Session:
+        return _TappedSession(session, self._record)
 
-        def submitted(call: Call) -> asyncio.Future[Results]:
-            seen = self._record(session.client, call, _copies(call.tensors))
-            reply = submit(call)
-            if seen is not None:
-                if reply.done():
-                    _answered(seen, reply)
-                else:
-                    reply.add_done_callback(lambda reply: _answered(seen, reply))
-            return reply
-
-        def ran_at_once(call: Call) -> Results | None:
-            tensors = _copies(call.tensors)
-            results = at_once(call)
-            if results is not None:  # otherwise it comes again, to be queued
-                seen = self._record(session.client, call, tensors)
-                if seen is not None:
-                    seen.results = _copies(results)
-            return results
-
-        setattr(session, "submit", submitted)  # noqa: B010
-        setattr(session, "at_once", ran_at_once)  # noqa: B010
-
-    def _record(self, client: str, call: Call, tensors: Results) -> Seen | None:
-        if not self._open:
-            return None
-        seen = Seen(next(self._numbers), client, call.key, call.kind, tensors)
-        self.seen.append(seen)
+    def _record(self, client: str, call: Call, tensors: Results) -> Seen:
+        seen = Seen(next(self._numbers) if self._open else -1, client, call.key, call.kind, tensors)
+        if self._open:
+            self.seen.append(seen)
         return seen
 
 
-def _answered(seen: Seen, reply: asyncio.Future[Any]) -> None:
+class _TappedSession:
+    """A session whose calls are recorded. Implements :class:`~symbiosis.core.transport.Session`."""
+
+    def __init__(self, session: Session, record: Callable[[str, Call, Results], Seen]) -> None:
+        self.client = session.client
+        self.expects = session.expects
+        self.flush = session.flush
+        self.cancel = session.cancel
+        self.begin_pass = session.begin_pass
+        self.end_pass = session.end_pass
+        self.close = session.close
+        self._session = session
+        self._record = record
+
+    def submit(self, call: Call) -> asyncio.Future[Results]:
+        seen = self._record(self.client, call, _copies(call.tensors))
+        reply = self._session.submit(call)
+        if reply.done():
+            _keep_results(seen, reply)
+        else:
+            reply.add_done_callback(partial(_keep_results, seen))
+        return reply
+
+    def at_once(self, call: Call) -> Results | None:
+        tensors = _copies(call.tensors)
+        results = self._session.at_once(call)
+        if results is not None:  # otherwise the call is submitted next
+            self._record(self.client, call, tensors).results = _copies(results)
+        return results
+
+
+def _keep_results(seen: Seen, reply: asyncio.Future[Any]) -> None:
     if not reply.cancelled() and reply.exception() is None:
         seen.results = _copies(reply.result())
 

@@ -1,8 +1,8 @@
-"""Sums in fixed point that wrap around: what is left of a row, when noise is added, is exactly uniform.
+"""Fixed-point sums that wrap around: a row plus uniform noise is exactly uniform, whatever the row is.
 
-With A the amplitude and δ = 2A / 2²⁴, x is put on a grid, q = x / δ rounded; n is uniform in 24 bits with a sign; and
-s = q + n, wrapped into 24 bits, goes out as s·δ. As n is uniform and used once, so is s, whatever x is. What is
-wrapped, one number in several hundred, is made up for with a few columns of the public weights.
+With the amplitude A and δ = 2A / 2²⁴, x is rounded to a grid, q = x / δ. The noise n is a uniform signed integer of 24
+bits, and s = q + n, wrapped into 24 bits, is sent as s·δ. As n is uniform and used once, s is uniform. The numbers that
+were wrapped, one of several hundred, are corrected with a few columns of the public weights.
 """
 
 from __future__ import annotations
@@ -13,70 +13,70 @@ from typing import NamedTuple
 import torch
 
 from symbiosis.errors import PrivacyError
-from symbiosis.privacy.keystream import BITS
-from symbiosis.privacy.masks import Asked
+from symbiosis.privacy.keystream import BITS, grid_step
+from symbiosis.privacy.masks import MaskedKey, Results
 from symbiosis.privacy.own_weights import OwnWeights
 
-__all__ = ["Turns", "unwrap", "wrap"]
+__all__ = ["Wrapped", "unwrap", "wrap"]
 
-_MOST = {dtype: 2.0 ** (64 - bits) - 2 for dtype, bits in BITS.items()}
-"""Amplitudes that fit into an int64 in steps of :data:`BITS` bits, with room for the noise."""
-_FITS = 2.0 ** (32 - BITS[torch.float32]) - 2
-"""Into an int32, which noise in fp32 comes in."""
-_CHUNK = 64
-"""Rows whose wrapped numbers are made up for at a time: of more, nearly every column of the weight has some."""
+_LARGEST = {dtype: 2.0 ** (64 - bits) - 2 for dtype, bits in BITS.items()}
+"""Numbers in units of the amplitude that fit into an int64 of :data:`BITS` bits a unit, with room for the noise."""
+_LARGEST_INT32 = 2.0 ** (32 - BITS[torch.float32]) - 2
+"""The same for an int32, the dtype of noise for fp32 rows."""
+_CHUNK_ROWS = 64
+"""Rows that are corrected together. Of more rows, nearly every column of the weight would be needed."""
 
 
-class Turns(NamedTuple):
+class Wrapped(NamedTuple):
     """The numbers of a matrix that were wrapped."""
 
-    where: torch.Tensor
-    """[m, 2]: rows and columns."""
-    values: torch.Tensor
-    """[m]: what they lack, ±2A."""
+    positions: torch.Tensor
+    """[m, 2]: row and column of each."""
+    missing: torch.Tensor
+    """[m]: what each lacks, a multiple of 2A."""
 
 
-def wrap(asked: Asked, x: torch.Tensor, noise: torch.Tensor, amplitude: float) -> tuple[torch.Tensor, Turns | None]:
-    """x + noise [n, width], on the grid and within ±A; and what was wrapped.
+def wrap(key: MaskedKey, x: torch.Tensor, noise: torch.Tensor, amplitude: float) -> tuple[torch.Tensor, Wrapped | None]:
+    """Return x + noise [n, width] on the grid and within ±amplitude, and the numbers that were wrapped, if any.
 
     Args:
-        noise: whole numbers of as many bits as the dtype holds; see :meth:`Keystream.integers`.
+        noise: integers of as many bits as the key's dtype holds; see :meth:`Keystream.integers`.
 
     Raises:
         PrivacyError: a number does not fit into 64 bits.
     """
-    bits = BITS[asked.dtype]
-    step = amplitude * 2.0 ** (1 - bits)
-    x = x.to("cpu")
+    step = amplitude * grid_step(key.dtype)
+    device, x = x.device, x.to("cpu")
     largest = torch.linalg.vector_norm(x, math.inf).item() / amplitude
-    if largest > _MOST[asked.dtype]:
+    if largest > _LARGEST[key.dtype]:
         raise PrivacyError(
-            f"a row of {asked.width:,} numbers has one {largest:.3g} times as large as its noise; nothing was sent. "
-            "Give a larger scale, or a larger accuracy"
+            f"a row of {key.width:,} numbers has one that is {largest:.3g} times as large as its noise; nothing was "
+            "sent. Give a larger scale, or a larger accuracy"
         )
-    wide = torch.int64 if largest > _FITS else noise.dtype
+    wide = torch.int64 if largest > _LARGEST_INT32 else noise.dtype
     total = x.mul(1 / step).round_().to(wide).add_(noise)
-    spare = wide.itemsize * 8 - bits
+    spare = 8 * wide.itemsize - BITS[key.dtype]
     wrapped = total.bitwise_left_shift(spare).bitwise_right_shift_(spare)
-    turns = total.sub_(wrapped)
-    sent = wrapped.to(asked.dtype).mul_(step).to(x.device)
-    where = turns.nonzero()
-    if not where.shape[0]:
+    missing = total.sub_(wrapped)
+    sent = wrapped.to(key.dtype).mul_(step).to(device)
+    positions = missing.nonzero()
+    if not positions.shape[0]:
         return sent, None
-    return sent, Turns(where, turns[where[:, 0], where[:, 1]].to(asked.dtype).mul_(step))
+    return sent, Wrapped(positions, missing[positions[:, 0], positions[:, 1]].to(key.dtype).mul_(step))
 
 
-def unwrap(own: OwnWeights, asked: Asked, results: tuple[torch.Tensor, ...], turns: Turns) -> None:
-    """Add, in place, what the results of wrapped rows lack."""
+def unwrap(own: OwnWeights, key: MaskedKey, results: Results, wrapped: Wrapped) -> None:
+    """Add to the results of wrapped rows, in place, what they lack."""
     rows = results[0].shape[0]
-    for start in range(0, rows, _CHUNK):
-        end = min(rows, start + _CHUNK)
-        here = (turns.where[:, 0] >= start) & (turns.where[:, 0] < end) if rows > _CHUNK else slice(None)
-        at, some = turns.where[here], turns.values[here]
-        if not at.shape[0]:
+    for start in range(0, rows, _CHUNK_ROWS):
+        end = min(rows, start + _CHUNK_ROWS)
+        row = wrapped.positions[:, 0]
+        here = (row >= start) & (row < end)
+        positions, missing = wrapped.positions[here], wrapped.missing[here]
+        if not positions.shape[0]:
             continue
-        columns, which = torch.unique(at[:, 1], return_inverse=True)
-        factors = some.new_zeros(end - start, columns.shape[0])
-        factors[at[:, 0] - start, which] = some
-        for spec, result in zip(asked.layers, results, strict=True):
-            result[start:end] += own.sparse(asked, spec, columns, factors).to(result.device)
+        columns, which = torch.unique(positions[:, 1], return_inverse=True)
+        values = missing.new_zeros(end - start, columns.shape[0])
+        values[positions[:, 0] - start, which] = missing
+        for spec, result in zip(key.layers, results, strict=True):
+            result[start:end] += own.sparse_product(key, spec, columns, values).to(result.device)

@@ -1,27 +1,38 @@
-"""Plays an honest-but-curious provider against a tenant's real traffic, under each privacy scheme.
+"""The audit plays an honest-but-curious provider against a tenant's traffic, under each privacy scheme.
 
-A small base model, an executor in this process, a wiretap at its door, and a tenant with an adapter that the audit
-knows, who generates and fine-tunes. Then every attack on what the wiretap saw, with the public weights at hand; and
-the same attacks on random traffic, which say how well one does where there is nothing to find.
+A tenant with an adapter generates and fine-tunes on a small base model in this process, while a wiretap records what
+the executor receives. Every attack is then made on the recorded traffic, with the public weights at hand, and on random
+traffic, which shows how well an attack does where there is nothing to find. Start reading at
+:func:`symbiosis.privacy.audit.run.audit`.
 """
 
-from symbiosis.privacy.audit.report import COSTS, around, as_data, best, markdown, plot, summary, verdict, write_into
-from symbiosis.privacy.audit.run import SCHEMES, Audit, Costs, View, audit
-from symbiosis.privacy.audit.scene import Plan
+from symbiosis.privacy.audit.report import (
+    as_data,
+    best,
+    cost_table,
+    markdown,
+    plot,
+    split_page,
+    summary,
+    verdict,
+    write_into,
+)
+from symbiosis.privacy.audit.result import Audit, Observation
+from symbiosis.privacy.audit.run import SCHEMES, audit
+from symbiosis.privacy.audit.workload import Plan
 
 __all__ = [
-    "COSTS",
     "SCHEMES",
     "Audit",
-    "Costs",
+    "Observation",
     "Plan",
-    "View",
-    "around",
     "as_data",
     "audit",
     "best",
+    "cost_table",
     "markdown",
     "plot",
+    "split_page",
     "summary",
     "verdict",
     "write_into",

@@ -1,6 +1,6 @@
-"""What the provider has, in the form that attacks want: for each place in the model, all rows that ever came there.
+"""The provider's evidence: for each place in the model, all rows that were sent there.
 
-Legend: n rows; w columns.
+Legend: n rows; m noise vectors; w columns.
 """
 
 from __future__ import annotations
@@ -13,11 +13,22 @@ import torch
 
 from symbiosis.core.requests import Key
 
-__all__ = ["Estimate", "Estimates", "Evidence", "Place", "Request", "Stream", "Visits", "collect", "random_traffic"]
+__all__ = [
+    "Estimate",
+    "Estimates",
+    "Evidence",
+    "FirstRequests",
+    "Place",
+    "RecordedCall",
+    "Stream",
+    "collect",
+    "combine_shares",
+    "random_traffic",
+]
 
 
 class Place(NamedTuple):
-    """Where rows came: a layer, or siblings, and in which direction."""
+    """Layers that are requested together, and the direction."""
 
     layers: tuple[int, ...]
     backward: bool
@@ -27,8 +38,8 @@ class Place(NamedTuple):
         return cls(key.layers, key.pass_.is_backward)
 
 
-class Request(Protocol):
-    """What an attack looks at of a request that was recorded."""
+class RecordedCall(Protocol):
+    """The part of a recorded call that attacks use."""
 
     @property
     def key(self) -> Key: ...
@@ -37,70 +48,70 @@ class Request(Protocol):
 
 
 class Stream(NamedTuple):
-    """All rows that came to one place, in the order in which they came."""
+    """All rows that were sent to one place, in order of arrival."""
 
     rows: torch.Tensor
     """[n, w]."""
     request: torch.Tensor
-    """[n] whole numbers: which of the place's requests a row came in."""
+    """[n] number of the request that brought each row, counted at this place."""
     noise: torch.Tensor
-    """[m, w]: rows that were sent for their effects alone. The provider knows them by their pass, their number, their
-    size; here it is told."""
+    """[m, w] rows that were sent for their effects only. A provider can tell them by their pass, number and size; the
+    audit tells it."""
 
 
 Evidence = dict[Place, Stream]
 
 
-class Visits(NamedTuple):
-    """What came of clients that were opened for one text each: v of them, each text twice, and r requests of each."""
-
-    prompts: dict[int, int]
-    """Visit → text."""
-    sizes: torch.Tensor
-    """[v, r] mean squares of the requests' numbers."""
-    numbers: torch.Tensor
-    """[r] how many numbers each has."""
-
-    @classmethod
-    def collect(cls, prompts: Sequence[int], visits: Sequence[Sequence[Request]]) -> Visits:
-        return cls(
-            dict(enumerate(prompts)),
-            torch.tensor([[float(one.tensors[-1].double().square().mean()) for one in visit] for visit in visits]),
-            torch.tensor([one.tensors[-1].numel() for one in visits[0]]),
-        )
-
-    def random(self, generator: torch.Generator) -> Visits:
-        """The same of independent uniform noise of one size."""
-        spread = math.sqrt(0.8) / self.numbers.sqrt()  # of the mean of so many squares of uniform numbers
-        return self._replace(sizes=1 + spread * torch.randn(self.sizes.shape, generator=generator))
-
-
 class Estimate(NamedTuple):
-    """What an attack takes some rows of a stream to be."""
+    """An attack's estimate of the bare rows of a stream."""
 
     rows: torch.Tensor
     """[k, w]."""
     which: torch.Tensor
-    """[k]: their numbers in the stream."""
+    """[k] index of each row in the stream."""
 
 
 Estimates = Mapping[Place, Estimate]
 
 
-def collect(requests: Iterable[Request], effects: Collection[torch.Tensor] = ()) -> Evidence:
-    """Sort requests by place.
+class FirstRequests(NamedTuple):
+    """The sizes of all requests of v clients that each process one text. Each text occurs twice."""
+
+    prompts: dict[int, int]
+    """Client → text."""
+    sizes: torch.Tensor
+    """[v, requests] mean squares of the numbers of each request."""
+    numbers: torch.Tensor
+    """[requests] how many numbers each request has."""
+
+    @classmethod
+    def collect(cls, prompts: Sequence[int], clients: Sequence[Sequence[RecordedCall]]) -> FirstRequests:
+        return cls(
+            dict(enumerate(prompts)),
+            torch.tensor([[float(call.tensors[-1].double().square().mean()) for call in calls] for calls in clients]),
+            torch.tensor([call.tensors[-1].numel() for call in clients[0]]),
+        )
+
+    def random(self, generator: torch.Generator) -> FirstRequests:
+        """Return the sizes that independent uniform noise of one amplitude would have."""
+        deviation = math.sqrt(0.8) / self.numbers.sqrt()  # of the mean square of so many uniform numbers, relative
+        return self._replace(sizes=1 + deviation * torch.randn(self.sizes.shape, generator=generator))
+
+
+def collect(calls: Iterable[RecordedCall], effects: Collection[torch.Tensor] = ()) -> Evidence:
+    """Sort the calls of one client by place.
 
     Args:
-        requests: of one client, in the order in which they came.
-        effects: the matrices that the client's scheme has sent for their effects.
+        calls: the calls in order of arrival.
+        effects: the matrices that the client's scheme sent for their effects.
     """
-    sent = {_content(matrix) for matrix in effects}
+    sent_for_effects = {_content(matrix) for matrix in effects}
     rows: dict[Place, list[torch.Tensor]] = {}
     noise: dict[Place, list[torch.Tensor]] = {}
-    for request in requests:
-        place = Place.of(request.key)
-        x = request.tensors[-1]
-        (noise if _content(x) in sent else rows).setdefault(place, []).append(x.float())
+    for call in calls:
+        x = call.tensors[-1]
+        kind = noise if _content(x) in sent_for_effects else rows
+        kind.setdefault(Place.of(call.key), []).append(x.float())
     return {
         place: Stream(
             torch.cat(parts),
@@ -118,23 +129,37 @@ def _content(matrix: torch.Tensor) -> tuple[torch.Size, bytes]:
 def random_traffic(
     evidence: Evidence, meant: Mapping[Place, torch.Tensor], generator: torch.Generator, vectors: int = 24
 ) -> Evidence:
-    """Traffic of the same shape that says nothing: independent uniform noise, and unrelated vectors that seem to have
-    been sent for their effects.
+    """Return traffic of the same shape without information: independent uniform noise at every place.
 
     Args:
-        meant: rows that the tenant meant, of which only the size is taken: noise is 256 times as large.
-        vectors: how many for each place.
+        meant: the tenant's bare rows. The noise is 256 times as large; nothing else of them is used.
+        vectors: unrelated noise vectors at each place that look as if they were sent for their effects.
     """
-
-    def amplitude(place: Place) -> float:
-        return 256.0 * float(meant[place].square().mean(1).sqrt().max())
 
     def noise(rows: int, width: int) -> torch.Tensor:
         return torch.rand(rows, width, generator=generator).mul_(2).sub_(1)
 
     return {
         place: Stream(
-            noise(*stream.rows.shape).mul_(amplitude(place)), stream.request, noise(vectors, stream.rows.shape[1])
+            noise(*stream.rows.shape).mul_(256.0 * float(meant[place].square().mean(1).sqrt().max())),
+            stream.request,
+            noise(vectors, stream.rows.shape[1]),
         )
         for place, stream in evidence.items()
     }
+
+
+def combine_shares(evidences: Sequence[Evidence]) -> Evidence:
+    """Return the evidence of executors that collude: the sums of shares, unwrapped."""
+    return {
+        place: stream._replace(rows=_sum([evidence[place].rows for evidence in evidences]))
+        for place, stream in evidences[0].items()
+    }
+
+
+def _sum(shares: list[torch.Tensor]) -> torch.Tensor:
+    """Return the sum modulo 2A, where A is the power of two at or above the largest number of a row of the shares."""
+    stacked = torch.stack(shares)
+    modulus = 2 * torch.exp2(stacked.abs().amax((0, 2)).clamp_min(1e-30).log2().ceil())[:, None]
+    total = stacked.double().sum(0)
+    return (total - modulus * (total / modulus).round()).float()

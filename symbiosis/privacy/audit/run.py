@@ -1,131 +1,39 @@
-"""Play the scene under each scheme, attack what the executors saw, and measure what the scheme costs."""
+"""The audit itself: record a tenant's traffic under each scheme, attack it, and measure what the scheme costs."""
 
 from __future__ import annotations
 
 import os
-import re
-import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from symbiosis.client.client import Client
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy
 from symbiosis.core.requests import Call
 from symbiosis.core.transport import Channel
 from symbiosis.host import Executor
-from symbiosis.privacy.audit.evidence import Visits, collect, random_traffic
-from symbiosis.privacy.audit.goals import Score
-from symbiosis.privacy.audit.provider import Provider, Scores, together
+from symbiosis.privacy.audit.costs import measure_costs
+from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, collect, combine_shares, random_traffic
+from symbiosis.privacy.audit.goals import Score, Truth
+from symbiosis.privacy.audit.provider import Provider
 from symbiosis.privacy.audit.public import Public
-from symbiosis.privacy.audit.scene import Plan, Played, build, give_adapter, lora, play, text, visit
+from symbiosis.privacy.audit.result import Audit, Costs, Observation
 from symbiosis.privacy.audit.verdict import FALSE_FINDS, Limit
-from symbiosis.privacy.masks import Ask, Mask
+from symbiosis.privacy.audit.workload import Plan, build, generate, give_adapter, lora, play, text
+from symbiosis.privacy.masks import Mask, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wiretap import Seen, Wiretap
 
-__all__ = ["SCHEMES", "Audit", "Costs", "View", "audit"]
+__all__ = ["SCHEMES", "audit"]
 
-SCHEMES = (
-    "none",
-    "noise-pool",
-    "mixed-noise",
-    "mixed-noise:rank=1024",
-    "local-pads",
-    "secret-shares",
-    "secret-shares:model=base",
-)
-"""What is audited by default. ``base`` is the audit's own model."""
+SCHEMES = ("none", "noise-pool", "local-pads", "secret-shares", "secret-shares:model=base")
+"""Schemes that are audited by default. ``base`` is the audit's own model."""
 
 Progress = Callable[[str], None]
-
-
-@dataclass
-class Costs:
-    """Of a scheme, beside sending rows bare; times are medians of pairs measured next to each other."""
-
-    decode: float
-    """Time to generate a text."""
-    train: float
-    """Time for a training step."""
-    traffic: float
-    """Bytes to and from executors, over the whole scene."""
-    logits: float
-    """Greatest error of a logit, over the greatest logit."""
-    gradients: float
-    """The same of the adapter's gradients."""
-
-
-@dataclass
-class View:
-    """What one executor (or all together) made of one scheme's traffic."""
-
-    scheme: str
-    who: str
-    """Which executor it is, where there are several."""
-    scores: Scores
-    found: dict[str, set[str]]
-    """Attack → goals at which it did better than on random traffic."""
-    by_repeats: dict[str, dict[int, float]]
-    control: bool = False
-    """Whether it is beyond what the scheme claims: executors that collude."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.scheme} ({self.who})" if self.who else self.scheme
-
-
-@dataclass
-class Audit:
-    """All of it."""
-
-    plan: Plan
-    views: list[View]
-    costs: dict[str, Costs]
-    limits: dict[str, dict[str, Limit]]
-    """Attack → goal → what it takes to be better than on random traffic."""
-    share: float
-    baselines: int
-    bare: View
-    """What the attacks make of bare rows: what they do not find there they would not find anywhere."""
-    guess: float
-    """The least error of activations that an attack came to on random traffic: a guess by the public model."""
-    schemes: dict[str, str] = field(default_factory=dict)
-    """Scheme as asked for → with all its options."""
-
-    def holds(self, scheme: str) -> bool | None:
-        """Whether no attack got more out of a scheme's traffic than out of random traffic. None if that shows nothing:
-        the attacks do not find the adapter in bare rows, either."""
-        if any(goals for view in self._of(scheme) for goals in view.found.values()):
-            return False
-        return None if "adapter" in self.missed else True
-
-    @property
-    def missed(self) -> set[str]:
-        """Goals of which no attack gets anything out of bare rows."""
-        reached = set().union(*self.bare.found.values())
-        return {goal for scores in self.bare.scores.values() for goal in scores} - reached
-
-    def limit(self, attack: str, goal: str) -> Limit | None:
-        """What it takes of an attack. What random traffic hardly has, such as rows that are alike, is compared with
-        rows taken as they are."""
-        return self.limits.get(attack, self.limits["as is"]).get(goal)
-
-    def _of(self, scheme: str) -> Iterable[View]:
-        return (view for view in self.views if view.scheme == scheme and not view.control)
-
-
-@dataclass
-class _Scheme:
-    name: str
-    privacy: Privacy | None
 
 
 async def audit(
@@ -139,255 +47,189 @@ async def audit(
     """Play the provider against a tenant under each scheme.
 
     Args:
-        schemes: names with options, as for ``privacy=``, or objects. ``local-pads`` gets the audit's model, as does
-            whoever says ``model=base``, and ``secret-shares`` a second executor of it, unless they say otherwise.
-        plan: how large the scene is.
-        baselines: lots of random traffic that attacks are compared with.
-        rounds: of timing; 0 measures no times (they are NaN).
-        progress: is told what goes on.
+        schemes: names with options, as for ``privacy=``, or objects. ``model=base`` stands for the audit's model, which
+            is the default of ``local-pads``. ``secret-shares`` gets a second executor of it by default.
+        plan: size of the model and of the workload.
+        baselines: sets of random traffic that attacks are compared with, at least two.
+        rounds: rounds of timing; 0 measures no times (they are NaN).
+        progress: called with a description of each step.
 
     Raises:
-        UsageError: no such scheme, or options that it does not take.
+        UsageError: a scheme is unknown, or does not take an option.
     """
     plan = plan or Plan()
     base = build(plan)
-    with tempfile.TemporaryDirectory() as folder:
-        _save(base, folder)
-        other = f"audit-{os.urandom(4).hex()}"
-        async with Executor(base) as one, Executor(build(plan), name=other) as two:
-            chosen = [_scheme(scheme, folder, f"inproc://{other}") for scheme in schemes]
-            return await _audit(chosen, plan, base, one, two, baselines, rounds, progress)
+    further = f"audit-{os.urandom(4).hex()}"
+    async with Executor(base) as one, Executor(build(plan), name=further) as two:
+        chosen = {
+            scheme if isinstance(scheme, str) else scheme.name: _privacy(scheme, base, f"inproc://{further}")
+            for scheme in schemes
+        }
+        return await _Run(plan, base, one, two, progress).audit(chosen, baselines, rounds)
 
 
-def _save(model: Any, folder: str) -> None:
-    """For a scheme that reads the public weights, without a word."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        model.save_pretrained(folder)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _scheme(scheme: str | Privacy, folder: str, other: str) -> _Scheme:
+def _privacy(scheme: str | Privacy, base: Any, further: str) -> Privacy | None:
+    """Return a scheme with the audit's own model and second executor, where it needs them."""
     if not isinstance(scheme, str):
-        return _Scheme(scheme.name, scheme)
+        return scheme
     name, _, options = scheme.partition(":")
-    if name == "local-pads" and "model=" not in options:
-        options = ",".join(filter(None, [options, "model=base"]))
-    options = re.sub(r"\bmodel=base(?=,|$)", lambda _: f"model={folder}", options)
-    if name == "secret-shares" and "with=" not in options:
-        options = ",".join(filter(None, [options, f"with={other}"]))
-    return _Scheme(scheme, make_privacy(f"{name}:{options}" if options else name))
+    defaults = {"local-pads": ("model", "base"), "secret-shares": ("with", further)}
+    option, value = defaults.get(name, ("", ""))
+    if option and f"{option}=" not in options:
+        options = ",".join(filter(None, [options, f"{option}={value}"]))
+    privacy: Any = make_privacy(f"{name}:{options}" if options else name)
+    if getattr(privacy, "model", None) == "base":
+        privacy.model = base
+    made: Privacy | None = privacy
+    return made
 
 
-async def _audit(
-    schemes: Sequence[_Scheme],
-    plan: Plan,
-    base: Any,
-    one: Executor,
-    two: Executor,
-    baselines: int,
-    rounds: int,
-    progress: Progress,
-) -> Audit:
-    layers = list(one.layers)
-    public = Public(base, layers, text(plan, 256, torch.Generator().manual_seed(plan.seed + 4)))
-    control = next((scheme for scheme in schemes if scheme.privacy is None), None) or _Scheme("none", None)
-    progress("the tenant works, with bare rows")
-    played, taps, _ = await _tap(control, plan, one, two)
-    provider, shape = Provider(public, plan, played), collect(taps[0])
-    (came,) = await _visits(control, plan, played, one, two)
-    bare_bytes = _bytes(taps[0])
-    progress("attacks on bare rows")
-    bare = View(control.name, "", provider.attack(shape, came), {}, provider.by_repeats(shape))
-    limits: dict[str, dict[str, list[Score]]] = {}
-    for lot in range(baselines):
-        progress(f"random traffic, lot {lot + 1} of {baselines}")
-        generator = torch.Generator().manual_seed(plan.seed + 1000 + lot)
-        noise = random_traffic(shape, played.truth.rows, generator)
-        for attack, scores in provider.attack(noise, came.random(generator)).items():
-            for goal, score in scores.items():
-                limits.setdefault(attack, {}).setdefault(goal, []).append(score)
-    views: list[View] = []
-    costs: dict[str, Costs] = {}
-    for scheme in schemes:
-        if scheme is control:
-            views.append(bare)
-            costs[scheme.name] = await _costs(scheme, plan, one, rounds, bare_bytes)
-            continue
-        progress(f"{scheme.name}: the tenant works")
-        played, taps, effects = await _tap(scheme, plan, one, two)
-        visits = await _visits(scheme, plan, played, one, two)
-        provider = Provider(public, plan, played)
-        evidences = [collect(tap, effects) for tap in taps]
-        whose = [""] if len(taps) == 1 else [f"executor {number + 1}" for number in range(len(taps))]
-        for who, evidence, came in zip(whose, evidences, visits, strict=True):
-            progress(f"{scheme.name}: attacks {who}")
-            # A share of several is centered on its part of the row.
-            whole = {place: stream._replace(rows=len(taps) * stream.rows) for place, stream in evidence.items()}
-            views.append(View(scheme.name, who, provider.attack(whole, came), {}, provider.by_repeats(whole)))
-        if len(taps) > 1:
-            progress(f"{scheme.name}: attacks of executors that collude")
-            views.append(View(scheme.name, "both together", provider.attack(together(evidences)), {}, {}, control=True))
-        progress(f"{scheme.name}: costs")
-        costs[scheme.name] = await _costs(scheme, plan, one, rounds, sum(map(_bytes, taps)))
-    for cost in costs.values():
-        cost.traffic /= bare_bytes
-    attacked = views if bare in views else [bare, *views]
-    count = sum(len(scores) for view in attacked for scores in view.scores.values())
-    share = FALSE_FINDS / count
-    found = {
-        attack: {goal: Limit(scores, share) for goal, scores in goals.items()}
-        for attack, goals in limits.items()
-        if min(map(len, goals.values())) == baselines
-    }
-    for view in attacked:
-        for attack, scores in view.scores.items():
-            at = found.get(attack, found["as is"])
-            view.found[attack] = {goal for goal, score in scores.items() if at[goal].exceeded_by(score)}
-    errors = [score.error for goals in limits.values() for score in goals.get("activations", [])]
-    return Audit(
-        plan,
-        views,
-        costs,
-        found,
-        share,
-        baselines,
-        bare,
-        min(errors),
-        {scheme.name: "none" if scheme.privacy is None else _described(scheme.privacy) for scheme in schemes},
-    )
+class _Traffic(NamedTuple):
+    """The traffic of one scheme."""
+
+    truth: Truth
+    evidence: list[Evidence]
+    """The evidence of each executor that was used."""
+    first: list[FirstRequests]
+    """The same of clients that are opened for one text each."""
+    size: int
+    """Bytes of the workload to and from all executors."""
 
 
-def _described(privacy: Privacy) -> str:
-    """With its options, but not the audit's own addresses and folders."""
-    values = {
-        name: value
-        for name, value in vars(privacy).items()
-        if not name.startswith("_") and isinstance(value, int | float)
-    }
-    return ", ".join([privacy.name, *(f"{name} {value:g}" for name, value in values.items())])
+@dataclass
+class _Run:
+    """One audit: a base model that is served by two executors."""
+
+    plan: Plan
+    base: Any
+    one: Executor
+    two: Executor
+    progress: Progress
+
+    async def audit(self, schemes: dict[str, Privacy | None], baselines: int, rounds: int) -> Audit:
+        plan = self.plan
+        public = Public(self.base, list(self.one.layers), text(plan, 256, 4))
+        self.progress("none: the tenant works")
+        bare_traffic = await self._record(None)
+        provider, (shape,) = Provider(public, plan, bare_traffic.truth), bare_traffic.evidence
+        self.progress("none: attacks")
+        bare = Observation("none", "", provider.attack(shape, bare_traffic.first[0]))
+        random = self._attack_random_traffic(provider, bare_traffic, baselines)
+        observations: list[Observation] = []
+        costs: dict[str, Costs] = {}
+        for name, privacy in schemes.items():
+            traffic = bare_traffic
+            if privacy is None:
+                observations.append(bare)
+            else:
+                self.progress(f"{name}: the tenant works")
+                traffic = await self._record(privacy)
+                observations += self._attack(name, Provider(public, plan, traffic.truth), traffic)
+            self.progress(f"{name}: costs")
+            ratio = traffic.size / bare_traffic.size
+            costs[name] = await measure_costs(privacy, plan, self.one, rounds, ratio)
+        attacked = observations if bare in observations else [bare, *observations]
+        probability = FALSE_FINDS / sum(len(scores) for each in attacked for scores in each.scores.values())
+        limits = {
+            attack: {goal: Limit(scores, probability) for goal, scores in goals.items()}
+            for attack, goals in random.items()
+            if min(map(len, goals.values())) == baselines
+        }
+        error = min(score.error for goals in random.values() for score in goals.get("activations", []))
+        described = {name: _describe(privacy) for name, privacy in schemes.items()}
+        result = Audit(plan, observations, bare, costs, limits, probability, baselines, error, described)
+        for observation in attacked:
+            result.mark(observation)
+        return result
+
+    def _attack_random_traffic(
+        self, provider: Provider, bare: _Traffic, baselines: int
+    ) -> dict[str, dict[str, list[Score]]]:
+        """Return attack → goal → scores on sets of random traffic."""
+        found: dict[str, dict[str, list[Score]]] = {}
+        for number in range(baselines):
+            self.progress(f"random traffic, set {number + 1} of {baselines}")
+            generator = torch.Generator().manual_seed(self.plan.seed + 1000 + number)
+            noise = random_traffic(bare.evidence[0], bare.truth.rows, generator)
+            for attack, scores in provider.attack(noise, bare.first[0].random(generator)).items():
+                for goal, score in scores.items():
+                    found.setdefault(attack, {}).setdefault(goal, []).append(score)
+        return found
+
+    def _attack(self, name: str, provider: Provider, traffic: _Traffic) -> list[Observation]:
+        """Return the attacks of each executor, and of all of them together if there are several."""
+        observations = []
+        count = len(traffic.evidence)
+        for number, (evidence, first) in enumerate(zip(traffic.evidence, traffic.first, strict=True), 1):
+            executor = f"executor {number}" if count > 1 else ""
+            self.progress(f"{name}: attacks {executor}")
+            # A share has the mean x / count, so the attacks get it enlarged.
+            whole = {place: stream._replace(rows=count * stream.rows) for place, stream in evidence.items()}
+            observations.append(Observation(name, executor, provider.attack(whole, first)))
+        if count > 1:
+            self.progress(f"{name}: attacks of executors that collude")
+            scores = provider.attack(combine_shares(traffic.evidence))
+            observations.append(Observation(name, "both together", scores, collusion=True))
+        return observations
+
+    async def _record(self, privacy: Privacy | None) -> _Traffic:
+        """Play the workload under a scheme, and then each text twice with clients that are opened for it."""
+        plan = self.plan
+        truth, seen, effects = await record(privacy, plan, self.one, self.two)
+        prompts = 2 * list(range(plan.prompts))
+        short: list[list[list[Seen]]] = [[], []]
+        for prompt in prompts:
+            with Wiretap(self.one) as first, Wiretap(self.two) as second:
+                async with self.one.client(lora(plan), privacy=privacy, seed=plan.seed) as client:
+                    give_adapter(client.model, plan)
+                    await generate(client, truth.texts[prompt], plan.new_tokens)
+            for executor, tap in zip(short, (first, second), strict=True):
+                executor.append(tap.seen)
+        return _Traffic(
+            truth,
+            [collect(calls, effects) for calls in seen],
+            [FirstRequests.collect(prompts, clients) for clients in short if clients[0]],
+            sum(tensor.nbytes for calls in seen for call in calls for tensor in (*call.tensors, *(call.results or ()))),
+        )
 
 
-async def _tap(
-    scheme: _Scheme, plan: Plan, one: Executor, two: Executor
-) -> tuple[Played, list[list[Seen]], list[torch.Tensor]]:
-    """What the tenant meant, what came to each executor that was asked, and what was asked for its effects alone."""
-    with Wiretap(one) as first, Wiretap(two) as second, _effects(scheme.privacy) as effects:
-        async with one.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as client:
-            played = await play(client, list(one.layers), plan)
-    return played, [tap.seen for tap in (first, second) if tap.seen], effects
-
-
-async def _visits(scheme: _Scheme, plan: Plan, played: Played, one: Executor, two: Executor) -> list[Visits]:
-    """What comes to each executor that is asked, where a client is opened for each text, and each comes twice."""
-    prompts = 2 * list(range(len(played.texts)))
-    seen: list[list[list[Seen]]] = [[], []]
-    for prompt in prompts:
-        with Wiretap(one) as first, Wiretap(two) as second:
-            async with one.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as client:
-                await visit(client, plan, played.texts[prompt])
-        seen[0].append(first.seen)
-        seen[1].append(second.seen)
-    return [Visits.collect(prompts, visits) for visits in seen if visits[0]]
+async def record(
+    privacy: Privacy | None, plan: Plan, one: Executor, two: Executor
+) -> tuple[Truth, list[list[Seen]], list[torch.Tensor]]:
+    """Play the workload. Returns the truth, the calls to each executor used, and noise sent for its effects."""
+    with Wiretap(one) as first, Wiretap(two) as second, _noted_effects(privacy) as effects:
+        async with one.client(lora(plan), privacy=privacy, seed=plan.seed) as client:
+            truth = await play(client, list(one.layers), plan)
+    return truth, [tap.seen for tap in (first, second) if tap.seen], effects
 
 
 @contextmanager
-def _effects(privacy: Privacy | None) -> Iterator[list[torch.Tensor]]:
-    """What a scheme asks the effects of, meanwhile."""
-    asked: list[torch.Tensor] = []
+def _noted_effects(privacy: Privacy | None) -> Iterator[list[torch.Tensor]]:
+    """Collect the matrices that a scheme sends for their effects."""
+    noted: list[torch.Tensor] = []
     if not isinstance(privacy, Scheme):
-        yield asked
+        yield noted
         return
     begin = privacy.begin
 
-    def watched(channels: Sequence[Channel], ask: Ask) -> Mask:
-        def noted(call: Call) -> Future[tuple[torch.Tensor, ...]]:
-            asked.append(call.tensors[-1])
-            return ask(call)
+    def noting_begin(channels: Sequence[Channel], send: SendCall) -> Mask:
+        def noting_send(call: Call) -> Future[Results]:
+            noted.append(call.tensors[-1])
+            return send(call)
 
-        return begin(channels, noted)
+        return begin(channels, noting_send)
 
-    setattr(privacy, "begin", watched)  # noqa: B010 (of this scheme only)
+    setattr(privacy, "begin", noting_begin)  # noqa: B010 (on this scheme only, not on the class)
     try:
-        yield asked
+        yield noted
     finally:
         delattr(privacy, "begin")
 
 
-def _bytes(seen: Iterable[Seen]) -> int:
-    return sum(tensor.nbytes for one in seen for tensor in (*one.tensors, *(one.results or ())))
-
-
-# --------------------------------------------------------------------------------------------------------------- costs
-
-
-async def _costs(scheme: _Scheme, plan: Plan, executor: Executor, rounds: int, moved: int) -> Costs:
-    """Beside a bare client of the same executor."""
-    nan = float("nan")
-    async with (
-        executor.client(lora(plan), seed=plan.seed) as bare,
-        executor.client(lora(plan), privacy=scheme.privacy, seed=plan.seed) as masked,
-    ):
-        clients = (bare, masked)
-        results = []
-        for client in clients:
-            give_adapter(client.model, plan)
-            results.append(await _results(client, plan))
-        (logits, gradients), (masked_logits, masked_gradients) = results
-        times: dict[str, list[float]] = {"decode": [], "train": []}
-        work = {"decode": _decode, "train": _train}
-        for what, do in work.items():
-            for _ in range(rounds + 1 if rounds else 0):
-                seconds = []
-                for client in clients:
-                    started = time.perf_counter()
-                    await do(client, plan)
-                    seconds.append(time.perf_counter() - started)
-                times[what].append(seconds[1] / seconds[0])
-    return Costs(
-        median(times["decode"][1:]) if rounds else nan,
-        median(times["train"][1:]) if rounds else nan,
-        float(moved),
-        _error(masked_logits, logits),
-        _error(masked_gradients, gradients),
-    )
-
-
-async def _results(client: Client, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and the adapter's gradients, of a batch."""
-    ids = text(plan, 4, torch.Generator().manual_seed(plan.seed + 5))
-    await client.forward(input_ids=ids)  # siblings are known from then on, so that shapes are the same
-    output = await client.forward(input_ids=ids, labels=ids)
-    await client.backward(output.loss)
-    parameters = [parameter for parameter in client.model.parameters() if parameter.requires_grad]
-    gradients = torch.cat([parameter.grad.flatten() for parameter in parameters])
-    client.model.zero_grad()
-    return output.logits.detach(), gradients
-
-
-async def _decode(client: Client, plan: Plan) -> None:
-    ids = text(plan, 1, torch.Generator().manual_seed(plan.seed + 6))
-    tokens = 4 * plan.new_tokens
-    await client.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-    )
-
-
-async def _train(client: Client, plan: Plan) -> None:
-    ids = text(plan, 8, torch.Generator().manual_seed(plan.seed + 7))
-    optimizer = torch.optim.SGD([parameter for parameter in client.model.parameters() if parameter.requires_grad], 0.0)
-    for _ in range(4):
-        await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
-
-
-def _error(masked: torch.Tensor, bare: torch.Tensor) -> float:
-    return ((masked - bare).abs().max() / bare.abs().max()).item()
+def _describe(privacy: Privacy | None) -> str:
+    """Return the name and the numeric options of a scheme; others are the audit's own addresses and models."""
+    if privacy is None:
+        return "none"
+    options: Iterable[tuple[str, Any]] = vars(privacy).items()
+    numbers = [f"{name} {value:g}" for name, value in options if name[0] != "_" and isinstance(value, int | float)]
+    return ", ".join([privacy.name, *numbers])

@@ -1,8 +1,8 @@
-"""When an attack counts as no better than on random traffic.
+"""When an attack counts as better than on random traffic.
 
-Every attack is made on several lots of random traffic too. What it scores there says what it would score on one lot
-more, if there were nothing to find: a score beyond what that would exceed once in a great many times is a find. How
-many follows from the number of scores in the whole table, so that it has one false find in a hundred tables.
+Every attack is also made on several sets of random traffic. Its scores there tell what it would score on one more set
+if there were nothing to find. A score that such a set would exceed only very rarely is a find. How rarely follows from
+the number of scores in the whole table, so that one table in a hundred has a false find.
 """
 
 from __future__ import annotations
@@ -10,64 +10,64 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
+from statistics import mean, stdev
 
 from symbiosis.privacy.audit.goals import Score
 
 __all__ = ["FALSE_FINDS", "Limit"]
 
 FALSE_FINDS = 0.01
-"""Probability of one or more false finds in a whole table."""
+"""Probability of at least one false find in a whole table."""
 
 
 class Limit:
-    """What an attack scores on random traffic.
+    """The limit above which a score of an attack is a find.
 
     Args:
-        scores: on independent lots of random traffic, two or more.
-        share: the probability of a false find that this comparison may have.
+        scores: scores on two or more independent sets of random traffic.
+        probability: probability of a false find that this comparison may have.
     """
 
-    def __init__(self, scores: Sequence[Score], share: float) -> None:
+    def __init__(self, scores: Sequence[Score], probability: float) -> None:
         if len(scores) < 2:
-            raise ValueError("what is random cannot be told from fewer than two scores")
-        self._share = share / 2
-        self.cosine = self._below([score.cosine for score in scores])
-        """One more score of random traffic is above this with a probability of ``share`` / 2."""
-        self.recovered = self._below([score.recovered for score in scores])
-        """The same of what is recovered."""
+            raise ValueError("a limit needs scores of at least two sets of random traffic")
+        self._probability = probability / 2
+        self.cosine = self._limit([score.cosine for score in scores])
+        """One more score of random traffic exceeds this with half of ``probability``."""
+        self.recovered = self._limit([score.recovered for score in scores])
+        """The same for the recovered fraction."""
         self._hits = sum(round(score.recovered * score.choices) for score in scores)
         self._choices = sum(score.choices for score in scores)
 
-    def _below(self, values: Sequence[float]) -> float:
-        """By Student's t, for one value more of a normal distribution of which only these are known."""
+    def _limit(self, values: Sequence[float]) -> float:
+        """Return the limit for one more value of a normal distribution, by Student's t."""
         count = len(values)
-        mean = sum(values) / count
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-        return mean + _t(count - 1, self._share) * deviation * math.sqrt(1 + 1 / count)
+        return mean(values) + _student_t(count - 1, self._probability) * stdev(values) * math.sqrt(1 + 1 / count)
 
     def exceeded_by(self, score: Score) -> bool:
-        """Whether the attack found something: by its cosine, or by how often it chose rightly.
+        """Return whether an attack found something, by its cosine or by its number of right choices.
 
-        Few right choices are not normally distributed, and choices of one lot may hang together; so they must be too
-        many both as single events and as the sum of a lot.
+        A small number of right choices is not normally distributed, and choices of one set may depend on each other. So
+        the number must be too large both as a count of independent events and as a value of a normal distribution.
         """
         if score.cosine > self.cosine:
             return True
         if not score.choices or score.recovered <= self.recovered:
             return False
-        return _tail(round(score.recovered * score.choices), score.choices, self._hits, self._choices) < self._share
+        hits = round(score.recovered * score.choices)
+        return _choices_tail(hits, score.choices, self._hits, self._choices) < self._probability
 
     def has_power(self, score: Score) -> bool:
-        """Whether the attack could have found anything: whether a perfect score, of as many choices, would count."""
+        """Return whether a perfect score with as many choices would be a find."""
         return self.exceeded_by(score._replace(cosine=1.0, recovered=1.0))
 
 
 @cache
-def _t(freedom: int, probability: float) -> float:
-    """What Student's t of so many degrees of freedom exceeds with this probability."""
+def _student_t(freedom: int, probability: float) -> float:
+    """Return the value that Student's t with ``freedom`` degrees of freedom exceeds with a probability."""
 
-    def exceeds(value: float) -> float:
-        # With t = √f·tan(a) the density becomes one of cosines, over a bounded range.
+    def tail(value: float) -> float:
+        # With t = √f·tan(a), the density becomes a power of a cosine over a bounded range.
         low, steps = math.atan(value / math.sqrt(freedom)), 400
         width = (math.pi / 2 - low) / steps
         total = sum(math.cos(low + (step + 0.5) * width) ** (freedom - 1) for step in range(steps))
@@ -75,29 +75,27 @@ def _t(freedom: int, probability: float) -> float:
         return constant * total * width
 
     low, high = 0.0, 1.0
-    while exceeds(high) > probability:
+    while tail(high) > probability:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if exceeds(middle) > probability else (low, middle)
+        low, high = (middle, high) if tail(middle) > probability else (low, middle)
     return high
 
 
-def _tail(hits: int, choices: int, random_hits: int, random_choices: int) -> float:
-    """Probability of so many right choices or more, the chance of one being known from the random ones only
-    (the beta-binomial distribution, from a uniform prior)."""
+def _choices_tail(hits: int, choices: int, random_hits: int, random_choices: int) -> float:
+    """Return the probability of at least ``hits`` right choices, if choices are as good as the random ones.
+
+    The probability of a right choice is known from the random choices only, with a uniform prior. The number of right
+    choices then has a beta-binomial distribution.
+    """
     a, b = random_hits + 1, random_choices - random_hits + 1
 
     def log_beta(x: float, y: float) -> float:
         return math.lgamma(x) + math.lgamma(y) - math.lgamma(x + y)
 
-    return sum(
-        math.exp(
-            math.lgamma(choices + 1)
-            - math.lgamma(k + 1)
-            - math.lgamma(choices - k + 1)
-            + log_beta(k + a, choices - k + b)
-            - log_beta(a, b)
-        )
-        for k in range(hits, choices + 1)
-    )
+    def probability(k: int) -> float:
+        log_ways = -math.log(choices + 1) - log_beta(k + 1, choices - k + 1)  # the number itself may exceed a float
+        return math.exp(log_ways + log_beta(k + a, choices - k + b) - log_beta(a, b))
+
+    return sum(map(probability, range(hits, choices + 1)))

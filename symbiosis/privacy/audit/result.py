@@ -1,0 +1,95 @@
+"""The result of an audit: scores of all attacks, which of them are finds, and what schemes cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from symbiosis.privacy.audit.provider import Scores
+from symbiosis.privacy.audit.verdict import Limit
+from symbiosis.privacy.audit.workload import Plan
+
+__all__ = ["Audit", "Costs", "Observation"]
+
+
+@dataclass
+class Costs:
+    """Costs of a scheme relative to bare rows. Times are medians of pairs of measurements; NaN if not measured."""
+
+    decode: float
+    """Ratio of times to generate a text."""
+    train: float
+    """Ratio of times of a training step."""
+    traffic: float
+    """Ratio of bytes to and from executors over the whole workload."""
+    logits: float
+    """Largest error of a logit, relative to the largest logit."""
+    gradients: float
+    """Largest error of a gradient of the adapter, relative to the largest gradient."""
+
+
+@dataclass
+class Observation:
+    """The attacks of one executor, or of all together, on the traffic of one scheme."""
+
+    scheme: str
+    executor: str
+    """Which executor it is; empty for a scheme with one executor."""
+    scores: Scores
+    found: dict[str, set[str]] = field(default_factory=dict)
+    """Attack → goals at which it did better than on random traffic."""
+    collusion: bool = False
+    """Whether the executors collude, against which no scheme claims to protect."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.scheme} ({self.executor})" if self.executor else self.scheme
+
+
+@dataclass
+class Audit:
+    """The result of an audit."""
+
+    plan: Plan
+    observations: list[Observation]
+    bare: Observation
+    """Attacks on bare rows. What they do not find there they would not find under any scheme."""
+    costs: dict[str, Costs]
+    limits: dict[str, dict[str, Limit]]
+    """Attack → goal → limit above which a score is a find."""
+    probability: float
+    """Probability of a false find in one comparison."""
+    sets: int
+    """Sets of random traffic."""
+    random_error: float
+    """Least error of activations that an attack reached on random traffic, by guesses from the public model."""
+    schemes: dict[str, str]
+    """Scheme as requested → scheme with all its options."""
+
+    def holds(self, scheme: str) -> bool | None:
+        """Return whether no attack got more from a scheme's traffic than from random traffic.
+
+        Returns None if the audit shows nothing, because the attacks do not find the adapter in bare rows either.
+        """
+        for observation in self.observations:
+            if observation.scheme == scheme and not observation.collusion and any(observation.found.values()):
+                return False
+        return None if "adapter" in self.missed else True
+
+    @property
+    def missed(self) -> set[str]:
+        """Goals at which no attack finds anything in bare rows."""
+        goals = {goal for scores in self.bare.scores.values() for goal in scores}
+        return goals.difference(*self.bare.found.values())
+
+    def limit(self, attack: str, goal: str) -> Limit | None:
+        """Return the limit of an attack.
+
+        An attack that does not apply to random traffic, such as one on rows that are alike, has the limit of "as is".
+        """
+        return self.limits.get(attack, self.limits["as is"]).get(goal)
+
+    def mark(self, observation: Observation) -> None:
+        """Set which scores of an observation are finds."""
+        for attack, scores in observation.scores.items():
+            limits = self.limits.get(attack, self.limits["as is"])
+            observation.found[attack] = {goal for goal, score in scores.items() if limits[goal].exceeded_by(score)}

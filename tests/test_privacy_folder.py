@@ -1,0 +1,263 @@
+"""One-time pads in a folder: no pad is used twice, whatever happens to the process, the files or the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from symbiosis.core.requests import Pass
+from symbiosis.errors import PrivacyError
+from symbiosis.privacy import LocalPads
+from symbiosis.privacy.pad_folder import EFFECT_HEADER, PadCounter, PadFolder
+from tests.masking import Layers, Masking, assert_all_different, normal_rows
+
+MODEL = Layers(32, 8)
+X = normal_rows(2, 32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "pads"
+
+
+def opened(folder: Path, model: nn.Module = MODEL, **options: Any) -> Masking:
+    return Masking(LocalPads(model, rows=8, folder=folder, **options), model)
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks of processes with threads
+        return os.fork()
+
+
+def test_pads_survive_a_restart(folder: Path) -> None:
+    x = normal_rows(3, 32)
+    noise = []
+    for turn in range(5):
+        with opened(folder) as masking:
+            for _ in range(turn + 1):
+                masking.assert_forward(x)
+            masking.prepare()
+            noise.append(masking.pads(x))
+    assert_all_different(torch.cat(noise))
+    assert sum(map(len, noise)) == 45
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
+    # After an orderly end, pads that were ready are ready again: none is skipped, and none has to be made.
+    with opened(folder, when_out="error") as masking:
+        for _ in range(2):
+            masking.assert_forward(x)
+
+
+def test_pads_of_a_process_that_died_are_skipped(tmp_path: Path) -> None:
+    """The counter on disk is always ahead of use, so a copy of the folder at any time is safe to continue from."""
+    with opened(tmp_path / "alive") as masking:
+        for turn in range(8):
+            masking.ask((0,), Pass.FORWARD, X)
+            shutil.copytree(tmp_path / "alive", tmp_path / f"died-{turn}")
+        used = masking.pads(X)
+    for turn in range(8):
+        with opened(tmp_path / f"died-{turn}") as masking:
+            masking.assert_forward(X)
+            assert_all_different(torch.cat([used[: 2 * turn + 2], masking.pads(X)]))
+
+
+def test_a_damaged_counter(folder: Path) -> None:
+    """It is unknown which pads were used, so none is used: an empty file must not mean that all are unused."""
+    for _ in range(2):
+        with opened(folder) as masking:
+            for _ in range(5):
+                masking.ask((0,), Pass.FORWARD, X)
+    (file,) = folder.glob("*.counter")
+    whole = file.read_bytes()
+    damaged = [whole[:cut] for cut in range(len(whole))] + [bytes(len(whole)), whole + bytes(1), whole + whole]
+    damaged += [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole))]
+    for data in damaged:
+        file.write_bytes(data)
+        with opened(folder) as masking:
+            with pytest.raises(PrivacyError, match="counter is damaged, so it is unknown which pads were used"):
+                masking.ask((0,), Pass.FORWARD, X)
+            assert not masking.masked()
+    file.write_bytes(whole)
+    with opened(folder) as masking:
+        masking.ask((0,), Pass.FORWARD, X)
+
+
+def test_a_missing_counter(folder: Path) -> None:
+    with opened(folder) as masking:
+        masking.ask((0,), Pass.FORWARD, X)
+    (counter,) = folder.glob("*.counter")
+    counter.unlink()
+    with opened(folder) as masking:
+        with pytest.raises(PrivacyError, match="is missing, so it is unknown which pads were used"):
+            masking.ask((0,), Pass.FORWARD, X)
+
+
+@pytest.mark.parametrize("name", ["key", "model"])
+def test_a_missing_key_or_model(name: str, folder: Path) -> None:
+    """With a new key, effects on disk would belong to other pads."""
+    with opened(folder) as masking:
+        masking.ask((0,), Pass.FORWARD, X)
+    (folder / name).unlink()
+    for kept in ("*.counter", "*.effects"):
+        with pytest.raises(PrivacyError, match=rf"{name} is missing.*use another folder"):
+            opened(folder)
+        (file,) = folder.glob(kept)
+        file.unlink()
+    with opened(folder) as masking:  # no pad depends on the missing file
+        masking.ask((0,), Pass.FORWARD, X)
+
+
+def test_damaged_effects_are_computed_again(folder: Path) -> None:
+    with opened(folder) as masking:
+        masking.prepare()
+    (kept,) = folder.glob("*.effects")
+    data = bytearray(kept.read_bytes())
+    data[EFFECT_HEADER.size + 3] ^= 0x40  # the exponent of the first number of the first pad
+    kept.write_bytes(data)
+    with opened(folder) as masking:
+        for _ in range(6):
+            masking.assert_forward(X)
+
+
+def test_counters_only_go_up(tmp_path: Path) -> None:
+    counter = PadCounter(tmp_path / "counter")
+    for value in (5, 3, 9, 7):
+        counter.reach(value)
+    assert counter.value == PadCounter(tmp_path / "counter").value == 9
+
+
+def test_a_counter_that_is_written_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = PadCounter(tmp_path / "counter")
+    monkeypatch.setattr(os, "write", lambda file, data: len(data) - 1)
+    with pytest.raises(OSError, match="written in part"):
+        counter.write(5)
+    assert counter.value == 0
+
+
+def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Effects need not be kept. Pads whose use cannot be recorded are not used until there is room again."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with opened(folder) as masking:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            masking.assert_forward(X)
+            patch.setattr(os, "write", full)
+            with pytest.raises(
+                PrivacyError, match=r"cannot be kept on disk .*No space left.*nothing was sent. Make room"
+            ):
+                masking.ask((1,), Pass.FORWARD, X)
+        for _ in range(10):
+            masking.assert_forward(X, 1)
+        assert_all_different(masking.pads(X)[2:])
+
+
+def test_pads_are_recorded_as_used_before_a_request_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request then need not wait for the disk."""
+    threads = []
+    fsync = os.fsync
+
+    def watched(file: int) -> None:
+        threads.append(threading.current_thread().name)
+        fsync(file)
+
+    with opened(folder) as masking:
+        masking.prepare()
+        monkeypatch.setattr(os, "fsync", watched)
+        for _ in range(8):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+            masking.prepare()
+        monkeypatch.undo()
+    assert set(threads) == {"symbiosis-pads"}
+
+
+def test_pads_keep_no_files_open(folder: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(30)]).requires_grad_(False)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with opened(folder, model) as masking:
+        for layer in range(30):
+            masking.ask((layer,), Pass.FORWARD, torch.ones(2, 4))
+        assert len(list(Path("/proc/self/fd").iterdir())) < before + 10
+    assert len(list(folder.glob("*.effects"))) == 30
+
+
+def test_a_folder_is_free_while_a_forked_child_lives(folder: Path) -> None:
+    """The child shares the lock, whatever it does."""
+    read, write = os.pipe()
+    with opened(folder):
+        child = fork()
+        if not child:
+            os.close(write)
+            os.read(read, 1)  # returns when the parent closes the pipe
+            os._exit(0)
+        os.close(read)
+    try:
+        with opened(folder) as masking:
+            masking.ask((0,), Pass.FORWARD, X)
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_use_its_parents_pads(folder: Path) -> None:
+    """It gets an error, also if a thread held the lock of the pads when the process was forked."""
+    held, release = threading.Event(), threading.Event()
+
+    def hold_lock() -> None:
+        with masking.mask._lock:
+            held.set()
+            release.wait(60)
+
+    with opened(folder) as masking:
+        masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
+        masking.prepare()
+        (file,) = folder.glob("*.counter")
+        before = file.read_bytes()
+        thread = threading.Thread(target=hold_lock)
+        thread.start()
+        held.wait(60)
+        child = fork()
+        if not child:
+            code = 1
+            try:
+                masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+            except PrivacyError as error:
+                code = 0 if "forked child" in str(error) else 2
+            finally:
+                masking.channel.close()
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        release.set()
+        thread.join()
+        assert file.read_bytes() == before
+        assert PadCounter(file).value >= 3
+        masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
+
+
+def test_a_folder_has_one_client_of_one_model(tmp_path: Path, folder: Path) -> None:
+    with opened(folder), pytest.raises(PrivacyError, match="in use by another client"):
+        opened(folder)
+    with pytest.raises(PrivacyError, match="pads for another model"):
+        opened(folder, Layers(seed=1))
+    folder.chmod(0o755)
+    with pytest.raises(PrivacyError, match="accessible to other users"):
+        opened(folder)
+    folder.chmod(0o700)
+    (folder / "key").write_bytes(b"short")
+    with pytest.raises(PrivacyError, match="damaged"):
+        opened(folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PrivacyError, match="cannot be used"):
+        PadFolder(tmp_path / "file", "weights")

@@ -1,0 +1,170 @@
+"""One-time pads in memory: each is used once, and errors of the thread that computes their effects are reported."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from symbiosis.core.requests import Pass
+from symbiosis.errors import PrivacyError
+from symbiosis.privacy import LocalPads, SecretShares, keystream, pad_stock, pads
+from symbiosis.privacy.own_weights import OwnWeights
+from tests.masking import FORWARD, Layers, Masking, ask_on_thread, assert_all_different, normal_rows
+
+MODEL = Layers(32, 8)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_pads_are_used_once(rows: int) -> None:
+    x = normal_rows(rows, 32)
+    with Masking(LocalPads(MODEL, rows=4), MODEL) as masking:
+        for _ in range(30):
+            masking.ask((0,), Pass.FORWARD, x)
+        assert_all_different(masking.pads(x))
+
+
+def test_a_request_that_needs_more_pads_than_are_ready() -> None:
+    """It waits, or raises an error before anything is sent."""
+    with Masking(LocalPads(MODEL, rows=4, when_out="error"), MODEL) as masking:
+        masking.prepare()
+        assert masking.mask.ready()[FORWARD] == 4
+        with pytest.raises(
+            PrivacyError, match=r"5 rows for first in .* no more than 4 .*; nothing was sent. Give rows=5"
+        ):
+            masking.ask((0,), Pass.FORWARD, torch.ones(5, 32))
+        assert not masking.masked()
+        with masking.mask._changed:  # no pads are made in the meantime
+            masking.ask((0,), Pass.FORWARD, torch.ones(3, 32))
+            with pytest.raises(
+                PrivacyError, match=r"4 rows for first, but only 1 of its pads ready; nothing was sent.*when_out"
+            ):
+                masking.ask((0,), Pass.FORWARD, torch.ones(4, 32))
+    with Masking(LocalPads(MODEL, rows=4), MODEL) as masking:
+        (y,) = masking.ask((0,), Pass.FORWARD, torch.ones(500, 32))
+        assert y.shape == (500, 8)
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["memory", "folder"])
+def test_a_draw_that_is_interrupted(folder: bool, tmp_path: Path) -> None:
+    """After a Ctrl-C at any line of a draw, later results are right, and no pad is used twice."""
+    files = (pads.__file__, pad_stock.__file__, keystream.__file__)
+    left = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
+            return None
+        # An error from a tracer at the end of a `with`, or at a `try`, can bypass the release of a lock. Signals come
+        # after calls and jumps only.
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not line.startswith(("with", "try")):
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    x = normal_rows(3, 32)
+    interrupted = 0
+    with Masking(LocalPads(MODEL, rows=8, folder=tmp_path / "pads" if folder else None), MODEL) as masking:
+        for left_at_first in range(1, 1000):
+            left = left_at_first
+            sys.settrace(trace)
+            try:
+                masking.ask((0,), Pass.FORWARD, x)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(None)
+            y = ask_on_thread(masking, x)
+            assert y is not None
+            masking.assert_accurate(y, x)
+            if left > 0:
+                break
+        assert interrupted > 20
+        assert_all_different(masking.pads(x))
+
+
+def test_a_thread_of_lower_priority_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may not let it return to a higher priority. Pads are made nevertheless."""
+    requested: list[int] = []
+
+    def refused(which: int, who: int, niceness: int) -> None:
+        requested.append(niceness)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "getpriority", lambda which, who: 15)
+    monkeypatch.setattr(os, "setpriority", refused)
+    with Masking(LocalPads(MODEL, rows=4), MODEL) as masking:
+        assert ask_on_thread(masking, torch.ones(1, 32)) is not None
+    assert requested == [15]
+
+
+def test_the_thread_that_makes_pads_uses_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads keep their number of cores, also threads that start later."""
+    effects, threads = OwnWeights.effects, set()
+
+    def watched(*arguments: Any) -> Any:
+        threads.add(torch.get_num_threads())
+        return effects(*arguments)
+
+    monkeypatch.setattr(OwnWeights, "effects", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with Masking(LocalPads(MODEL, rows=8), MODEL) as masking:
+            masking.prepare()
+            later: list[int] = []
+            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+        assert threads == {1}
+        assert later == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("function", ["use_cores", "_lower_priority"])
+def test_a_thread_that_fails_at_its_start(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pads, function, lambda *_: 1 / 0)
+    with Masking(LocalPads(MODEL, rows=4), MODEL) as masking:
+        masking.mask._thread.join(300)
+        with pytest.raises(PrivacyError, match="no more pads can be made"):
+            masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+
+
+@pytest.mark.parametrize("work", ["request", "preparation"])
+def test_effects_that_cannot_be_computed(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first wait gets the error, and later ones get an error that says so."""
+    monkeypatch.setattr(OwnWeights, "effects", lambda *_: 1 / 0)
+    with Masking(LocalPads(MODEL, rows=8), MODEL) as masking:
+
+        def wait() -> None:
+            if work == "request":
+                masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+            else:
+                masking.prepare()
+
+        with pytest.raises(ZeroDivisionError):
+            wait()
+        with pytest.raises(PrivacyError, match="no more pads can be made"):
+            wait()
+
+
+def test_clients_of_one_process_share_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    monkeypatch.setattr(
+        "symbiosis.privacy.own_weights.load_model", lambda path, dtype: loaded.append(path) or Layers(32, 8)
+    )
+    shares = SecretShares(["a", "b"], model=tmp_path)
+    with Masking(LocalPads(tmp_path), MODEL) as one, Masking(LocalPads(tmp_path), MODEL) as two:
+        with Masking(shares, MODEL) as three:
+            for masking in (one, two, three):
+                masking.ask((0,), Pass.FORWARD, torch.ones(1, 32))
+        assert loaded == [tmp_path]
