@@ -1,10 +1,8 @@
-"""Every error that symbiosis raises on purpose, in one tree.
+"""Every error that symbiosis raises on purpose, in one tree with three branches.
 
-The three branches answer the first question anyone asks: whose fault is it?
-
-* :class:`UsageError`: the caller's. The message names the value and what to do instead.
-* :class:`PeerError`: the other side ended the conversation, in good order.
-* :class:`BrokenError`: something failed that should not have: a policy, a base layer, a connection.
+* :class:`UsageError`: the caller made a mistake. The message names the value and what to do instead.
+* :class:`PeerError`: the other side ended the conversation in good order.
+* :class:`BrokenError`: a policy, a base layer or a connection failed.
 """
 
 from __future__ import annotations
@@ -45,23 +43,23 @@ class CannotWaitError(UsageError):
 
 
 class PlaceholderError(UsageError):
-    """Something wants the weights of a base layer, which a client does not have."""
+    """Code needs the weights of a base layer, which a client does not have."""
 
 
 class PrivacyError(UsageError):
-    """Rows cannot be masked as asked. Nothing was sent bare."""
+    """Rows cannot be masked as requested. No unmasked row was sent."""
 
 
 class RequestError(UsageError):
-    """A request does not fit the layer it names: dtype, width, rows, pass or layer index."""
+    """A request does not fit its layer: dtype, width, rows, pass or layer index."""
 
 
 class ShareError(UsageError):
-    """A client's share of a model cannot be made, or does not fit what is installed here."""
+    """A share of a model cannot be made, or does not fit the installed version of transformers."""
 
 
 class SplitError(UsageError):
-    """A model cannot be split into base layers and a client's share as asked."""
+    """A model cannot be split into base layers and a client's part as requested."""
 
 
 class UnknownNameError(UsageError):
@@ -73,31 +71,31 @@ class PeerError(SymbiosisError):
 
 
 class ClientClosedError(PeerError):
-    """The client was closed while, or before, this call needed it."""
+    """The client was closed before or during this call."""
 
 
 class ExecutorClosedError(PeerError):
-    """The executor was shut down while, or before, this call needed it."""
+    """The executor was shut down before or during this call."""
 
 
 class RefusedError(PeerError):
-    """The executor does not let this client in, or has shown it out; the message says why."""
+    """The executor does not admit this client, or has disconnected it; the message says why."""
 
 
 class BusyError(RefusedError):
-    """Not now: the name is in use, or there are as many clients as allowed. Later it may be otherwise."""
+    """The name is in use, or the limit of clients is reached. A later attempt may succeed."""
 
 
 class BrokenError(SymbiosisError):
-    """Something failed that should not have."""
+    """A part of the system failed."""
 
 
 class ConnectionLostError(BrokenError):
-    """The executor cannot be reached, or was lost and did not come back in time."""
+    """The executor cannot be reached, or was lost and did not return in time."""
 
 
 class WireError(BrokenError):
-    """The other side sent what the wire format does not allow."""
+    """The other side sent a message that the wire format does not allow."""
 
 
 class LayerError(BrokenError):
@@ -105,4 +103,4 @@ class LayerError(BrokenError):
 
 
 class PolicyError(BrokenError):
-    """A batching policy raised, or made a decision that the scheduler must refuse."""
+    """A batching policy raised an error, or made a decision that the scheduler refused."""

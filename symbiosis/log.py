@@ -1,7 +1,7 @@
-"""Events for operators: who joined, left, was refused, died. Through the standard ``logging``, so that whoever embeds
-the package decides where they go; ``symbiosis serve`` renders them on the console or as JSON.
+"""Events for operators: clients that join, leave or are refused, and executors that are lost.
 
-Never in an event: tensors, keys, texts of a tenant.
+Events go through the standard ``logging``, so the embedding program decides where they are written. ``symbiosis serve``
+writes them to the console or as JSON. Events never contain tensors, keys or texts of a tenant.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["get_logger", "render"]
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger whose keyword arguments become fields of the log record: ``log.info("joined", client="alice")``."""
+    """Return a logger whose keyword arguments become fields of the record: ``log.info("joined", client="alice")``."""
     return cast(
         structlog.stdlib.BoundLogger,
         structlog.wrap_logger(
@@ -28,7 +28,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def render(json: bool, level: int = logging.INFO) -> None:
-    """Show the package's events on standard error, for people or, a JSON object a line, for machines."""
+    """Write the package's events to standard error: as text, or as one JSON object per line."""
     shared: list[structlog.types.Processor] = [
         structlog.stdlib.ExtraAdder(),
         structlog.stdlib.add_log_level,

@@ -19,7 +19,7 @@ _engine: Any = torch._C._autograd
 
 
 def in_modes() -> bool:
-    """Whether this thread is in any torch mode other than the grad mode."""
+    """Return whether this thread is in any torch mode other than the grad mode."""
     return bool(
         torch.is_inference_mode_enabled()
         or torch._C._is_any_autocast_enabled()
@@ -32,13 +32,13 @@ def in_modes() -> bool:
 
 
 class Modes:
-    """torch's modes of a suspended fiber, all but the grad mode, which is so common that it is handled apart."""
+    """torch's modes of a suspended fiber, except the grad mode, which callers handle because it is so common."""
 
     __slots__ = ("_autocast", "_dispatch", "_forward_ad", "_function", "_hooks", "_inference", "_nesting", "_no_hooks")
 
     def __init__(self) -> None:
         """Take the modes off this thread and leave torch's defaults."""
-        # The guard gives back, when it exits, exactly the state that it found.
+        # When the guard exits, it restores exactly the state that it found.
         self._inference = torch._C._InferenceMode(False) if torch.is_inference_mode_enabled() else None
         if self._inference is not None:
             self._inference.__enter__()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Modes:
         for device, _ in self._autocast:
             torch.set_autocast_enabled(device, False)
         # Autocast caches casts of weights until the outermost context exits. Another tenant's contexts must not keep
-        # this one's cache alive beyond an optimizer step, so each suspension counts as an exit.
+        # this cache alive beyond an optimizer step, so each suspension counts as an exit.
         self._nesting = torch.autocast_increment_nesting() - 1
         for _ in range(self._nesting + 1):
             torch.autocast_decrement_nesting()
@@ -100,7 +100,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 @contextlib.contextmanager
 def modes_aside() -> Iterator[None]:
-    """Put torch's modes aside, for an ``await`` outside fibers: whatever else runs on this thread must not see them."""
+    """Put torch's modes aside meanwhile. For an ``await`` outside fibers, when other coroutines use this thread."""
     grad = torch.is_grad_enabled()
     modes = Modes() if in_modes() else None
     _set_grad_enabled(True)

@@ -1,8 +1,8 @@
 """PEFT on a model whose base weights are elsewhere.
 
-Nearly every PEFT method adds to what a base layer gives, and works as it is. A few read the base weights, which a
-client does not have: some initialisations factor them, some methods transform them in every forward. These are
-refused here, before they can turn into NaN: initialisations by name, methods by trying each kind of adapted layer once.
+Nearly every PEFT method adds to a base layer's result, and works unchanged. A few read the base weights, which a client
+does not have: some initialisations factor them, and some methods transform them in every forward pass. This module
+refuses them before they produce NaN: initialisations by name, methods by trying each kind of adapted layer once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FACTORS_WEIGHTS = ("pissa", "corda", "olora", "mica", "loftq", "eva", "lora_ga"
 
 
 def add_adapter(model: torch.nn.Module, config: PeftConfig, requester: Requester) -> Any:
-    """``get_peft_model``, refusing what would read base weights.
+    """Return ``get_peft_model(model, config)``, or refuse a configuration that reads base weights.
 
     Raises:
         PlaceholderError: the method or its initialisation needs the weights of base layers.
@@ -59,7 +59,7 @@ def save_adapter(model: Any, folder: str | PathLike[str]) -> None:
 
 
 def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: bool, requester: Requester) -> Any:
-    """The model with the adapter of a PEFT folder loaded and active.
+    """Return the model with the adapter of a PEFT folder loaded and active.
 
     Raises:
         PlaceholderError: the method needs the weights of base layers.
@@ -74,9 +74,9 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
         model.set_adapter(name)
     else:
         model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
-    if not trainable:  # PEFT leaves some methods' parameters, and every adapter that is set, trainable
+    if not trainable:  # PEFT leaves parameters of some methods, and every adapter that is set, trainable
         model.requires_grad_(False)
-    model.train(training)  # and a new adapter's modules in training mode
+    model.train(training)  # PEFT leaves a new adapter's modules in training mode
     _guard(model, config, requester)
     return model
 
@@ -102,7 +102,7 @@ def _check_config(model: torch.nn.Module, config: Any) -> None:
 
 
 def _guard(adapted: Any, config: Any, requester: Requester) -> None:
-    """Try one adapted layer of each kind on a row of ones, with zeros for the base layer's answer; refuse merging."""
+    """Try one adapted layer of each kind on a row of ones, with zeros as the base layer's result; refuse merging."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     tried = set()

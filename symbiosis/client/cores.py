@@ -1,4 +1,4 @@
-"""How many cores the operators of one thread use."""
+"""The number of cores that operators of one thread use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ __all__ = ["use_cores"]
 
 
 def use_cores(count: int) -> None:
-    """Have operators on the CPU that this thread calls from now on use so many threads in all. (What
-    ``torch.set_num_threads`` says is also for threads that are started later.) Without OpenMP nothing happens, nor to
-    MKL's products where ``torch.set_num_threads`` was called."""
-    torch.get_num_threads()  # torch gives a thread its number when that is first asked for
+    """Have CPU operators of this thread use ``count`` threads in all from now on.
+
+    ``torch.set_num_threads`` would affect threads that start later, too. Without OpenMP this function has no effect,
+    and MKL ignores it after ``torch.set_num_threads`` was called.
+    """
+    torch.get_num_threads()  # torch sets a thread's number of threads when it is first read
     set_num_threads = _omp_set_num_threads()
     if set_num_threads is not None:
         set_num_threads(count)

@@ -1,15 +1,15 @@
 """Fibers: synchronous model code that suspends on the event loop.
 
-``transformers`` calls its layers synchronously; clients are coroutines. A fiber is a greenlet in which such code runs
-on the loop's own thread. Where a VirtLayer must wait, the fiber hands its awaitable to the coroutine that drives it and
-is resumed with the result; meanwhile the loop runs other fibers. No threads, no fight for the GIL.
+``transformers`` calls its layers synchronously, and clients are coroutines. A fiber is a greenlet in which such code
+runs on the event loop's thread. When a VirtLayer must wait, the fiber hands its awaitable to the coroutine that drives
+it, and is resumed with the result. Meanwhile the event loop runs other fibers.
 
-Fibers share a thread, so whatever torch keeps per thread must follow the fiber that runs:
+Fibers share a thread, so everything that torch keeps per thread must follow the fiber that runs:
 
 * grad, inference and autocast modes, function and dispatch modes, and saved-tensor hooks (gradient checkpointing
-  enters them around whole blocks) are put aside while a fiber is suspended; the loop then sees torch's defaults;
-* the random generators: a fiber draws from its owner's :class:`RandomStream`, so sampling and dropout give the same
-  numbers as in a process of one's own.
+  enters them around whole blocks) are put aside while a fiber is suspended, so the event loop sees torch's defaults;
+* a fiber draws random numbers from its client's :class:`RandomStream`, so sampling and dropout give the same numbers as
+  in a process of the client's own.
 
 The autograd engine keeps C++ state per thread that cannot be put aside, so a fiber must not suspend inside it:
 ``backward`` runs on a thread of the client's own (:mod:`symbiosis.client.client`).
@@ -34,10 +34,10 @@ T = TypeVar("T")
 
 
 class RandomStream:
-    """One tenant's random numbers, as if its job had a process of its own. Starts as a copy of torch's generators.
+    """One client's random numbers, as if its job had a process of its own. Starts as a copy of torch's generators.
 
-    Entering and leaving cost a microsecond together: the state of torch's CPU generator is 5 kB. Only one stream is
-    entered at a time in the whole process; a thread that enters waits until the one before has left.
+    Entering and leaving together take a microsecond, because the state of torch's CPU generator has 5 kB. One stream is
+    entered at a time in the whole process; a thread that enters waits until the thread before it has left.
     """
 
     __slots__ = ("_cuda", "_mine", "_others")
@@ -59,7 +59,7 @@ class RandomStream:
             self._cuda.set_state(state[1])
 
     def enter(self) -> None:
-        """From now on torch draws from this stream."""
+        """Have torch draw from this stream from now on."""
         _entered.acquire()
         self._others = self._read()
         self._write(self._mine)
@@ -89,10 +89,10 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
     """The channel of the client whose pass this is."""
 
     def wait(self, awaitable: Awaitable[T], channel: Walk | None = None) -> T:
-        """Suspend this fiber, which must be the one running, until ``awaitable`` is done; its result or exception.
+        """Suspend this fiber until ``awaitable`` is done, and return its result or raise its exception.
 
-        Called by a synchronous function that somewhere below runs in :func:`run_in_fiber`. ``channel`` is what it waits
-        for: if that is another client's, this one is not thinking meanwhile, or both would wait for each other.
+        The fiber must be the running one. ``channel`` is the channel that the fiber waits for. If it belongs to another
+        client, this client does not count as thinking meanwhile; otherwise each of the two would be waited for.
         """
         self.stream.leave()
         elsewhere = channel is not None and channel is not self.walk
@@ -111,11 +111,11 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
             torch._C._set_grad_enabled(grad)
             self.stream.enter()
             if elsewhere:
-                self.walk.begin_pass()  # last, because it raises when this client was closed meanwhile
+                self.walk.begin_pass()  # last, because it raises if this client was closed meanwhile
 
 
 def current_fiber() -> Fiber | None:
-    """The fiber that this code runs in, if any."""
+    """Return the fiber that this code runs in, or None."""
     current = getcurrent()
     return current if isinstance(current, Fiber) else None
 
@@ -129,7 +129,7 @@ class Walk(Protocol):
 
 
 async def run_in_fiber(stream: RandomStream, walk: Walk, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a synchronous function in a fiber and await its result. ``walk`` is flushed whenever it has suspended.
+    """Run a synchronous function in a fiber and return its result. ``walk`` is flushed whenever the fiber suspends.
 
     The function starts in, and must leave, the torch modes of the caller. Cancelling the awaiting task raises
     ``CancelledError`` in the function, where it waits.
@@ -140,11 +140,11 @@ async def run_in_fiber(stream: RandomStream, walk: Walk, fn: Callable[P, T], *ar
     fiber.gr_context = contextvars.copy_context()
     out: Any = fiber.switch(stream, fn, args, kwargs)
     while not fiber.dead:
-        # In a list that the fiber empties: neither a local nor an argument may keep a tenant's rows alive meanwhile.
+        # The fiber empties this list, so that neither a local nor an argument keeps a tenant's rows alive.
         try:
             walk.flush()
             result = [await out]
-        except BaseException as error:  # noqa: BLE001 (the fiber is who must see it)
+        except BaseException as error:  # noqa: BLE001 (the fiber must see the error)
             out = fiber.throw(error)
         else:
             out = fiber.switch(result)

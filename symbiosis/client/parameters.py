@@ -1,15 +1,14 @@
-"""Parameters of a client's model: shared until the tenant makes them its own.
+"""Parameters of a client's model, which are shared until the tenant makes them its own.
 
-A client's model has two sorts of frozen parameters. The small ones outside the base layers (embeddings, norms, biases)
-are real and share memory with every other client of the process. The weights of base layers are *placeholders*: one
-NaN expanded to the right shape, so that PEFT finds a weight of the right shape, dtype and device, and anything that
-reads it shows as NaN instead of a wrong answer (D8). What a VirtLayer's placeholder can do beyond that is in
-:mod:`symbiosis.client.placeholders`.
+A client's model has two sorts of frozen parameters. Embeddings, norms and biases have values and share memory with
+every other client of the process. The weights of base layers are *placeholders*: one NaN expanded to the weight's
+shape. PEFT finds a weight of the right shape, dtype and device, and code that reads it gets NaN instead of a wrong
+number (D8). :mod:`symbiosis.client.placeholders` explains what else a VirtLayer's placeholder can do.
 
-Either becomes the tenant's own copy at the moment somebody makes it trainable or writes into it (``modules_to_save``,
-``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees it change. Writes that go round
-the parameter's own methods (``.data.mul_``, a view's ``w[0].zero_()``, ``out=w``, ``torch._foreach_*``) cannot be
-seen, and reach the memory that all tenants of a process share.
+A parameter of either sort becomes the tenant's own copy when the tenant makes it trainable or writes to it
+(``modules_to_save``, ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees the change.
+Writes that bypass the parameter's own methods (``.data.mul_``, a view's ``w[0].zero_()``, ``out=w``,
+``torch._foreach_*``) are not noticed, and reach the memory that all tenants of the process share.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ __all__ = ["SharedParameter", "fetch_of", "placeholder", "share", "values_of"]
 
 
 class SharedParameter(nn.Parameter):
-    """A frozen parameter whose values are shared, or not there at all, until it is unfrozen or written to.
+    """A frozen parameter whose values are shared, or absent, until it is unfrozen or written to.
 
     Subclasses ``nn.Parameter``, so modules, optimizers and PEFT treat it as one.
     """
 
     _fetch: Callable[[], torch.Tensor] | None
-    """How to get this tenant's own copy; None once it has one."""
+    """Returns a copy of the values for this tenant. None once the tenant has one."""
 
     @property
     def own(self) -> bool:
@@ -42,7 +41,7 @@ class SharedParameter(nn.Parameter):
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether there are no values here, only a shape."""
+        """Whether this parameter has a shape and no values."""
         values = values_of(self)
         return self._fetch is not None and values.stride() == (0,) * values.ndim and values.numel() > 1
 
@@ -52,7 +51,7 @@ class SharedParameter(nn.Parameter):
         if fetch is not None:
             values = fetch() if self.is_placeholder else values_of(self).clone()
             self._fetch = None
-            self.__class__ = SharedParameter  # no longer one that knows which layer it stands for
+            self.__class__ = SharedParameter  # no longer a placeholder of a layer
             self.data = values.to(device=self.device, dtype=self.dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> SharedParameter:
@@ -72,10 +71,10 @@ class SharedParameter(nn.Parameter):
         _requires_grad.__set__(self, value)
 
     def copy_(self, *args: Any, **kwargs: Any) -> SharedParameter:
-        """Write values, as ``load_state_dict`` does: into this tenant's own copy.
+        """Write values into this tenant's own copy, as ``load_state_dict`` does.
 
-        What changes nothing makes no copy: the shared values again, or a placeholder onto a placeholder (a state dict
-        of this model).
+        A write that changes nothing makes no copy: the shared values again, or a placeholder onto a placeholder (from a
+        state dict of this model).
 
         Raises:
             PlaceholderError: a placeholder has no values to write.
@@ -86,7 +85,7 @@ class SharedParameter(nn.Parameter):
                 if self.is_placeholder:
                     return self
                 raise PlaceholderError(
-                    "these values were never here: they stand for a base layer's weights, which belong to the executor"
+                    "this state dict has placeholders in place of a base layer's weights, which belong to the executor"
                 )
             if not self.own and not self.is_placeholder and _same(source, values_of(self)):
                 return self
@@ -117,7 +116,7 @@ class SharedParameter(nn.Parameter):
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
-    """``parameter.data`` as it is: a plain tensor, of a placeholder too."""
+    """Return ``parameter.data`` as a plain tensor, also for a placeholder."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.data
 
@@ -150,7 +149,7 @@ def _in_place(name: str) -> Callable[..., SharedParameter]:
 
 
 _KEEP = {"requires_grad_", "detach_", "share_memory_", "rename_", "copy_"}
-"""Methods that end in an underscore and write nothing, and one that is defined above."""
+"""Methods whose names end in an underscore and that write nothing, and ``copy_``, which is defined above."""
 for _name in dir(torch.Tensor):
     _writes = _name.endswith("_") and not _name.startswith("_")
     if (_writes and _name not in _KEEP) or (_name.startswith("__i") and f"__{_name[3:]}" in dir(torch.Tensor)):
@@ -164,27 +163,27 @@ def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> Share
 
 
 def share(parameter: torch.Tensor, device: torch.device | None = None) -> SharedParameter:
-    """A frozen parameter on the same memory as ``parameter``; a placeholder on ``device`` if that is on none."""
+    """Return a frozen parameter on the memory of ``parameter``, or a placeholder on ``device`` for a meta tensor."""
     if parameter.is_meta and device is not None:
         return placeholder(parameter.shape, parameter.dtype, device, fetch_of(parameter))
-    values = parameter.data  # not detach(): a version counter shared with other tenants would see their in-place writes
+    values = parameter.data  # not detach(), which would share a version counter with other tenants
     return _make(values, values.clone)
 
 
 def fetch_of(parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """How a tenant who makes a base weight trainable gets a copy of it: not at all, where only the provider has it."""
+    """Return how a tenant that makes a base weight trainable gets a copy. Only a client of the same process can."""
     return _refuse if parameter.is_meta else parameter.detach().clone
 
 
 def _refuse() -> torch.Tensor:
     raise PlaceholderError(
-        "the weights of a base layer are the provider's and are not handed out, so they cannot be trained or written "
-        "to here; adapt the layer with PEFT instead (modules_to_save works for embeddings and norms only)"
+        "the weights of a base layer stay with the executor, so they cannot be trained or written to here; adapt the "
+        "layer with PEFT instead (modules_to_save works for embeddings and norms only)"
     )
 
 
 def placeholder(
     shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device, fetch: Callable[[], torch.Tensor]
 ) -> SharedParameter:
-    """A frozen parameter with a shape but no values; ``fetch`` gets a copy of the real ones."""
+    """Return a frozen parameter with a shape and no values; ``fetch`` returns a copy of the values."""
     return _make(torch.full((), math.nan, dtype=dtype, device=device).expand(shape), fetch)

@@ -1,18 +1,18 @@
-"""Products with the weight of a base layer, which is not here.
+"""Products with the weight of a base layer, which the executor computes.
 
-Some code multiplies by a layer's weight instead of calling the layer: TRL's and Liger's losses take ``lm_head.weight``
-and multiply a few thousand rows at a time by a part of it at a time. The executor can answer that, for products are
-what a linear layer consists of: with ``nn.Linear``'s weight [o, i], ``x @ weight.t()`` is its forward pass without bias
-and ``y @ weight`` its backward pass; with ``Conv1D``'s [i, o] it is the other way round.
+Some code multiplies by a layer's weight instead of calling the layer. TRL's and Liger's losses multiply a few thousand
+rows at a time by a part of ``lm_head.weight``. The executor can compute such products: with ``nn.Linear``'s weight
+[o, i], ``x @ weight.t()`` is the layer's forward pass without bias, and ``y @ weight`` its backward pass. With
+``Conv1D``'s weight [i, o] it is the other way round.
 
-A :class:`Placeholder` knows the layer that it stands for. What is cut, transposed or cast from it is a :class:`Part`:
-as much NaN, with a *map* beside it, a tensor on the meta device that went through the same operations and tells by its
-offset and strides which rows and columns of the weight these are. The executor computes with whole weights, so a part
-is multiplied by padding the rows with zeros, or by leaving out columns of the result.
+A :class:`Placeholder` knows its layer. A slice, transpose or cast of it is a :class:`Part`: NaN of the same shape, with
+a *map* beside it. The map is a tensor on the meta device that went through the same operations; its offset and strides
+say which rows and columns of the weight the part has. The executor computes with whole weights, so rows are padded with
+zeros for a part of the weight's input, and columns of the result are dropped for a part of its output.
 
-Whatever else is computed from a placeholder runs as it would without all this. Where NaN comes out of it, it wanted
-the values, and is refused: that leaves shapes, dtypes, ``isnan`` and the like alone, without a list of them all. What
-turns NaN into numbers (``sign``, ``nansum``) is refused by name.
+Every other function of a placeholder runs as usual. If NaN comes out, the function needed the values, and it is
+refused. Functions of shapes and dtypes, and ``isnan``, therefore work. Functions that turn NaN into numbers (``sign``,
+``nansum``) are refused by name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class KeptProduct:
 
 
 class _StandsForWeight:
-    """What Placeholder and Part have in common."""
+    """The behaviour that Placeholder and Part have in common."""
 
     __slots__ = ()
     _layer: weakref.ref[Multiplying]
@@ -102,7 +102,7 @@ class _StandsForWeight:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _is_hole(self):
             warnings.warn(
-                "base layers' weights are being saved, which stay with the executor: what is written for them is NaN; "
+                "base layers' weights stay with the executor, so NaN is saved in their place; "
                 "save the adapter instead (client.save_adapter, or save_pretrained of the PEFT model)",
                 stacklevel=2,
             )
@@ -116,7 +116,7 @@ class Placeholder(_StandsForWeight, SharedParameter):
     @property
     def _map(self) -> torch.Tensor:
         rows, columns = self.shape
-        # A column more than there are: else the strides of a weight with one column would not tell which way it lies.
+        # One column more than the weight has: the strides of a single column would not show whether it is transposed.
         return torch.empty(rows, columns + 1, dtype=self.dtype, device="meta")[:, :columns]
 
     def __copy__(self) -> SharedParameter:
@@ -126,7 +126,7 @@ class Placeholder(_StandsForWeight, SharedParameter):
         return self._introduced(super().__deepcopy__(memo))
 
     def _introduced(self, copy: SharedParameter) -> SharedParameter:
-        """A copy that stands for the same layer; one that is made with its layer is introduced to the copied one."""
+        """Return a copy that stands for the same layer. A layer that is copied introduces its own copy again."""
         if type(copy) is SharedParameter and copy.is_placeholder:
             copy.__class__ = Placeholder
             copy._layer = self._layer  # type: ignore[attr-defined]
@@ -134,12 +134,12 @@ class Placeholder(_StandsForWeight, SharedParameter):
 
 
 class Part(_StandsForWeight, torch.Tensor):
-    """Some rows and columns of a placeholder, transposed perhaps, or in another dtype."""
+    """Some rows and columns of a placeholder, possibly transposed or in another dtype."""
 
     _map: torch.Tensor
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Part:
-        return self  # there are no values that a copy could keep apart
+        return self  # a part has no values
 
     def __copy__(self) -> Part:
         return self
@@ -153,7 +153,7 @@ def introduce(weight: SharedParameter, layer: Multiplying) -> None:
 
 
 _ROWS = {"linear": 0, "matmul": 0, "linalg_matmul": 0, "mm": 0, "addmm": 1, "addmm_": 1}
-"""Functions that multiply, and which operand has the rows; the weight is the next one."""
+"""Functions that multiply, and the index of the operand with the rows; the weight is the next operand."""
 _OPERANDS = ("input", "weight", "mat1", "mat2", "other", "bias")
 _CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda", "clone", "contiguous"}
 _READS = {"item", "tolist", "numpy", "__array__", "__float__"}
@@ -161,14 +161,14 @@ _HIDE_NAN = {
     *("sign", "sgn", "copysign", "heaviside", "fmax", "fmin"),
     *("nan_to_num", "nansum", "nanmean", "nanmedian", "nanquantile"),
 }
-"""They would give numbers that look like an answer."""
+"""Functions that turn NaN into numbers, which would look like a result."""
 _WRITE_NOTHING = {"requires_grad_", "detach_", "share_memory_", "rename_"}
 _UNINITIALISED = {"empty_like", "new_empty", "new_empty_strided", "as_subclass"}
-"""What comes out of these may be NaN by chance, or was asked for."""
+"""Functions whose result may contain NaN by chance or by design."""
 
 
 def _multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The result, if ``func`` multiplies rows by a weight, or part of one, that the executor has."""
+    """Return the result if ``func`` multiplies rows by a base layer's weight, or by a part of it; otherwise None."""
     name = getattr(func, "__name__", "")
     at = _ROWS.get(name)
     if at is None:
@@ -188,14 +188,14 @@ def _multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     elif at:
         y = y * kwargs.get("alpha", 1)
         beta = kwargs.get("beta", 1)
-        if beta != 0:  # else torch does not even look at it
+        if beta != 0:  # with beta = 0, torch does not read the operand
             y = operands[0] * beta + y
     out = operands[0] if name == "addmm_" else kwargs.get("out")
     return y if out is None else out.resize_(y.shape).copy_(y)
 
 
 def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:
-    """x [..., a] · part [a, b] from the executor; None where torch would complain, or no layer computes this."""
+    """Return x [..., a] · part [a, b] from the executor, or None if the shapes or the part do not allow it."""
     layer = part._layer()
     autocast = torch.is_autocast_enabled(x.device.type)
     if (
@@ -211,7 +211,7 @@ def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:
     map_, spec = part._map, layer.spec
     conv = isinstance(layer, Conv1D)
     stride = (spec.out_features if conv else spec.in_features) + 1
-    if sorted(map_.stride()) != [1, stride]:  # every second row, say
+    if sorted(map_.stride()) != [1, stride]:  # every second row, for example
         return None
     first, second = divmod(map_.storage_offset(), stride)
     if transposed := map_.stride(0) == 1:
@@ -222,12 +222,12 @@ def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:
         x = F.pad(x, (first, width - first - x.shape[-1]))
     target = torch.get_autocast_dtype(x.device.type) if autocast else part.dtype
     y = _whole_product(layer, x, forward, target, more=0 < part.shape[1] < results - second)
-    # A copy: the caller may change what it gets, and would change what is kept for the next part.
+    # A copy, because the caller may write to its result, and the product is kept for the next part.
     return y if part.shape[1] == results else y.narrow(-1, second, part.shape[1]).clone()
 
 
 def _whole_product(layer: Multiplying, x: torch.Tensor, forward: bool, dtype: torch.dtype, more: bool) -> torch.Tensor:
-    """x times the whole weight; kept where only a part was wanted and ``more`` parts are likely to follow."""
+    """Return x times the whole weight. The product is kept if ``more`` parts are likely to follow."""
     if x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):  # each part has a graph of its own
         return layer.multiply(x, forward).to(dtype)
     kept, state = layer.kept, (layer, forward, dtype)
@@ -240,7 +240,7 @@ def _whole_product(layer: Multiplying, x: torch.Tensor, forward: bool, dtype: to
 
 
 def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Anything but a product: its result on NaN, as a Part where it is one; refused where it shows as NaN."""
+    """Run any function but a product on NaN. Return views as Parts; refuse a function whose result has NaN."""
     name = getattr(func, "__name__", "")
     part = next(_placeholders((*args, *kwargs.values())))
     first = bool(args) and args[0] is part
@@ -253,7 +253,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
             result = func(values_of(part)[(0,) * part.ndim], *args[1:], **kwargs)
             if not isinstance(result, torch.Tensor):
                 return result
-            if not result.is_floating_point():  # an executor that computes with the weights would not have rounded them
+            if not result.is_floating_point():  # the executor computes with weights that are not rounded to integers
                 raise _refusal(part, name)
             return _as_part(result.expand(part.shape), part, part._map)
         try:
@@ -276,7 +276,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _writes(func: Callable[..., Any], name: str) -> bool:
-    """Whether ``func`` works in place. What works on a placeholder itself has made it the tenant's own before."""
+    """Return whether ``func`` works in place. A write to a placeholder itself has made it the tenant's own before."""
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     return in_place and name not in _WRITE_NOTHING and getattr(func, "__module__", None) != "torch.nn.init"
 
@@ -290,7 +290,7 @@ def _placeholders(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_hole(part: Any) -> bool:
-    """Whether there are no values still: a tenant may have put its own there."""
+    """Return whether the part has no values; a tenant may have written its own."""
     return not isinstance(part, SharedParameter) or part.is_placeholder
 
 
@@ -318,6 +318,6 @@ def _refusal(part: Any, name: str) -> PlaceholderError:
     layer = part._layer()
     return PlaceholderError(
         f"{'a base layer' if layer is None else layer.spec.name}: {name} needs the values of this base layer's weight, "
-        "and the weights of base layers stay with the executor; call the layer, or multiply rows by its weight "
-        "(x @ weight.t()), or have the provider leave it to its tenants (base_layers=['*_proj'] leaves out lm_head)"
+        "and the weights of base layers stay with the executor; call the layer, multiply rows by its weight "
+        "(x @ weight.t()), or ask the provider not to serve this layer (base_layers=['*_proj'] leaves out lm_head)"
     )

@@ -20,9 +20,9 @@ __all__ = ["make_skeleton"]
 def make_skeleton(
     model: nn.Module, layers: Sequence[tuple[LayerSpec, nn.Module]], requester: Requester, device: torch.device
 ) -> nn.Module:
-    """A copy of ``model`` whose ``layers`` are VirtLayers; frozen parameters share memory with it.
+    """Return a copy of ``model`` whose ``layers`` are VirtLayers. Frozen parameters share memory with the model.
 
-    Base layers may be on the meta device, where a client has never seen their weights.
+    Base layers may be on the meta device, as they are in a client that has no weights of them.
     """
     memo: dict[int, object] = {}
     shared: dict[int, SharedParameter] = {}

@@ -44,7 +44,7 @@ __all__ = [
 
 
 class VirtLayer(nn.Module):
-    """Common to all VirtLayers. ``spec`` is the layer's row in the layer table."""
+    """The behaviour that all VirtLayers have in common. ``spec`` is the layer's row in the layer table."""
 
     spec: LayerSpec
     siblings: Siblings | None
@@ -61,7 +61,7 @@ class VirtLayer(nn.Module):
         self._keys = {pass_: Key((spec.layer,), pass_) for pass_ in Pass}
 
     def _call(self, x: torch.Tensor, pass_: Pass = Pass.FORWARD) -> torch.Tensor:
-        """[..., i] → [..., o], as the base layer would have done, with a backward that asks the executor again."""
+        """Return the base layer's result for x, [..., i] → [..., o]. Its backward asks the executor again."""
         spec = self.spec
         shape = x.shape
         if shape[-1] != spec.in_features:
@@ -88,7 +88,7 @@ class VirtLayer(nn.Module):
         elif y is None:
             (y,) = self.request(self._keys[pass_], x)
         if x.requires_grad and torch.is_grad_enabled():
-            # Not a view: nn.Linear allows in-place operations on its output, torch forbids them on a view made here.
+            # Not a view: torch forbids in-place operations on a view made here, and nn.Linear's output allows them.
             y = _wrap(x, self, [torch.ops.aten._unsafe_view(y, (*shape[:-1], spec.out_features))])
         else:
             y = y.view(*shape[:-1], spec.out_features)
@@ -116,12 +116,12 @@ class VirtLayer(nn.Module):
         else:
             kind = requester.here.kinds.kind_of(key.layers[0], x)
         rows = (x.detach() if x.requires_grad else x).reshape(-1, self.spec.in_features)
-        if type(rows) is not torch.Tensor:  # a subclass would take part in what the executor computes for others
+        if type(rows) is not torch.Tensor:  # a subclass would take part in batches with other tenants' rows
             rows = rows.as_subclass(torch.Tensor)
         return requester.request(key, kind, (rows,), self.spec.name)
 
     def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
-        """[..., o] → [..., i]."""
+        """Return dX for dY, [..., o] → [..., i]."""
         spec = self.spec
         shape = (*dy.shape[:-1], spec.in_features)
         if dy.numel() == 0:
@@ -135,9 +135,9 @@ class VirtLayer(nn.Module):
         return dx.view(shape)
 
     def multiply(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
-        """X·Wᵀ, [..., i] → [..., o], or with ``forward=False`` X·W, [..., o] → [..., i]; of a linear layer.
+        """Return X·Wᵀ, [..., i] → [..., o], or with ``forward=False`` X·W, [..., o] → [..., i]. Linear layers only.
 
-        For code that multiplies by the weight itself, in a forward pass or in the backward of its own function.
+        For code that multiplies by the weight instead of calling the layer.
         """
         self._requester.before_backward()
         x = x.to(self.spec.dtype)
@@ -162,7 +162,7 @@ class VirtLayer(nn.Module):
 
 
 class _Wrap(torch.autograd.Function):
-    """An autograd node around a result that is there already."""
+    """An autograd node around a result that is known already."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor]) -> torch.Tensor:
@@ -179,7 +179,7 @@ class _Wrap(torch.autograd.Function):
 
 
 class _WrapBackward(torch.autograd.Function):
-    """The same around X·W, a product that somebody made with the weight."""
+    """An autograd node around a product X·W that is known already."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor]) -> torch.Tensor:
@@ -198,13 +198,13 @@ _wrap_backward = cast(_Apply, _WrapBackward.apply)
 
 
 class _VirtLinear(VirtLayer):
-    """What VirtLinear and VirtConv1D have in common: a placeholder weight, a shared bias."""
+    """The behaviour that VirtLinear and VirtConv1D have in common: a placeholder weight, a shared bias."""
 
     weight: SharedParameter
     bias: SharedParameter | None
 
     def _fill(self, module: nn.Module, device: torch.device, tied: SharedParameter | None) -> None:
-        """Make the parameters; ``tied`` is the client-side one that the weight is tied to (an lm_head's embedding)."""
+        """Make the parameters. ``tied`` is the parameter that the weight is tied to (lm_head's embedding), or None."""
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
         if tied is None:
@@ -214,13 +214,13 @@ class _VirtLinear(VirtLayer):
         self.register_parameter("bias", share(bias, device) if isinstance(bias, torch.Tensor) else None)
 
     def _pass(self) -> Pass:
-        bias = self._parameters["bias"]  # self.bias takes nn.Module's slow road
+        bias = self._parameters["bias"]  # self.bias would go through nn.Module.__getattr__
         if bias is None or (type(bias) is SharedParameter and bias._fetch is not None):
             return Pass.FORWARD
         return Pass.FORWARD_WITHOUT_BIAS
 
     def _own_weight(self) -> torch.Tensor | None:
-        """The weight, if the tenant has one of its own."""
+        """Return the weight if the tenant has one of its own, otherwise None."""
         weight = self._parameters["weight"]
         return weight if getattr(weight, "_fetch", None) is None else None
 
@@ -232,7 +232,7 @@ class _VirtLinear(VirtLayer):
         return copied
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _VirtLinear:
-        """``.to(...)``: move the one number of the placeholder, not the matrix that it is expanded to."""
+        """Move (``.to(...)``) the one number of the placeholder, not the matrix that it is expanded to."""
         weight = self.weight
         if not isinstance(weight, SharedParameter) or not weight.is_placeholder:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -302,10 +302,10 @@ def _is_missing(parameter: nn.Parameter | None) -> bool:
 
 
 class VirtModule(VirtLayer):
-    """Stands for a module that is served whole, an MLP say, as long as the tenant has changed nothing inside it.
+    """Stands for a module that is served whole, such as an MLP, while the tenant has changed nothing inside it.
 
-    With an adapter inside, a trainable weight or dropout that is in use, and for a client whose rows are masked, the
-    module runs here and its own VirtLayers ask the executor. Made by :func:`virtualize` from the skeleton's module,
+    With an adapter, a trainable weight or active dropout inside, and for a client whose rows are masked, the module
+    runs in the client, and its own VirtLayers ask the executor. :func:`virtualize` makes it from the skeleton's module,
     whose class it extends.
     """
 
@@ -319,13 +319,13 @@ class VirtModule(VirtLayer):
         self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
 
     def _check_can_run_here(self) -> None:
-        """Weights inside are the executor's, unless their layers are served for themselves, too."""
+        """Raise unless all weights inside are the client's, or belong to layers that are served by themselves too."""
         for module in self.modules():
             if not isinstance(module, VirtLayer) and any(map(_is_missing, module._parameters.values())):
                 why = "is not linear, so its rows cannot be masked" if self._requester.masked else "was changed here"
                 raise (PrivacyError if self._requester.masked else PlaceholderError)(
                     f"{self.spec.name} is served whole and {why}, and the linear layers inside are not served; nothing "
-                    "was sent. Ask for an executor with base_layers='linear' or 'mlp'"
+                    "was sent. Ask the provider for base_layers='linear' or 'mlp'"
                 )
 
     def _is_untouched(self) -> bool:
@@ -346,7 +346,7 @@ class VirtModule(VirtLayer):
 
 
 def virtualize(module: nn.Module, spec: LayerSpec, requester: Requester) -> None:
-    """Make a module of a client's skeleton, in place, the VirtModule of the same name and parameters."""
+    """Turn a module of a client's skeleton into a VirtModule, in place."""
     cls = type(module)
     module.__class__ = type(f"Virt{cls.__name__}", (VirtModule, cls), {"__module__": __name__})
     assert isinstance(module, VirtModule)
@@ -366,13 +366,17 @@ def in_training_step(model: nn.Module) -> Iterator[None]:
 def rehearse(
     model: nn.Module, requester: Requester, training: bool, inputs: Mapping[str, Any], device: torch.device
 ) -> list[Key]:
-    """What a walk of the model asks of its linear layers, with their backward passes or not.
+    """Return the keys that the model's linear layers ask for.
 
-    The model is walked once, without a request and without gradients, to see which layers are asked together. What it
-    draws (dropout) is drawn from a copy of the stream of random numbers, which stays where it is.
+    The model is walked once, without a request and without gradients, to see which layers are asked together. Random
+    numbers are drawn from a copy of the client's stream.
 
     Args:
-        inputs: of the model; if there are none, one token with id 0, on ``device``.
+        model: the client's model.
+        requester: the requester of its VirtLayers.
+        training: whether to include backward passes.
+        inputs: arguments of the model; if there are none, one token with id 0.
+        device: device of that token.
     """
     stream = RandomStream(device)
     stream.enter()

@@ -1,4 +1,4 @@
-"""Queued requests by key, and in the order in which they came."""
+"""Queued requests, by key and in arrival order."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Queue:
         self.rows += request.rows - request.taken
 
     def remove(self, request: Request) -> None:
-        """Take a request out; its rows are counted elsewhere."""
+        """Remove a request. The caller updates the row count."""
         del self._requests[request.id]
         mine = self._by_client[request.client]
         if len(mine) == 1:
@@ -76,11 +76,11 @@ class Queue:
             mine.remove(request)
 
     def of(self, client: str) -> Sequence[Request]:
-        """A client's requests, in the order they arrived; it may have none."""
+        """Return a client's requests in arrival order, possibly none."""
         return self._by_client.get(client, ())
 
     def validate(self) -> None:
-        """Assert that its books agree; for tests, O(everything)."""
+        """Assert that the internal records agree; for tests, O(everything)."""
         assert self, f"{self}: an empty queue was kept"
         assert self.rows == sum(request.remaining for request in self), f"row count of {self} is off"
         assert all(request.key == self.key for request in self), f"{self} holds a request of another key"
@@ -91,16 +91,16 @@ class Queue:
 
 
 class Queues:
-    """All of them. Every change is O(1) in the number of requests, but for a client's own in one queue."""
+    """The queues of all keys. Every change is O(1) in the number of other clients' requests."""
 
     def __init__(self) -> None:
         self._queues: dict[Key, Queue] = {}
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self.by_key: Mapping[Key, Queue] = MappingProxyType(self._queues)
-        """Those that are not empty."""
+        """The queues that are not empty."""
 
     def __len__(self) -> int:
-        """Requests."""
+        """Return the number of requests."""
         return len(self._requests)
 
     def __contains__(self, request: Request) -> bool:
@@ -118,7 +118,7 @@ class Queues:
         queue.add(request)
 
     def started(self, batch: Batch) -> None:
-        """The rows of a batch are queued no more."""
+        """Remove the rows of a batch that has started."""
         queue = self._queues[batch.key]
         for request, _, stop in batch.slices:
             if stop == request.rows:
@@ -129,7 +129,7 @@ class Queues:
             del self._queues[batch.key]
 
     def cancel(self, request: Request) -> None:
-        """What is left of a request is queued no more."""
+        """Remove the remaining rows of a request."""
         queue = self._queues[request.key]
         del self._requests[request.id]
         queue.remove(request)
@@ -138,7 +138,7 @@ class Queues:
             del self._queues[request.key]
 
     def validate(self) -> None:
-        """Assert that the books agree; for tests, O(everything)."""
+        """Assert that the internal records agree; for tests, O(everything)."""
         queued = {request.id: request for queue in self._queues.values() for request in queue}
         assert queued == dict(self._requests), "the queues and the arrival order disagree"
         for queue in self._queues.values():

@@ -1,4 +1,4 @@
-"""Load a base model from a folder or hub id."""
+"""Loading a base model from a folder or hub id."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ __all__ = ["load_model"]
 
 
 def load_model(model: str | Path, model_class: type[Any] | None = None, **options: Any) -> Any:
-    """The model in a folder or at a hub id, of the class that its configuration names, or of another.
+    """Return the model in a folder or at a hub id.
 
-    ``options`` are for ``from_pretrained``.
+    Args:
+        model: folder or hub id.
+        model_class: class to load it with; by default the class that its configuration names.
+        **options: arguments of the class's ``from_pretrained``.
     """
     import transformers
 

@@ -1,5 +1,7 @@
-"""Products in fp32 with a weight in a narrower type, on the CPU block by block: a copy of the whole weight in fp32
-would take twice its memory, and more time to write and read again than the product of a few rows.
+"""Products in fp32 with a weight of a narrower dtype.
+
+On a CPU the weight is converted block by block. A copy of the whole weight in fp32 would take twice its memory, and
+more time to write and read again than the product of a few rows.
 
 Legend: n rows; i, o columns and rows of the weight.
 """
@@ -11,11 +13,11 @@ import torch
 __all__ = ["times", "times_transposed"]
 
 _BLOCK = 1 << 19
-"""Numbers of the weight that are converted at a time: 2 MiB of fp32, which stay in a core's cache."""
+"""Elements of the weight that are converted at a time: 2 MiB of fp32, which stay in a core's cache."""
 
 
 def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """X·Wᵀ, [n, i] · [o, i]ᵀ → [n, o], in X's dtype."""
+    """Return X·Wᵀ, [n, i] · [o, i]ᵀ → [n, o], in X's dtype."""
     if weight.dtype is x.dtype:
         return x.mm(weight.t())
     if weight.device.type != "cpu":
@@ -30,7 +32,7 @@ def times_transposed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """X·W, [n, o] · [o, i] → [n, i], in X's dtype."""
+    """Return X·W, [n, o] · [o, i] → [n, i], in X's dtype."""
     if weight.dtype is x.dtype:
         return x.mm(weight)
     if weight.device.type != "cpu":

@@ -1,7 +1,8 @@
-"""Merge and split: a base layer sees one matrix of rows, whoever they belong to (D1).
+"""Merge and split: a base layer sees one matrix of rows of all tenants (D1).
 
-Position in a sequence does not matter to a layer that works row by row, so batch and sequence are flattened and nothing
-is padded. Both functions are pure; cut and merge in any way, each request gets what it would have got alone.
+The position in a sequence does not matter to a layer that works row by row, so batch and sequence are flattened and
+nothing is padded. Both functions are pure. However requests are cut and merged, each gets the results that it would get
+alone.
 
 Legend: n, n_i rows; f features.
 """
@@ -16,15 +17,15 @@ __all__ = ["merge", "split"]
 
 
 def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Gather matrices [n_i, f] into one [Σ n_i, f]. One part alone is passed through without a copy."""
+    """Return matrices [n_i, f] as one matrix [Σ n_i, f]. A single matrix is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def split(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
-    """Scatter a matrix [Σ n_i, f] into matrices [n_i, f]. One part alone is passed through without a copy.
+    """Return a matrix [Σ n_i, f] as matrices [n_i, f]. A single matrix is returned without a copy.
 
-    Several parts are copies, not views: they belong to different tenants, who must not see one another's rows through
-    the storage, keep it alive, or bump the version counter that autograd checks.
+    Several parts are copies, not views, because they belong to different tenants. A tenant must not reach another
+    tenant's rows through the storage, keep them alive, or change the version counter that autograd checks.
     """
     if len(counts) == 1:
         return [rows]

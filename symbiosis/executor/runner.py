@@ -1,7 +1,7 @@
-"""Run one batch: gather rows, base layers, scatter rows. The only place where the executor touches tensors.
+"""The runner: gathers the rows of a batch, runs base layers, scatters results. Only here the executor touches tensors.
 
-Requests larger than a batch are served in slices; their results gather in a matrix of the full size until the last
-slice is done, so the executor's own memory stays bounded by ``max_rows`` whatever the sequence length.
+Requests larger than a batch are served in slices. Their results are collected in a matrix of the full size until the
+last slice is done, so ``max_rows`` bounds the other memory of the executor whatever the sequence length.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ __all__ = ["DeviceClock", "Runner"]
 
 
 class DeviceClock:
-    """How long batches take on a CUDA device, where a launch returns long before its work is done. An event before and
-    one after each batch, on the stream that it runs on; read once the device has passed them, so that nobody waits."""
+    """Measures how long batches take on a CUDA device, where a launch returns long before its work is done.
+
+    It records an event before and after each batch, on the batch's stream, and reads them once the device has passed
+    them, so no thread waits for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._under_way: deque[tuple[Batch, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def mark(self) -> torch.cuda.Event:
-        """Now, on the device."""
+        """Return an event at the present position of the device's stream."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def launched(self, batch: Batch, began: torch.cuda.Event) -> None:
-        """A batch is on its way since ``began``."""
+        """Note that a batch was launched after the event ``began``."""
         self._under_way.append((batch, began, self.mark()))
 
     def done(self) -> Iterator[tuple[Batch, float]]:
-        """Batches that are done and were not told of yet, and the seconds that each took."""
+        """Yield batches that have finished since the last call, and how many seconds each took."""
         while self._under_way and self._under_way[0][2].query():  # type: ignore[no-untyped-call]
             batch, began, ended = self._under_way.popleft()
             yield batch, began.elapsed_time(ended) / 1e3
@@ -52,10 +55,7 @@ class Runner:
         self._layers = layers
 
     def run(self, batch: Batch, calls: Sequence[Call]) -> None:
-        """Run a batch; ``calls`` belong to its slices, in order, and get one result matrix per layer of the key.
-
-        Siblings (a key with several layers) read the same rows, so only a forward pass has them.
-        """
+        """Run a batch. Its calls, in the order of its slices, get one result matrix per layer of the key."""
         layers = batch.key.layers
         slices = batch.slices
         if len(slices) == 1 and slices[0].stop - slices[0].start == slices[0].request.rows:
@@ -75,7 +75,7 @@ class Runner:
                 _keep(call, piece, results)
 
     def run_alone(self, call: Call) -> tuple[torch.Tensor, ...]:
-        """The results of a whole call that shares no batch; its tensors are passed through as they are."""
+        """Return the results of a whole call that shares no batch. Its tensors are used without a copy."""
         grad = torch.is_grad_enabled()
         _set_grad_enabled(False)
         try:
@@ -84,7 +84,7 @@ class Runner:
             _set_grad_enabled(grad)
 
     def time(self, layers: Sequence[int]) -> float:
-        """Seconds that one row takes through these layers, one after another."""
+        """Return the seconds that one row takes through these layers, one after another."""
         rows = [(layer, self._layers[layer].sample()) for layer in layers]
         began = time.perf_counter()
         for layer, row in rows:
@@ -94,7 +94,7 @@ class Runner:
         return time.perf_counter() - began
 
 
-_set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() comes down to, six Python calls later
+_set_grad_enabled = torch._C._set_grad_enabled  # what torch.no_grad() calls after six Python calls
 
 
 def _cut(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:

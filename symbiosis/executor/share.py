@@ -62,7 +62,7 @@ def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
 
 
 def _client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The parameters that clients need, and which other names stand for one of them."""
+    """Return the parameters that clients need, by name, and a map of further names of the same parameters."""
     linear = {id(layer.module) for layer in split.layers if layer.spec.linear}
     whole = {
         id(module) for layer in split.layers if not layer.spec.linear for module in layer.module.modules()
@@ -96,7 +96,7 @@ def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
         try:
             AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            log.info("%s has no tokenizer that could be shared with clients: %s", source, error)
+            log.info("%s has no tokenizer to share with clients: %s", source, error)
             return {}
         files = {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir()) if file.is_file()}
     if sum(map(len, files.values())) > TOKENIZER_BYTES:
@@ -106,5 +106,5 @@ def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """The same as JSON would carry it."""
+    """Return a value as JSON represents it."""
     return json.loads(json.dumps(value, default=str))

@@ -16,7 +16,7 @@ from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
 __all__ = ["SplitModel"]
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
-"""What transformers' models call the MLP of a block."""
+"""Names that models of transformers give to the MLP of a block."""
 
 
 class SplitModel:
@@ -25,7 +25,7 @@ class SplitModel:
     Args:
         model: any ``transformers`` model (or other ``nn.Module``). It is frozen, and put in evaluation mode, in place.
         base_layers: what the executor serves. ``"linear"``: every ``nn.Linear`` and ``Conv1D``. ``"mlp"``: these, and
-            each MLP as a whole for tenants who change nothing inside it. Otherwise module names or patterns
+            each MLP as a whole, for tenants that change nothing inside it. Otherwise module names or patterns
             (``"*.q_proj"``, ``"lm_head"``); a name that is not a linear layer is served whole.
 
     Raises:
@@ -57,7 +57,7 @@ class SplitModel:
         return [layer.spec for layer in self.layers]
 
     def walk(self) -> list[int]:
-        """Layers that every token goes through; empty where that is not to be told from their names."""
+        """Return the layers that every token goes through, or nothing if their names do not show that."""
         config = getattr(self.model, "config", None)
         if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
             return []
@@ -70,7 +70,7 @@ class SplitModel:
 
 
 def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]:
-    """Names of the modules to serve, each object once, in the order in which the model defines them."""
+    """Return the names of the modules to serve, each object once, in the order in which the model defines them."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if is_linear(module)]
     if base_layers == "linear":
@@ -98,7 +98,7 @@ def _is_several(value: object) -> bool:
 
 
 def _is_mlp(name: str, module: nn.Module) -> bool:
-    """A module that is called an MLP and consists of two or more linear layers and things without parameters."""
+    """Return whether a module is named like an MLP and has two or more linear layers and no other parameters."""
     inside = [child for child in module.modules() if child is not module]
     linears = [child for child in inside if is_linear(child)]
     return (

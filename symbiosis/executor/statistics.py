@@ -1,4 +1,4 @@
-"""What an executor has done so far, counted per layer and per client."""
+"""Counts of what an executor has done, per layer and per client."""
 
 from __future__ import annotations
 
@@ -14,33 +14,35 @@ __all__ = ["ClientStatistics", "LayerStatistics", "Statistics", "group_name"]
 
 MAX_KEYS = 20_000
 MAX_CLIENTS = 4096
-"""Beyond so many, those that came first are forgotten: in a long-lived executor clients come and go."""
+"""Largest number of clients with counts of their own; beyond it the oldest are forgotten."""
 
 
 class LayerStatistics(NamedTuple):
-    """One layer (or group of siblings) in one pass. ``wait_s``: time requests spent queued, summed, in seconds."""
+    """Counts of one layer (or group of siblings) in one pass."""
 
     requests: int
     batches: int
     members: int
-    """Requests in each batch, summed; more than ``requests`` where large ones were served in slices."""
+    """Sum over batches of their requests; more than ``requests`` if large requests were served in slices."""
     rows: int
     wait_s: float
+    """Seconds that requests were queued, summed."""
 
     @property
     def mean_batch(self) -> float:
-        """Requests a batch."""
+        """Requests per batch."""
         return self.members / self.batches if self.batches else 0.0
 
 
 class ClientStatistics(NamedTuple):
-    """One client. ``wait_s``: time its requests spent queued, summed, in seconds."""
+    """Counts of one client."""
 
     requests: int
     rows: int
     wait_s: float
+    """Seconds that its requests were queued, summed."""
     mean_batch: float
-    """Requests in the batches that this client rode in, averaged over its requests."""
+    """Size of the batch of a request in requests, averaged over the client's requests."""
 
 
 class Statistics(NamedTuple):
@@ -52,27 +54,27 @@ class Statistics(NamedTuple):
     rows: int
     wait_s: float
     run_s: float
-    """Time spent in base layers (on a GPU: in launching them)."""
+    """Seconds in base layers (on a GPU: in launching them)."""
     reasons: Mapping[str, int]
-    """Batches by the policy's reason to run them."""
+    """Number of batches by the policy's reason to run them."""
     layers: Mapping[str, LayerStatistics]
-    """By name and pass, as in ``"model.layers.0.self_attn.q_proj+k_proj+v_proj forward"``."""
+    """Counts by name and pass, such as ``"model.layers.0.self_attn.q_proj+k_proj+v_proj forward"``."""
     clients: Mapping[str, ClientStatistics]
-    """Including those that have left, up to some thousands."""
+    """Counts by client, including up to some thousands of clients that have left."""
 
     @property
     def mean_batch(self) -> float:
-        """Requests a batch, over all layers."""
+        """Requests per batch, over all layers."""
         return self.members / self.batches if self.batches else 0.0
 
     @property
     def mean_rows(self) -> float:
-        """Rows a batch, over all layers."""
+        """Rows per batch, over all layers."""
         return self.rows / self.batches if self.batches else 0.0
 
 
 _MAX_REASONS = 100
-"""A policy that makes up a reason for each batch does not fill the memory."""
+"""Largest number of reasons that are counted apart, so that a policy with a new reason for each batch is harmless."""
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class _Client:
     rows: int = 0
     wait_s: float = 0.0
     companions: int = 0
-    """Sum over requests of the size of the batch each rode in."""
+    """Sum over requests of the size of their batch."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ class Counters:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
-        """A batch ran from ``started`` to ``ended`` (seconds) and answered these requests."""
+        """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests."""
         size = len(batch.slices)
         layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
         for request in answered:
@@ -136,7 +138,7 @@ class Counters:
         client.companions += size
 
     def snapshot(self, names: list[str]) -> Statistics:
-        """The statistics so far; ``names`` of the layer table."""
+        """Return the statistics so far. ``names`` are those of the layer table."""
         layers = {
             f"{group_name([names[index] for index in key.layers])} {pass_name(key)}": (
                 LayerStatistics(layer.requests, layer.batches, layer.members, layer.rows, layer.wait_s)
@@ -171,7 +173,7 @@ def pass_name(key: Key) -> str:
 
 
 def group_name(names: list[str]) -> str:
-    """How siblings are called: ``model.layers.0.self_attn.q_proj+k_proj+v_proj``."""
+    """Return a name for siblings, such as ``model.layers.0.self_attn.q_proj+k_proj+v_proj``."""
     prefix = names[0].rpartition(".")[0]
     if len(names) > 1 and all(name.rpartition(".")[0] == prefix for name in names):
         return f"{prefix}.{'+'.join(name.rpartition('.')[2] for name in names)}"

@@ -1,7 +1,7 @@
-"""What ran when, for people to look at: events in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
+"""A trace of what runs when, in Chrome's trace format, for https://ui.perfetto.dev or chrome://tracing.
 
-One line shows the executor's batches, with their layers, rows, members and the policy's reason; one line for each
-client shows when it was thinking, waiting in a queue, and running.
+One line shows the executor's batches, with their layers, rows, members and the policy's reason. One line for each
+client shows when it was thinking, when its requests were queued, and when they ran.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["Timeline"]
 log = logging.getLogger(__name__)
 
 MAX_EVENTS = 5_000_000
-"""Some 600 MB. Nothing is written after that, but that it ends there."""
+"""Largest number of events in a trace, some 600 MB. A last event says that the trace is full."""
 MAX_CLIENTS = 4096
-"""Beyond so many, the line of who came first is given up: who of them comes back begins another."""
+"""Largest number of clients with a line; beyond it the oldest line ends, and its client may begin another."""
 _BATCHES = 0
 
 
 class Timeline:
-    """Writes a trace file as events come, so that it is of use even if its process is killed.
+    """Writes events to a file as they happen, so that the file is of use even if the process is killed.
 
     Times are seconds on the executor's clock. Thread-safe: lone requests run on their client's thread.
 
@@ -47,7 +47,7 @@ class Timeline:
         self._numbers = itertools.count(1)
         self._thinks_since: dict[str, float] = {}
         self._cut: dict[str, tuple[int, float]] = {}
-        """By client: the request that was served in part, and until when."""
+        """By client: the request that was served in part, and the time until which it ran."""
         self._lock = threading.Lock()
         self.events = 0
         self._full = False
@@ -61,7 +61,7 @@ class Timeline:
     # -------------------------------------------------------------------------------------------------- what happens
 
     def ran(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
-        """A batch ran, and answered these requests."""
+        """Record a batch, and the requests that it answered."""
         with self._lock:
             name = self._name_of(batch.key)
             members = len(batch.slices)
@@ -85,7 +85,7 @@ class Timeline:
 
     def pass_began(self, client: str, now: float) -> None:
         with self._lock:
-            self._line(client)  # so that it is forgotten with its line
+            self._line(client)  # so that the client is forgotten with its line
             self._thinks_since[client] = now
 
     def pass_ended(self, client: str, now: float) -> None:
@@ -93,7 +93,7 @@ class Timeline:
             self._thought(client, now)
 
     def close(self) -> None:
-        """Finish the file; harmless a second time."""
+        """Finish the file. A second call has no effect."""
         with self._lock:
             if not self._file.closed:
                 with contextlib.suppress(OSError):
@@ -146,15 +146,15 @@ class Timeline:
             return
         if self.events >= MAX_EVENTS:
             self._full = True
-            log.warning("the trace has %d events, as many as it may; what follows is not in it", self.events)
+            log.warning("the trace has %d events, which is its limit; later events are not in it", self.events)
             ends = {"name": "the trace is full and ends here", "ts": event.get("ts", 0)}
             event = {"ph": "i", "s": "g", "pid": 1, "tid": _BATCHES, **ends}
         self.events += 1
         try:
             self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
-        except OSError as error:  # a full disk is no reason to serve nobody
+        except OSError as error:  # a full disk must not end the executor
             self._full = True
-            log.error("cannot go on with the trace: %s", error)
+            log.error("the trace cannot be continued: %s", error)
 
     def _name_of(self, key: Key) -> str:
         return group_name([self._names[index] for index in key.layers])

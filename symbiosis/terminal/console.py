@@ -1,4 +1,4 @@
-"""Where commands write, and how they end in an error."""
+"""Consoles and output files of commands, and how commands end in an error."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["CommandGroup", "console", "writable", "write_json"]
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on what is standard output (or error) right now."""
+    """Return a console on the present standard output (or error)."""
     made = Console(stderr=stderr, highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
-        made.width = 110  # in a file or a log, tables need not fit the 80 columns that rich assumes
+        made.width = 110  # rich assumes 80 columns for files and logs
     return made
 
 
 def writable(path: Path, *, folder: bool = False) -> None:
-    """See to it that something can be written to a folder, or to a file, before there is anything to write.
+    """Check that a file, or a file in a folder, can be written. Makes missing folders.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it cannot be written.
     """
     try:
         (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def writable(path: Path, *, folder: bool = False) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a result, and make the folder for it. What is no finite number is null: JSON has no other."""
+    """Write a result as JSON, and make its folder. NaN and infinities become null."""
     file.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     file.write_text(text + "\n", encoding="utf-8")

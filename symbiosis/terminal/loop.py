@@ -1,4 +1,4 @@
-"""How commands run: on which event loop, and with threads that sleep while they wait."""
+"""The event loop of commands, and threads that sleep while they wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run`` on the fastest event loop at hand."""
+    """Run a coroutine like ``asyncio.run``, on uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -22,9 +22,9 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def wait_passively() -> None:
-    """Let OpenMP's threads sleep while they have nothing to do, in this process and those that it starts.
+    """Have OpenMP's idle threads sleep, in this process and in processes that it starts.
 
-    By default they spin for about a millisecond, on the very cores where another process computes: two processes then
-    take turns at less than half the speed. Works only before torch is imported.
+    By default they spin for about a millisecond, on cores where another process computes. Two processes then run at
+    half their speed (docs/decisions/0011-idle-threads.md). Must be called before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,13 +1,12 @@
 """Pruned activations: autograd keeps what the adapter's gradients need, and nothing that follows from it.
 
-Autograd already saves nothing for frozen weights. What it does save is seen here one tensor at a time, by saved-tensor
-hooks, together with the node that made it. So no model code is changed or even known, and what is not understood is
-kept as it is:
+Autograd saves nothing for frozen weights. Saved-tensor hooks show every tensor that it does save, together with the
+node that made it. No model code is changed, and a tensor whose node is unknown is kept unchanged.
 
-* what follows from tensors that are kept anyway is computed again when backward asks for it: products such as SiLU·up,
-  activations, the outputs of norms, keys and values that were repeated for each query head;
-* what was cast up from a narrower type, as norms do in bf16, is kept in that type;
-* of a ReLU's output one bit an element is kept, and of any boolean mask too.
+* Tensors that follow from kept tensors are computed again in backward: products such as SiLU·up, activations, outputs
+  of norms, keys and values that were repeated for each query head.
+* Tensors that were cast from a narrower dtype, as norms do in bf16, are kept in that dtype.
+* One bit per element is kept of a ReLU's output and of a boolean mask.
 
 After FlexLLM, section 5.2 (graph pruning, rematerialization, lossless compression), which does it on a compiled graph.
 """
@@ -24,15 +23,15 @@ import torch
 __all__ = ["pruned"]
 
 _Recipe = Callable[[], torch.Tensor]
-"""Gives a tensor again that was not kept."""
+"""Returns a tensor that was not kept."""
 
 
 @contextlib.contextmanager
 def pruned() -> Iterator[None]:
-    """Meanwhile, forward passes keep fewer activations. Their gradients stay the same.
+    """Have forward passes keep fewer activations meanwhile. Their gradients stay the same.
 
-    Recomputation repeats the very operations, so the gradients are bit-equal; but for ``nn.LayerNorm``, whose output
-    follows from the saved mean and deviation with a difference in the last bit. One backward pass, without
+    Recomputation repeats the same operations, so gradients are bit-equal. ``nn.LayerNorm`` is the exception: its output
+    is computed from the saved mean and deviation and may differ in the last bit. Supports one backward pass, without
     ``create_graph``.
     """
     graph = _Graph()
@@ -44,12 +43,12 @@ def pruned() -> Iterator[None]:
 
 
 class _Kept:
-    """A tensor as it was saved. Hooks switch torch's own check for later in-place changes off, so it is made here."""
+    """A saved tensor. Hooks switch off torch's check for later in-place changes, so the check is made here."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()  # a node that kept its own output would never be freed
+        self.tensor = tensor.detach()  # a node that held its own output would never be freed
         self.version = tensor._version
 
     def __call__(self) -> torch.Tensor:
@@ -61,7 +60,7 @@ class _Kept:
 
 
 class _Narrow(_Kept):
-    """A tensor in the narrower type that it was cast from: nothing is lost."""
+    """A saved tensor in the narrower dtype that it was cast from, without loss."""
 
     __slots__ = ("dtype",)
 
@@ -74,7 +73,7 @@ class _Narrow(_Kept):
 
 
 class _Bits:
-    """A boolean tensor, eight elements a byte; given back as ``dtype``."""
+    """A boolean tensor with eight elements per byte; restored as ``dtype``."""
 
     __slots__ = ("_bytes", "_dtype", "_shape")
 
@@ -99,18 +98,18 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 
 class _Graph:
-    """What is known of the graph while a forward pass builds it."""
+    """Knowledge of the graph while a forward pass builds it."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[Any, int], _Recipe] = {}
-        """By (node, output): what is kept already."""
+        """Recipes of tensors that are kept already, by (node, output)."""
         self._relus: set[Any] = set()
-        """Those that have saved their result."""
+        """ReLU nodes that have saved their result."""
         self._masks: dict[int, tuple[weakref.ref[torch.Tensor], int, _Recipe]] = {}
-        """By identity, since all layers share some: (mask, its version, what is kept of it)."""
+        """By identity, because layers share masks: (mask, its version, its recipe)."""
 
     def forget(self) -> None:
-        """The forward pass is over; from here on the graph keeps what it needs."""
+        """Forget everything when the forward pass is over; the graph keeps what it needs."""
         self._held.clear()
         self._relus.clear()
         self._masks.clear()
@@ -119,10 +118,10 @@ class _Graph:
         if tensor.dtype is torch.bool:
             return self._mask(tensor)
         node: Any = tensor.grad_fn
-        if node is None:  # a parameter, or something that needs no gradient
+        if node is None:  # a parameter, or a tensor without a gradient
             return tensor if isinstance(tensor, torch.nn.Parameter) else _Kept(tensor)
         if node.name() == "ReluBackward0" and node not in self._relus:
-            # The first to save this tensor is the ReLU itself, which only asks where it is positive.
+            # The ReLU itself saves this tensor first, and needs only its signs.
             self._relus.add(node)
             return _Bits(tensor > 0, tensor.dtype)
         key = (node, tensor.output_nr)
@@ -142,7 +141,7 @@ class _Graph:
         return recipe
 
     def _recipe(self, node: Any, output: int) -> _Recipe | None:
-        """How to get this output of a node from what is kept anyway; None if that cannot be."""
+        """Return how to compute this output of a node from kept tensors, or None if that is not possible."""
         held = self._held.get((node, output))
         if held is not None or node is None or output:
             return held
@@ -154,7 +153,7 @@ class _Graph:
             return lambda: activation(node)
         if name == "NativeLayerNormBackward0":
             return lambda: _layer_norm(node)
-        if name == "ExtendBackward":  # keys and values, which the cache holds
+        if name == "ExtendBackward":  # keys and values in the cache
             return lambda: node.extended()
         step = _STEPS.get(name)
         source = None if step is None else self._recipe(*node.next_functions[0])
@@ -163,7 +162,7 @@ class _Graph:
         return lambda: step(node, source())
 
     def _product(self, node: Any) -> _Recipe | None:
-        # A factor is saved where the other one needs a gradient. The saved one may itself have to be computed again.
+        # A factor is saved if the other factor needs a gradient. A saved factor may itself be recomputed.
         left, right = node.next_functions
         a = (lambda: node._saved_self) if right[0] is not None else self._recipe(*left)
         b = (lambda: node._saved_other) if left[0] is not None else self._recipe(*right)
@@ -173,7 +172,7 @@ class _Graph:
 
 
 def _cast_from(node: Any) -> torch.dtype | None:
-    """The narrower floating-point type that the output of a node was cast from."""
+    """Return the narrower floating-point dtype that the output of a node was cast from, or None."""
     if node.name() != "ToCopyBackward0":
         return None
     source, output = node.next_functions[0]
@@ -200,11 +199,11 @@ _ACTIVATIONS: dict[str, Callable[[Any], torch.Tensor]] = {
     "SiluBackward0": lambda node: torch.nn.functional.silu(node._saved_self),
     "GeluBackward0": lambda node: torch.nn.functional.gelu(node._saved_self, approximate=node._saved_approximate),
 }
-"""Nodes that save their input, and their output from it."""
+"""Nodes that save their input, and how to compute their output from it."""
 
 
 def _signed(dimension: int) -> int:
-    """Nodes give a negative dimension as an unsigned number of 64 bits."""
+    """Return a dimension that a node reports as an unsigned number of 64 bits."""
     return dimension - 2**64 if dimension >= 2**63 else dimension
 
 
@@ -218,4 +217,4 @@ _STEPS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "UnsqueezeBackward0": lambda node, x: x.unsqueeze(_signed(node._saved_dim)),
     "TransposeBackward0": lambda node, x: x.transpose(_signed(node._saved_dim0), _signed(node._saved_dim1)),
 }
-"""Nodes that save nothing, and their output from their input."""
+"""Nodes that save nothing, and how to compute their output from their input."""

@@ -1,17 +1,17 @@
 """Token-level fine-tuning: a training step in windows of s tokens, with the gradients of the whole sequence.
 
-After FlexLLM, section 6.1 and algorithm 2. Attention is all that connects the tokens of a sequence, and it is causal: a
-window reads the keys and values of the windows before it, and sends gradients back to them. So
+After FlexLLM, section 6.1 and algorithm 2. Only attention connects the tokens of a sequence, and it is causal: a window
+reads the keys and values of the windows before it, and sends gradients back to them.
 
-* forward runs from left to right and keeps nothing but keys and values, for all windows but the last;
-* backward runs from right to left. Each window is run forward again, now with a graph, against the cached keys and
-  values. What its backward sends to earlier positions is added up in the cache (ΔKV of algorithm 2), and joins a
-  position's own gradient when its window's turn has come (:class:`Extend`).
+* The forward pass runs from left to right and keeps only keys and values, for all windows but the last.
+* The backward pass runs from right to left. Each window runs forward again, now with a graph, against the cached keys
+  and values. Gradients for earlier positions are added up in the cache (ΔKV of algorithm 2). A window's backward adds
+  them to its own gradients (:class:`Extend`).
 
-One window's graph is alive at a time. FlexLLM keeps pruned activations of all windows instead, and saves the second
-forward pass; see "Token-level fine-tuning" in ``docs/architecture.md`` for what either costs.
+The graph of one window is alive at a time. FlexLLM keeps pruned activations of all windows instead, and saves the
+second forward pass; ``docs/decisions/0009-windows.md`` compares the costs.
 
-The keys and values come from a ``transformers`` cache, so any model works that keeps nothing of the past elsewhere.
+Keys and values are kept in a ``transformers`` cache, so every model works that keeps nothing else of the past.
 
 Legend: B batch; T tokens of the whole sequence; s of a window; H key-value heads; D head size.
 """
@@ -36,16 +36,16 @@ _IGNORED = -100
 
 
 def check_window(window: object) -> None:
-    """Raise UsageError unless it is a whole number of tokens."""
+    """Raise UsageError unless a window is a whole number of tokens, 1 or more."""
     if type(window) is not int or window < 1:
         raise UsageError(f"window is {window!r}; give a whole number of tokens, 1 or more")
 
 
 def tokens(batch: Mapping[str, Any]) -> int:
-    """Tokens in a row of a batch; 0 where it has none that are known of.
+    """Return the number of tokens in a row of a batch, or 0 if the batch has neither token ids nor embeddings.
 
     Raises:
-        UsageError: they are not in rows, or there are none.
+        UsageError: the tensor has no rows of tokens, or is empty.
     """
     for name, shape in (("input_ids", ["batch", "tokens"]), ("inputs_embeds", ["batch", "tokens", "width"])):
         inputs = batch.get(name)
@@ -60,7 +60,7 @@ def tokens(batch: Mapping[str, Any]) -> int:
 
 
 class Extend(torch.autograd.Function):
-    """New keys (or values) [B, H, s, D] → what a window attends to [B, H, first:end, D], a view of the cache."""
+    """Maps new keys (or values) [B, H, s, D] to all that a window attends to, [B, H, first:end, D] of the cache."""
 
     @staticmethod
     def forward(ctx: Any, new: torch.Tensor, past: Past, first: int, begin: int, end: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Extend(torch.autograd.Function):
         earlier = ctx.begin - ctx.first
         own = gradient[..., earlier:, :]
         later = ctx.past.gradients
-        if later is not None:  # ΔKV that later windows sent here
+        if later is not None:  # ΔKV of later windows
             own = own + later[..., ctx.begin : ctx.end, :]
         if earlier:
             ctx.past.send(gradient[..., :earlier, :], ctx.first)
@@ -82,7 +82,7 @@ class Extend(torch.autograd.Function):
 
 
 class Past:
-    """Keys, or values, of one layer for the whole sequence, [B, H, T, D], and the gradients that came for them."""
+    """Keys, or values, of one layer for the whole sequence, [B, H, T, D], and their gradients from later windows."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -90,14 +90,14 @@ class Past:
         self._filled = 0
         self._prefixed = False
         self.gradients: torch.Tensor | None = None
-        """[B, H, T less the last window, D], once the last window has been run back."""
+        """[B, H, T less the last window, D], once the last window has run backward."""
 
     def between(self, first: int, end: int) -> torch.Tensor:
         assert self._values is not None
         return self._values[..., first:end, :]
 
     def extend(self, new: torch.Tensor, first: int, begin: int) -> torch.Tensor:
-        """Store a window that is new, and give all that it attends to."""
+        """Store the keys (or values) of a window, and return all that it attends to."""
         end = begin + new.shape[-2]
         if self._values is None:
             self._values = new.detach().new_empty(*new.shape[:-2], self._length, new.shape[-1])
@@ -107,7 +107,7 @@ class Past:
         if not torch.is_grad_enabled() or not (new.requires_grad or self._prefixed):
             return self.between(first, end)
         if not new.requires_grad:
-            new = new.detach().requires_grad_()  # the prefix wants its gradient even where no adapter is below
+            new = new.detach().requires_grad_()  # a prefix needs its gradient even if no adapter is below
         extended: torch.Tensor = Extend.apply(new, self, first, begin, end)  # type: ignore[no-untyped-call]
         return extended
 
@@ -119,20 +119,20 @@ class Past:
     def send(self, gradient: torch.Tensor, first: int) -> None:
         """Add a window's gradient for positions before it."""
         end = first + gradient.shape[-2]
-        if self.gradients is None:  # from the last window: nobody sends further
+        if self.gradients is None:  # the last window comes first, and reaches furthest
             self.gradients = gradient.new_zeros(*gradient.shape[:-2], end, gradient.shape[-1])
         self.gradients[..., first:end, :] += gradient
 
 
 class WindowLayer(DynamicLayer):  # type: ignore[misc]
-    """A cache's layer that stands at any window of the sequence."""
+    """A layer of a cache that can be positioned at any window of the sequence."""
 
     def __init__(self, length: int, sliding: int | None) -> None:
         super().__init__()
         self.is_sliding = sliding is not None
         self._sliding = sliding
         self.position = 0
-        """Tokens before the window that is run next."""
+        """Number of tokens before the window that runs next."""
         self._keys, self._values = Past(length), Past(length)
 
     def update(
@@ -149,7 +149,7 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
         self._values.begin_with(values, length)
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """ΔK and ΔV that have come so far for all positions before the last window."""
+        """Return ΔK and ΔV so far, for all positions before the last window."""
         return self._keys.gradients, self._values.gradients
 
     def _first(self) -> int:
@@ -167,14 +167,14 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class WindowedStep:
-    """One batch's forward and backward in windows. Synchronous model code: :class:`~symbiosis.Client` drives it.
+    """The forward and backward passes of one batch in windows; see :func:`symbiosis.training.step.training_step`.
 
     Call :meth:`look` for every window but the last, from left to right; then, from the last to the first, :meth:`loss`
     and backward from it. Random numbers are those of one forward pass from left to right.
 
     Args:
         model: a causal language model of ``transformers``, with PEFT or without, in training mode.
-        batch: ``input_ids`` [B, T] (or ``inputs_embeds`` [B, T, width]), ``labels`` [B, T], and if need be
+        batch: ``input_ids`` [B, T] (or ``inputs_embeds`` [B, T, width]), ``labels`` [B, T], and optionally
             ``attention_mask`` [B, T], ``position_ids`` [B or 1, T], ``token_type_ids`` [B, T], ``num_items_in_batch``,
             and options of the model that are not tensors.
         window: s, less than T.
@@ -220,7 +220,7 @@ class WindowedStep:
             self._forward(index, options)
 
     def loss(self, index: int) -> torch.Tensor:
-        """Run a window forward; its share of the batch's loss, to be sent back before the window before it is run."""
+        """Run a window forward and return its part of the loss, whose backward must run before the preceding window."""
         if self._after is None:
             loss = self._window_loss(index)
             self._after = _random_state(self._device)
@@ -231,7 +231,7 @@ class WindowedStep:
         return loss
 
     def rest(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is to be sent back once all windows are: the tensors of a trainable prefix, and their gradients."""
+        """Return the tensors of a trainable prefix and their gradients, for a last backward after all windows."""
         tensors, gradients = [], []
         for layer, *prefix in self._prefix:
             for tensor, gradient in zip(prefix, layer.gradients(), strict=True):
@@ -241,7 +241,7 @@ class WindowedStep:
         return tensors, gradients
 
     def _put_prefix(self) -> None:
-        """Prefix tuning: PEFT makes keys and values out of its parameters, once for all windows."""
+        """Have PEFT compute the keys and values of a trained prefix, once for all windows."""
         made = self._model.get_prompt(self._labels.shape[0])
         for layer, prefix in zip(self._cache.layers, made.layers, strict=False):
             if isinstance(layer, WindowLayer) and prefix.is_initialized:
@@ -277,18 +277,18 @@ class WindowedStep:
             inputs["attention_mask"] = torch.cat([mask.new_ones(len(mask), self._before), mask[:, :end]], 1)
         for layer in self._cache.layers:
             layer.position = self._before + begin
-        # PEFT puts its prefix before each forward pass of its own, so the model inside is called.
+        # PEFT would add its prefix in each forward pass, so the model inside is called.
         model = self._core if self._before else self._model
         output = model(**inputs, past_key_values=self._cache, use_cache=True, return_dict=True, **options)
         if any(isinstance(layer, WindowLayer) and layer.position != self._before + end for layer in self._cache.layers):
             raise UsageError(
-                f"{type(self._core).__name__} does not put all keys and values into the cache that it is given, so it "
+                f"{type(self._core).__name__} does not put all keys and values into the given cache, so it "
                 "cannot be run in windows; leave `window` out"
             )
         return output
 
     def _take_labels(self) -> tuple[torch.Tensor, int]:
-        """Which token comes next [B, T], and T; what is left in the batch is for the model."""
+        """Return the next token of each position [B, T], and T. Remove labels from the batch."""
         batch = self._batch
         labels = batch.pop("labels", None)
         if labels is None:
@@ -302,11 +302,11 @@ class WindowedStep:
         self._items = batch.pop("num_items_in_batch", None)
         for name, value in batch.items():
             if name in _OURS and value not in (None, _OURS[name]):
-                raise UsageError(f"{name}={value!r} does not go with `window`, which sets it; leave it out")
+                raise UsageError(f"{name}={value!r} cannot be combined with `window`, which sets it; leave it out")
             if not isinstance(value, torch.Tensor):
                 continue
             if name not in (*_SLICED, "attention_mask"):
-                raise UsageError(f"it is not known how to cut {name} into windows; leave it, or `window`, out")
+                raise UsageError(f"{name} cannot be cut into windows; leave it, or `window`, out")
             if value.ndim < 2 or value.shape[1] != labels.shape[1] or (name == "attention_mask" and value.ndim != 2):
                 raise UsageError(
                     f"{name} is {list(value.shape)}; to be cut into windows it must be [batch, tokens], with "
@@ -323,10 +323,10 @@ class WindowedStep:
         following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         mask, attention = batch.get("attention_mask"), self._core.config._attn_implementation
         if mask is not None and attention != "sdpa" and ((following != _IGNORED) & (mask == 0)).any():
-            # A padding token may have nothing to attend to: eager attention then takes the mean of the whole row.
+            # A padding token may have nothing to attend to. Eager attention then takes the mean of the whole row.
             raise UsageError(
-                f"a padding token has a label after it, where {attention} attention reads all tokens of the row, later "
-                "ones too; to be run in windows, give the first token after padding the label -100"
+                f"a padding token is followed by a label, and {attention} attention reads all tokens of the row there, "
+                "later ones too; to run in windows, give the first token after padding the label -100"
             )
         if self._items is None:
             self._items = (following != _IGNORED).sum()
@@ -344,12 +344,12 @@ def _check_model(model: Any, core: Any) -> None:
     whole = kind in _WHOLE or (_prompt(model) is not None and kind != "PREFIX_TUNING")
     if whole or getattr(config, "alora_invocation_tokens", None):
         raise UsageError(
-            f"this configuration of {kind} does something with the sequence as a whole, so it cannot be run in "
+            f"this configuration of {kind} uses the sequence as a whole, so it cannot be run in "
             "windows; leave `window` out"
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
         raise UsageError(
-            "gradient checkpointing takes the cache away that windows need, and they recompute anyway; call "
+            "gradient checkpointing disables the cache that windows need, and windows recompute anyway; call "
             "model.gradient_checkpointing_disable(), or leave `window` out"
         )
     config = core.config
@@ -361,28 +361,28 @@ def _check_model(model: Any, core: Any) -> None:
         raise UsageError(f"the loss of {name} is not the mean over tokens that windows add up to; leave `window` out")
 
 
-# The one adds attention of its own beside the model's, the other weighs its adapters by a pass over all tokens.
+# Adaption prompts add attention of their own; X-LoRA weighs its adapters by a pass over all tokens.
 _WHOLE = ("ADAPTION_PROMPT", "XLORA")
 
 
 def _prompt(model: Any) -> Any:
-    """The configuration of the PEFT method, if it puts tokens of its own before the sequence."""
+    """Return the configuration of the PEFT method if it puts tokens of its own before the sequence, otherwise None."""
     config = model.active_peft_config if hasattr(model, "get_base_model") else None
     return config if config is not None and config.is_prompt_learning else None
 
 
 def _cache(core: Any, length: int) -> Any:
-    """A cache as ``generate`` would make it, with layers that stand at any window."""
+    """Return a cache like that of ``generate``, with layers that can be positioned at any window."""
     layers: list[Any] = []
     for layer in DynamicCache(config=core.config).layers:
         kind = type(layer)
         if kind is DynamicLayer or kind is SlidingLayer:
             layers.append(WindowLayer(length, layer.sliding_window if kind is SlidingLayer else None))
-        elif kind.__name__ == "DummyLayer":  # reads what another layer keeps
+        elif kind.__name__ == "DummyLayer":  # it reads the cache of another layer
             layers.append(layer)
         else:
             raise UsageError(
-                f"{type(core).__name__} remembers more of the past than keys and values ({kind.__name__}), so it "
+                f"{type(core).__name__} keeps more of the past than keys and values ({kind.__name__}), so it "
                 "cannot be run in windows; leave `window` out"
             )
     return Cache(layers=layers)
