@@ -1,4 +1,4 @@
-"""What a model costs here, for the simulator: measured on a real executor in this process."""
+"""Costs of a model on this machine, for the simulator, measured on a real executor in this process."""
 
 from __future__ import annotations
 
@@ -29,47 +29,49 @@ from symbiosis.simulation.replay import Load
 __all__ = ["Calibration", "Notes", "calibrate"]
 
 DECODING = range(8, 1, -1)
-"""Clients that decode together. Each number is measured: from one to the next, batches may get slower, or faster."""
+"""Numbers of clients that decode together. Each is measured, because cost does not grow evenly with them."""
 MIXED = (0, 3, 1, 2)
-"""In which order clients get the adapters: the first two, who read prompts, adapt as many layers on average as all."""
+"""The order in which clients get adapters. The first two, which read prompts, adapt an average number of layers."""
 STEPS = 6
 PROMPTS = (4, 12, 32, 64, 128, 256, 512, 1024)
 TUNING = (32, 128, 512)
 LONGEST = 512
-"""Tokens of context at which decoding is measured at most: all who decode have to read them first, each time."""
+"""Longest context, in tokens, at which decoding is measured: each decoding client must read it first, each time."""
 
 Points = list[tuple[int, float]]
-"""Rows, and seconds that they took."""
+"""Pairs of rows and seconds."""
 
 
 async def calibrate(settings: Settings, load: Load) -> Costs:
-    """What a load will cost here. Takes some ten seconds on the smallest preset, and a minute on the next; longer for
-    long prompts."""
+    """Return the costs of a load on this machine.
+
+    This takes some ten seconds on the preset tiny and a minute on 100m; longer for long prompts.
+    """
     async with Calibration(settings, load) as calibration:
         return calibration.costs([await calibration.measure() for _ in range(2)])
 
 
 @dataclass
 class Notes:
-    """What was measured at one time."""
+    """The measurements of one time."""
 
     batches: dict[tuple[Key, bool, bool], Points] = field(default_factory=dict)
-    """Of each batch, by its key, whether the one before it had the same, and whether it is fine-tuning."""
+    """Batches by key, whether the batch before had the same key, and whether it was fine-tuning."""
     own: dict[Kind, list[tuple[int, float, float]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    """Rows of a request, seconds outside base layers for each request, batches a request."""
+    """Rows of a request, seconds outside base layers per request, batches per request."""
 
 
 class Calibration:
-    """Clients on a real executor who do what a load does, for a moment, again and again.
+    """Measures costs with clients on a real executor that repeat short parts of a load.
 
-    Notes are taken of the seconds of a batch by its rows, for each layer and pass, apart where the batch before it was
-    for the same layer, whose weights are in the cache then; of a client's own work before a request, by its rows, for
-    each kind; and of what the executor needs beside a batch.
+    It measures the seconds of a batch by its rows, for each key, separately for batches that follow one of the same
+    layer, whose weights are in the cache; the seconds of a client's own work before a request, by its rows, for each
+    kind; and the seconds of the executor's work beside a batch.
 
     Args:
-        settings: the model, and the device.
-        load: as many clients as it has decode, up to eight, where its tokens are in their texts on average; prompts and
-            batches of fine-tuning much longer than its are not measured.
+        settings: the model and the device.
+        load: as many of its clients decode as it has, up to eight, at the average position of its tokens. Prompts and
+            fine-tuning batches that are much longer than the load's are not measured.
     """
 
     def __init__(self, settings: Settings, load: Load) -> None:
@@ -100,7 +102,7 @@ class Calibration:
             for _ in range(self._tuners):
                 client = await stack.enter_async_context(self._executor.client(lora()))
                 self._tuning.append((client, adamw(client.model)))
-            for count in self._apart:  # in the first walk clients find out about siblings
+            for count in self._apart:  # in the first walk siblings are found
                 await self._decode(count, together=True)
             self._stack = stack.pop_all()
         return self
@@ -109,7 +111,7 @@ class Calibration:
         await self._stack.__aexit__(*error)
 
     async def measure(self) -> Notes:
-        """Do a little of everything, and take notes."""
+        """Run a little of each kind of work, and record its costs."""
         self._notes = self._recorder.notes = Notes()
         for together, counts in ((True, self._together), (False, self._apart)):
             for count in counts:
@@ -147,7 +149,7 @@ class Calibration:
         return Decoding(client.model, self._settings.preset, self._settings.device, length=length)
 
     async def _time(self, kind: Kind, rows: int, *work: Coroutine[Any, Any, Any]) -> None:
-        """Note the time outside base layers."""
+        """Record the time outside base layers."""
         self._executor.reset_statistics()
         began = time.perf_counter()
         await asyncio.gather(*work)
@@ -157,7 +159,7 @@ class Calibration:
         self._notes.own[kind].append((rows, outside, done.batches / done.requests))
 
     def costs(self, notes: Sequence[Notes]) -> Costs:
-        """What it takes, by notes that were taken at several times."""
+        """Return the costs, from measurements of several times."""
         points: dict[tuple[Key, bool, bool], Points] = {}
         for note in notes:
             for seen, found in note.batches.items():
@@ -166,7 +168,7 @@ class Calibration:
         curves: dict[tuple[Key, bool, bool], Curve] = {}
 
         def curve(key: Key, again: bool, tuning: bool) -> Curve:
-            """What comes nearest of what was seen."""
+            """Return the measured key nearest to this one."""
             nearest = (key, again, tuning), (key, False, tuning), (key, again, not tuning), (key, False, not tuning)
             return next(running[seen] for seen in nearest if seen in running)
 
@@ -193,14 +195,16 @@ class Calibration:
 
 
 def _up_to(longest: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """Those that are shorter, and the next one."""
+    """Return the lengths that are shorter, and the next one."""
     return lengths[: sum(1 for _ in takewhile(lambda length: length < longest, lengths)) + 1]
 
 
 def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:
-    """Clients' own work, in seconds by rows, for each kind: the time outside base layers, for each request, less what
-    the executor needs for a batch; and that, in seconds. Both are on one thread. They are told apart by how many
-    requests shared a batch: seconds = own + overhead / members, by least squares over decoding."""
+    """Return the seconds of clients' own work by rows, for each kind, and the executor's seconds beside a batch.
+
+    Both run on one thread. They are separated by the number of requests that shared a batch: seconds = own + overhead /
+    members, by least squares over decoding.
+    """
     seen = {kind: list(chain.from_iterable(note.own[kind] for note in notes)) for kind in Kind}
     slope, _ = linear_regression(*zip(*((part, seconds) for _, seconds, part in seen[Kind.DECODE]), strict=True))
     overhead = max(slope, 0.0)
@@ -212,7 +216,7 @@ def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:
 
 
 class _Recorder(Policy):
-    """A policy that takes notes: lockstep, which makes batches as large as there are clients, or one by one."""
+    """A policy that records requests and batches. It is lockstep, with the largest batches, or runs single requests."""
 
     name = "recorder"
 
@@ -220,11 +224,11 @@ class _Recorder(Policy):
         self.together = True
         self.notes = Notes()
         self.walk: list[Key] = []
-        """The last whole one."""
+        """The keys of the last complete forward walk."""
         self.back: list[Key] = []
-        """The last walk back."""
+        """The keys of the last backward walk."""
         self.alone: set[Key] = set()
-        """Asked for a prompt's last token alone."""
+        """Keys that are requested for a prompt's last token only."""
         self._walks: dict[str, list[Key]] = {}
         self._last: Key | None = None
         self._lockstep, self._apart = Lockstep(), NoLockstep()
@@ -263,19 +267,18 @@ class _Recorder(Policy):
 
 
 class Curve:
-    """Seconds by rows: the medians of what was measured, joined by straight lines, the first and the last drawn on; all
-    of them longer by what the sum of what was measured is more than the medians say, since on a machine that others use
-    a few take many times as long.
+    """Seconds by rows: medians of the measurements, joined by straight lines that are extended at both ends.
 
-    More rows never take less time: medians that say so are averaged by how often each was seen (isotonic regression, by
-    pooling adjacent violators).
+    On a shared machine a few batches take many times as long, so all medians are scaled until their sum is that of the
+    measurements. More rows never take less time: medians that contradict this are averaged by their counts (isotonic
+    regression, by pooling adjacent violators).
     """
 
     def __init__(self, points: Points) -> None:
         by_rows: dict[int, list[float]] = {}
         for rows, seconds in points:
             by_rows.setdefault(rows, []).append(seconds)
-        pools: list[tuple[float, int, list[int]]] = []  # seconds, how often seen, rows
+        pools: list[tuple[float, int, list[int]]] = []  # seconds, count, rows
         for rows in sorted(by_rows):
             pool = median(by_rows[rows]), len(by_rows[rows]), [rows]
             while pools and pools[-1][0] > pool[0]:

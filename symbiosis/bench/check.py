@@ -1,4 +1,4 @@
-"""A load, simulated and played to a real executor in turn: how far the simulator can be believed."""
+"""Comparison of the simulator with a real executor: a load is simulated and played in turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Checked", "check"]
 
 
 class Checked(NamedTuple):
-    """What a policy made of a load; of each figure, the median of the rounds."""
+    """The outcome of a policy: for each figure, the median of the rounds."""
 
     predicted: Outcome
     real: Outcome
@@ -31,10 +31,10 @@ async def check(
 ) -> dict[str, Checked]:
     """Play a load to each policy, and simulate it with costs measured immediately before and after.
 
-    What a machine that others use does in a minute says little about the next one, so measuring and playing take turns.
+    The speed of a shared machine changes from minute to minute, so measuring and playing alternate.
 
     Raises:
-        UsageError: a policy promises what cannot be kept even when nothing else goes on. Nothing has been played then.
+        UsageError: a policy promises a latency below that of an idle executor. Nothing has been played then.
     """
     predicted: dict[str, list[Outcome]] = {name: [] for name in policies}
     real: dict[str, list[Outcome]] = {name: [] for name in policies}
@@ -50,7 +50,7 @@ async def check(
             crowds[name] = await stack.enter_async_context(Crowd(executor, settings.preset, load))
         for turn in range(-1, settings.rounds):
             for name, crowd in crowds.items():
-                text = settings.says(turn, f"{name}, for real")
+                text = settings.says(turn, f"{name}, on the executor")
                 played = await crowd.play(slo, partial(settings.says_part, text))
                 if turn < 0:
                     continue

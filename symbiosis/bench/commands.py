@@ -1,4 +1,4 @@
-"""``symbiosis bench``: measured against plain transformers + PEFT, turn about in one run."""
+"""``symbiosis bench``: measurements against plain transformers + PEFT, interleaved in one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, turn about in one run.")
+app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, interleaved in one run.")
 console = Console()
 
 
@@ -31,16 +31,17 @@ class PresetName(StrEnum):
 
 PresetOption = Annotated[PresetName, typer.Option(help="Model: tiny and 100m are fp32, 1b is bf16; random weights.")]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
-DeviceOption = Annotated[str, typer.Option(help="Where base model and clients run, such as cpu or cuda.")]
+DeviceOption = Annotated[str, typer.Option(help="Device of base model and clients, such as cpu or cuda.")]
 PolicyOption = Annotated[str, typer.Option(help="Batching policy, with options: opportunistic:wait_ms=20.")]
 LayersOption = Annotated[
-    str, typer.Option(help="What is served: linear, or mlp (whole MLPs too where a tenant adapts nothing inside).")
+    str,
+    typer.Option(help="What is served: linear, or mlp (whole MLPs as well, for tenants that adapt nothing inside)."),
 ]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are shown.")]
 
 
 class TransportName(StrEnum):
-    """Where executor and clients are."""
+    """Transports of a benchmark, in process or not."""
 
     INPROC = "inproc"
     SHM = "shm"
@@ -66,7 +67,7 @@ PLAYED = {
     "fairness": PresetName.M100,
     "coserve": PresetName.M100,
 }
-"""Benchmarks that play a load, which takes its time, and the preset that each is run on among all."""
+"""Benchmarks that play a load, which takes long, and the preset of each in ``bench all``."""
 COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
 
 
@@ -80,7 +81,7 @@ def overhead(
     transport: TransportOption = TransportName.INPROC,
     json: JsonOption = None,
 ) -> None:
-    """One client against plain HF+PEFT: decode step and training step, the paper's four LoRAs."""
+    """Measure one client against plain HF+PEFT: decode step and training step, with the paper's four LoRAs."""
     _show(_measure("overhead", preset, rounds, policy, base_layers, device, transport=transport.value), json)
 
 
@@ -91,11 +92,13 @@ def serve(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "mlp",
     device: DeviceOption = "cpu",
-    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")
+    ] = None,
     transport: TransportOption = TransportName.INPROC,
     json: JsonOption = None,
 ) -> None:
-    """1 to 16 decoding clients with adapters of their own: tokens/s against plain jobs and a mixed-adapter batch."""
+    """Measure 1 to 16 decoding clients: tokens/s against plain jobs in turn and against a mixed-adapter batch."""
     _show(_measure("serve", preset, rounds, policy, base_layers, device, clients, transport.value), json)
 
 
@@ -103,11 +106,11 @@ def serve(
 def wire(
     rounds: RoundsOption = 20,
     transport: Annotated[
-        list[WireName] | None, typer.Option(help="Which; repeat for several. By default all between processes.")
+        list[WireName] | None, typer.Option(help="Transport; repeat for several. By default all between processes.")
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Round trips of a row and of 1 MiB over each transport, beside the raw echo of the same mechanism."""
+    """Measure round trips of one row and of 1 MiB over each transport, against the raw echo of the same mechanism."""
     from symbiosis.terminal.loop import wait_passively
 
     wait_passively()
@@ -128,11 +131,11 @@ def wire(
 @app.command()
 def schedule(
     rounds: RoundsOption = 5,
-    policy: Annotated[list[str] | None, typer.Option(help="Which; repeat for several. All by default.")] = None,
-    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many; repeat for several.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policy; repeat for several. All by default.")] = None,
+    clients: Annotated[list[int] | None, typer.Option(min=1, help="Number of clients; repeat for several.")] = None,
     json: JsonOption = None,
 ) -> None:
-    """What scheduling costs: microseconds of CPU a request, for each policy, with 8, 100 and 1000 clients."""
+    """Measure the CPU time of scheduling one request, for each policy, with 8, 100 and 1000 clients."""
     with console.status("bench schedule") as status:
         from symbiosis.bench.schedule import schedule as measure
         from symbiosis.core.registry import POLICIES, names
@@ -156,10 +159,12 @@ def finetune(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
-    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """1 to 8 adapters trained at once: tokens/s and peak memory against as many plain jobs."""
+    """Measure 1 to 8 adapters trained at once: tokens/s and peak memory against as many plain jobs."""
     _show(_measure("finetune", preset, rounds, policy, base_layers, device, clients), json)
 
 
@@ -173,7 +178,7 @@ def memory(
     device: DeviceOption = "cpu",
     json: JsonOption = None,
 ) -> None:
-    """Activations of a training step over sequence length: HF+PEFT, with gradient checkpointing, pruned, in windows."""
+    """Measure activations over sequence length: HF+PEFT, gradient checkpointing, pruned, in windows."""
     with console.status(f"bench memory {preset.value}") as status:
         import torch
 
@@ -192,9 +197,13 @@ def memory(
 
 TraceOption = Annotated[
     Path | None,
-    typer.Option(help="CSV with arrival_s, ContextTokens, GeneratedTokens. By default one of that shape is made up."),
+    typer.Option(
+        help="CSV with arrival_s, ContextTokens, GeneratedTokens. By default a trace of that shape is generated."
+    ),
 ]
-MaybePolicyOption = Annotated[str, typer.Option(help="Instead of co-serving with the SLO that was measured first.")]
+MaybePolicyOption = Annotated[
+    str, typer.Option(help="Policy in place of co-serving with the SLO that was measured first.")
+]
 
 
 @app.command()
@@ -205,10 +214,12 @@ def policies(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
-    clients: Annotated[list[int] | None, typer.Option(min=1, help="How many at once; repeat for several.")] = None,
+    clients: Annotated[
+        list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")
+    ] = None,
     json: JsonOption = None,
 ) -> None:
-    """8 and 32 clients with mixed adapters and lengths: no waiting, lockstep and opportunistic batching."""
+    """Measure 8 and 32 clients with mixed adapters and lengths: no-lockstep, lockstep and opportunistic batching."""
     counts = tuple(clients or (8, 32))
     _show(_run("policies", preset, rounds, policy, base_layers, device, counts=counts, trace=_trace(trace)), json)
 
@@ -222,7 +233,7 @@ def mix(
     device: DeviceOption = "cpu",
     json: JsonOption = None,
 ) -> None:
-    """A small request beside a large one; decoding beside fine-tuning."""
+    """Measure a small request beside a large one, and decoding beside fine-tuning."""
     _show(_run("mix", preset, rounds, policy, base_layers, device), json)
 
 
@@ -239,13 +250,13 @@ def coserve(
         typer.Option(
             min=0.01,
             max=2.0,
-            help="Part of the tokens a second that inference gets without pause; repeat for several. By default 0.2, "
+            help="Load, as a part of the tokens/s of inference without pauses; repeat for several. By default 0.2, "
             "0.4, 0.6.",
         ),
     ] = None,
     json: JsonOption = None,
 ) -> None:
-    """Bursty inference with fine-tuning beside it, over load: co-serving and temporal sharing."""
+    """Measure bursty inference beside fine-tuning, over load: co-serving and temporal sharing."""
     loads = {"loads": tuple(sorted(set(load)))} if load else {}
     _show(_run("coserve", preset, rounds, policy, base_layers, device, trace=_trace(trace), **loads), json)
 
@@ -259,7 +270,7 @@ def fairness(
     device: DeviceOption = "cpu",
     json: JsonOption = None,
 ) -> None:
-    """A tenant that floods the executor beside three that do not, with fair sharing and without."""
+    """Measure a tenant that floods the executor beside three that do not, with fair sharing and without."""
     _show(_run("fairness", preset, rounds, policy, base_layers, device), json)
 
 
@@ -271,7 +282,7 @@ def privacy(
     base_layers: LayersOption = "linear",
     json: JsonOption = None,
 ) -> None:
-    """Decode step and training step over tcp://, bare and under each privacy scheme, and the error of logits."""
+    """Measure decode and training steps over tcp://, unmasked and under each privacy scheme, and the logits' error."""
     from symbiosis.terminal.loop import wait_passively
 
     wait_passively()
@@ -286,15 +297,15 @@ def _trace(file: Path | None) -> Any:
 
 @app.command("all")
 def run_all(
-    output: Annotated[Path, typer.Option(help="Markdown file; plots and JSON go beside it.")] = Path(
+    output: Annotated[Path, typer.Option(help="Markdown file; plots and JSON are written beside it.")] = Path(
         "docs/benchmarks.md"
     ),
     preset: Annotated[list[PresetName] | None, typer.Option(help="Model sizes; all by default.")] = None,
     device: DeviceOption = "cpu",
 ) -> None:
-    """Everything, on every preset: writes a page with tables and plots. Takes an hour and a half on 2 cores.
+    """Run all benchmarks on all presets and write a page with tables and plots. Takes an hour and a half on 2 cores.
 
-    Results of other presets that lie beside the page from earlier runs stay in it.
+    Results of other presets from earlier runs, beside the page, stay in it.
     """
     from symbiosis.bench.page import write_page
 
@@ -318,9 +329,9 @@ def run_all(
             )
         )
     for file, options in work:
-        # Each in a process of its own: what one leaves in memory or in OpenMP's settings is not the next one's.
+        # Each in a process of its own, so that memory and OpenMP settings of one do not affect the next.
         subprocess.run([sys.executable, "-m", "symbiosis.cli.main", "bench", *options, "--json", str(file)], check=True)
-        write_page(output)  # after each, so that an interrupted run leaves what it has
+        write_page(output)  # after each, so that an interrupted run keeps its results
     console.print(f"wrote {output}")
 
 
@@ -356,7 +367,7 @@ def _run(
 
     import torch
 
-    # transformers warns of attributes that PEFT still uses; nobody here can change that.
+    # transformers warns of attributes that PEFT still uses.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
     from symbiosis.bench.models import PRESETS

@@ -1,4 +1,4 @@
-"""Bursty inference with fine-tuning beside it: co-serving against temporal sharing, over load."""
+"""Bursty inference beside fine-tuning: co-serving against temporal sharing, over load."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ LENGTHS = {"tiny": 0.1, "100m": 0.04, "1b": 0.03}
 CLIENTS, TUNING = 8, 1
 REQUESTS = 32
 LOADS = (0.2, 0.4, 0.6)
-"""Of the tokens a second that the same clients get without a pause and without fine-tuning."""
+"""Loads, as parts of the tokens/s that the same clients get without pauses and without fine-tuning."""
 SLO_FACTOR = 3.0
-"""Of the time for a token with one client and nothing else."""
+"""SLO as a multiple of the time per token of one client alone."""
 NO_SLO = SLO(1e9, 1e9)
 UNTUNED = "co-serving, no fine-tuning"
 QUIET_S = 15.0
-"""How long fine-tuning is measured alone."""
+"""Seconds for which fine-tuning is measured alone."""
 
 
 async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tuple[float, ...] = LOADS) -> Report:
-    """The same bursty trace at several loads, while a client fine-tunes; policies take turns. ``slo_attainment`` is
-    co-serving's at the heaviest load, ``finetune_kept`` its fine-tuning there, in proportion to what fine-tuning gets
-    without inference."""
+    """Play one bursty trace at several loads while a client fine-tunes; policies are interleaved.
+
+    The headline ``slo_attainment`` is that of co-serving at the heaviest load. ``finetune_kept`` is its fine-tuning
+    there, relative to fine-tuning without inference.
+    """
     preset = settings.preset
     report = Report("coserve", preset.name, GOALS)
     base = settings.base()
@@ -80,7 +82,7 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
                 report.headline[f"{prefix}slo_attainment"] = row["SLO kept"]
                 report.headline[f"{prefix}finetune_kept"] = row["fine-tuning kept"]
     report.notes.append(
-        f"{REQUESTS} requests of {'the trace' if trace else 'a made up trace'}, lengths times "
+        f"{REQUESTS} requests of {'the trace' if trace else 'a generated trace'}, lengths times "
         f"{LENGTHS[preset.name]}, by {CLIENTS} clients; {TUNING} client that fine-tunes on {rows} tokens a step. SLO: "
         f"{slo.token_ms:.0f} ms a token ({SLO_FACTOR:g} times one client's, alone), 5 s to the first. Load: part of "
         f"the {peak.tokens_per_s:.1f} tokens/s that inference gets without pause and without fine-tuning. Fine-tuning "
@@ -91,7 +93,7 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
 
 
 def _policies(policy: str, slo: SLO) -> dict[str, str]:
-    """Co-serving, or what is to take its place, and what it is held against."""
+    """Return co-serving, or its replacement, and the policies that it is compared with."""
     return {
         "co-serving": policy or f"co-serving:slo_ms={slo.token_ms:.3f},ttft_ms={slo.first_ms:.0f}",
         "temporal 64": "temporal:every=64",
@@ -102,7 +104,7 @@ def _policies(policy: str, slo: SLO) -> dict[str, str]:
 
 
 def _row(load: float, policy: str, played: list[Outcome], tuned: Outcome) -> dict[str, Any]:
-    """Medians of what was played, as a row of the report."""
+    """Return medians of the rounds as a row of the report."""
 
     def middle(name: str) -> float:
         values: list[float] = [getattr(outcome, name) for outcome in played]

@@ -1,4 +1,4 @@
-"""A tenant that floods the executor, and three that do not."""
+"""A tenant that floods the executor, beside three that do not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["fairness"]
 
 GOALS = {"max_gap_over_bound": "≤ 1"}
 FLOOD, POLITE = 12, 3
-"""Clients of the tenant that floods; tenants with one client each."""
+"""Clients of the flooding tenant; number of tenants with one client each."""
 QUANTUM = 2.0
 SIBLINGS = 3
 """Layers of the largest request: q, k and v."""
@@ -30,8 +30,11 @@ OUTPUT_WEIGHT = 2.0
 
 
 async def fairness(settings: Settings) -> Report:
-    """All decode without pause. The gap is between what two tenants were served, in tokens by weight, from any moment
-    to any later one; the bound is fair sharing's, with what was under way."""
+    """Have all clients decode without pause, and compare what tenants were served with the bound of fair sharing.
+
+    The gap is the difference between two tenants' service, in weighted tokens, over any interval. The bound includes
+    requests that were running.
+    """
     policy = settings.policy
     report = Report("fairness", settings.preset.name, GOALS)
     base = settings.base()
@@ -100,13 +103,15 @@ async def _decode(
     polite: list[str],
     executor: Executor | None = None,
 ) -> float:
-    """All decode until the polite have their tokens; seconds a token of theirs. ``served``: by tenant, tokens by weight
-    that it had been served whenever one of the polite got a token."""
+    """Have all clients decode until the polite tenants have their tokens; return their seconds per token.
+
+    ``served`` receives, by tenant, its weighted tokens at each time at which a polite tenant got a token.
+    """
     preset, device = settings.preset, settings.device
     jobs = {name: Decoding(client.model, preset, device, seed) for seed, (name, client) in enumerate(clients.items())}
     await asyncio.gather(*(clients[name].run(job.prefill) for name, job in jobs.items()))
     requests = 1
-    if executor is not None:  # those of a token
+    if executor is not None:  # requests of one token
         executor.reset_statistics()
         await clients[polite[0]].run(jobs[polite[0]].steps, 1)
         requests = executor.statistics().requests
@@ -140,6 +145,6 @@ async def _decode(
 
 
 def _widest(a: list[float], b: list[float]) -> float:
-    """The most that one was served more than the other, from any moment to any later one."""
+    """Return the largest difference in service between two tenants over any interval."""
     gaps = [x - y for x, y in zip(a, b, strict=True)]
     return max(gaps) - min(gaps)

@@ -1,4 +1,4 @@
-"""Tokens a second and memory when many adapters are fine-tuned at once."""
+"""Tokens per second and memory of many adapters that are fine-tuned at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOALS = {
 
 
 async def finetune(settings: Settings, *, counts: tuple[int, ...]) -> Report:
-    """Adapters trained at once, against as many plain PEFT jobs one after another; memory in processes of their own."""
+    """Measure adapters trained at once against as many plain PEFT jobs in turn; memory in separate processes."""
     preset = settings.preset
     report = Report("finetune", preset.name, GOALS)
     await _add_throughput(report, settings, counts)
@@ -42,7 +42,7 @@ async def finetune(settings: Settings, *, counts: tuple[int, ...]) -> Report:
         "times one. An extra "
         "client takes more than its adapter, gradients, optimizer and activations: the rest is temporaries of its "
         "backward pass, which all tenants of a process may hold at once. On tiny there is little to share, "
-        "and many tenants take more than as many jobs; which part takes it was not looked into."
+        "and many tenants take more than as many jobs; the reason is not known."
     )
     return report
 
@@ -184,7 +184,7 @@ def _tenants_memory(preset_name: str, device_name: str, policy: str, base_layers
 
 
 def _baseline(device: torch.device) -> float:
-    """Bytes in use when everything is imported and every thread pool is started; peaks count from here."""
+    """Return the bytes in use after all imports and thread pools; peaks count from there."""
     tiny = build(PRESETS["tiny"], device)
     _Plain(tiny, PRESETS["tiny"], device, 0).train(1)
     del tiny
@@ -193,12 +193,12 @@ def _baseline(device: torch.device) -> float:
         torch.cuda.reset_peak_memory_stats(device)
         return float(torch.cuda.memory_allocated(device))
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from now
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here
     return _peak(device)
 
 
 def _peak(device: torch.device) -> float:
-    """Most memory in use since the baseline, in bytes."""
+    """Return the peak memory since the baseline, in bytes."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     with contextlib.suppress(OSError):

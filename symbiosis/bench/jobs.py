@@ -1,4 +1,4 @@
-"""The work that is measured, written once: the very same functions run on a plain PEFT model and in a client."""
+"""The work that is measured. The same functions run on a plain PEFT model and in a client."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["Decoding", "Tenant", "Tuning", "adamw", "now", "random_batch"]
 
 
 def now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Return the time in seconds after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of what is trainable."""
+    """Return an optimizer of the trainable parameters."""
     return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
 
 
 def random_batch(preset: Preset, device: torch.device, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A training batch of random tokens: input_ids and labels [batch, sequence]."""
+    """Return a training batch of random tokens: input_ids and labels [batch, sequence]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, preset.vocabulary, (preset.batch, preset.sequence), generator=generator).to(device)
     return {"input_ids": ids, "labels": ids}
@@ -56,13 +56,13 @@ class Decoding:
         self._token = self._prompt
 
     def prefill(self) -> None:
-        """Start anew: run the prompt."""
+        """Run the prompt from an empty cache."""
         self._cache, self._token = None, self._prompt
         self.steps(1)
 
     @torch.no_grad()
     def steps(self, count: int) -> None:
-        """Decode ``count`` tokens a row."""
+        """Decode ``count`` tokens per row."""
         for _ in range(count):
             output = self._model(
                 input_ids=self._token, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **self._options
@@ -72,10 +72,9 @@ class Decoding:
 
 
 class Tuning:
-    """A client that fine-tunes on one batch again and again, and how many tokens of it have been through.
+    """A client that repeatedly fine-tunes on one batch, and a count of its tokens.
 
-    Tokens are counted by the requests for single layers that the executor has answered, so a step that is under way
-    counts for as much as is done of it.
+    Tokens are counted by answered requests for single layers, so an unfinished step counts in part.
     """
 
     def __init__(self, executor: Executor, client: Client, batch: dict[str, torch.Tensor]) -> None:
@@ -86,8 +85,10 @@ class Tuning:
         self._rows_a_token = 0.0
 
     async def warm_up(self) -> None:
-        """Two steps: in the first the client finds out about siblings, the second tells how many requests a step makes.
-        Resets the executor's statistics."""
+        """Run two steps: siblings are found in the first, and the requests of a step are counted in the second.
+
+        Resets the executor's statistics.
+        """
         await self._client.train_step(self._batch, self._optimizer)
         self._executor.reset_statistics()
         await self._client.train_step(self._batch, self._optimizer)
@@ -95,12 +96,12 @@ class Tuning:
         self._executor.reset_statistics()
 
     async def run(self) -> None:
-        """Step after step, until cancelled."""
+        """Run steps until cancelled."""
         while True:
             await self._client.train_step(self._batch, self._optimizer)
 
     def tokens(self) -> float:
-        """Since the executor's statistics were last reset."""
+        """Return the tokens since the executor's statistics were last reset."""
         return self._rows() / self._rows_a_token
 
     def _rows(self) -> int:
@@ -109,7 +110,7 @@ class Tuning:
 
 
 class Tenant:
-    """A client that decodes and trains, to be timed."""
+    """A client that decodes and trains, for timing."""
 
     def __init__(self, client: Client, preset: Preset, device: torch.device) -> None:
         self.client = client
@@ -120,7 +121,7 @@ class Tenant:
         self._optimizer = adamw(client.model)
 
     async def decode(self) -> float:
-        """Seconds for the preset's decode steps, after a prompt."""
+        """Return the seconds of the preset's decode steps, after a prompt."""
         self.client.model.eval()
         await self.client.run(self._decoding.prefill)
         start = now(self._device)
@@ -128,7 +129,7 @@ class Tenant:
         return now(self._device) - start
 
     async def train(self) -> float:
-        """Seconds for a training step."""
+        """Return the seconds of a training step."""
         start = now(self._device)
         await self.client.train_step(self.batch, self._optimizer)
         return now(self._device) - start

@@ -37,10 +37,10 @@ def memory(
     window: int,
     progress: Callable[[str], None],
 ) -> Report:
-    """Peak memory of one training step beyond weights, adapter and optimizer, each way in a process of its own.
+    """Measure the peak memory of one training step beyond weights, adapter and optimizer, in separate processes.
 
     Raises:
-        UsageError: memory on CPUs is read from Linux's ``/proc``, which is not here.
+        UsageError: this system has no ``/proc``, where Linux reports memory.
     """
     if device.type != "cuda" and not Path("/proc/self/clear_refs").exists():
         raise UsageError("peak memory on CPUs is read from Linux's /proc/self, which this system has not")
@@ -65,7 +65,7 @@ def memory(
         report.headline[f"activation_ratio_{way}"] = last[f"{way} ratio"]
     report.notes.append(
         "Peak of one training step above what lay in memory before it (weights, adapter, optimizer state): "
-        "activations, gradients and temporaries; in ours the executor's too, which is in the same process. LoRA r8 "
+        "activations, gradients and temporaries; for symbiosis including the executor in the same process. LoRA r8 "
         "qkvo, AdamW, one sequence, use_cache=False where there are no windows. checkpointing: HF+PEFT with gradient "
         "checkpointing of every block. symbiosis: train_step(batch, optimizer); pruned: with prune=True; windows: with "
         f"window={window}. ratio: to HF+PEFT. On CPUs the peak is the kernel's (VmHWM), with every allocation of 64 "
@@ -76,7 +76,7 @@ def memory(
 
 @contextlib.contextmanager
 def _exact_heap() -> Iterator[None]:
-    """Processes started meanwhile give freed memory back at once, so that resident memory is what is in use."""
+    """Have processes started meanwhile return freed memory at once, so that resident memory is memory in use."""
     name = "MALLOC_MMAP_THRESHOLD_"
     before = os.environ.get(name)
     os.environ[name] = str(64 * 1024)
@@ -91,10 +91,10 @@ def _exact_heap() -> Iterator[None]:
 
 def _measure(way: str, preset_name: str, device_name: str, lengths: list[int], window: int) -> dict[str, float]:
     preset, device = replace(PRESETS[preset_name], batch=1), torch.device(device_name)
-    # Thread pools, kernels' workspaces, sibling layers and the optimizer's state are there after a first, short step.
+    # A first, short step makes thread pools, workspaces, sibling groups and the optimizer's state.
     first, *batches = (random_batch(replace(preset, sequence=length), device) for length in (window + 32, *lengths))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses names that transformers has renamed
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses old names of transformers
         if way in ("HF+PEFT", "checkpointing"):
             found = _plain(build(preset, device), first, batches, checkpointing=way == "checkpointing")
         else:
@@ -146,7 +146,7 @@ def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class _Watch:
-    """The most memory in use from now on, beyond what is in use now."""
+    """Peak memory from its creation on, beyond the memory in use then."""
 
     def __init__(self, device: torch.device) -> None:
         gc.collect()
@@ -156,18 +156,18 @@ class _Watch:
             torch.cuda.reset_peak_memory_stats(device)
             self._before = float(torch.cuda.memory_allocated(device))
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
+            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
             self._before = _resident("VmRSS")
 
     def peak(self) -> float:
-        """In bytes."""
+        """Return the peak in bytes."""
         cuda = self._device.type == "cuda"
         peak = float(torch.cuda.max_memory_allocated(self._device)) if cuda else _resident("VmHWM")
         return peak - self._before
 
 
 def _resident(field: str) -> float:
-    """A field of this process's status, in bytes."""
+    """Return a field of this process's status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return float(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Requests of different kinds beside each other: a small one and a large one; inference and fine-tuning."""
+"""Mixed requests: a small one beside a large one, and inference beside fine-tuning."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ GOALS = {
 LARGE = 512
 """Tokens of the large prompt, as in the paper."""
 CLIENTS, TUNING = 8, 2
-"""All, and how many of them fine-tune in the second half."""
+"""Number of clients, and how many of them fine-tune in the second half."""
 
 
 async def mix(settings: Settings) -> Report:
-    """A prompt of one token beside one of 512 (Symbiosis, preprint, table 4); then 8 decoding clients against 6 that
-    decode while 2 fine-tune. Co-serving is told as its SLO what is measured first: 1.4 times the small request's time
-    alone, and the 8 clients' time for a token."""
+    """Measure a prompt of one token beside one of 512 (Symbiosis, preprint, table 4), and 8 decoding clients against 6.
+
+    In the latter, 2 further clients fine-tune. The SLO of co-serving is measured first: 1.4 times the small request's
+    time alone, and 1.1 times the 8 clients' time per token.
+    """
     preset = settings.preset
     report = Report("mix", preset.name, GOALS)
     base = settings.base()
@@ -55,14 +57,14 @@ async def mix(settings: Settings) -> Report:
     report.headline["throughput_with_finetuning"] = ratio([rate for _, rate in six], [rate for _, rate in eight])
     report.notes.append(
         f"ms: of the small request, its answer; of decoding clients, a token. Medians of {settings.rounds} rounds, "
-        f"turn about; base layers {settings.base_layers!r}; policy {settings.policy or 'co-serving'}. Fine-tuning: "
+        f"interleaved; base layers {settings.base_layers!r}; policy {settings.policy or 'co-serving'}. Fine-tuning: "
         f"batches of {preset.batch} x {preset.sequence} tokens."
     )
     return report
 
 
 async def _small(settings: Settings, base: torch.nn.Module) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of the small request alone and beside the large one, and of the large one."""
+    """Return the seconds of the small request alone and beside the large one, and of the large one."""
     preset, device = settings.preset, settings.device
     spec = settings.policy
     if not spec:
@@ -80,7 +82,7 @@ async def _small(settings: Settings, base: torch.nn.Module) -> tuple[list[float]
             await _timed(small, Decoding(small.model, preset, device, length=1))
             first = await _timed(small, Decoding(small.model, preset, device, length=1))
             running = asyncio.create_task(_timed(big, Decoding(big.model, preset, device, length=LARGE)))
-            await asyncio.sleep(0.05)  # for it to be under way
+            await asyncio.sleep(0.05)  # until it is running
             second = await _timed(small, Decoding(small.model, preset, device, length=1))
             third = await running
             if turn >= 0:
@@ -99,7 +101,7 @@ async def _timed(client: Client, job: Decoding) -> float:
 async def _tuning(
     settings: Settings, base: torch.nn.Module
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Of each round, seconds a token and all clients' tokens a second: 8 decoding; 6 decoding and 2 fine-tuning."""
+    """Return, per round, seconds per token and all clients' tokens/s: 8 decoding; 6 decoding and 2 fine-tuning."""
     preset, device = settings.preset, settings.device
     steps = preset.decode_steps
     spec = settings.policy
@@ -138,7 +140,7 @@ async def _tuning(
 
 
 async def _prompted(clients: list[Client], settings: Settings) -> list[Decoding]:
-    """A text of each client, with its prompt read."""
+    """Start a text for each client and read its prompt."""
     jobs = [
         Decoding(client.model.eval(), settings.preset, settings.device, seed) for seed, client in enumerate(clients)
     ]
@@ -147,7 +149,7 @@ async def _prompted(clients: list[Client], settings: Settings) -> list[Decoding]
 
 
 async def _steps(clients: list[Client], jobs: list[Decoding], steps: int) -> float:
-    """Seconds that all need for so many tokens."""
+    """Return the seconds in which all clients decode this many tokens."""
     began = time.perf_counter()
     await asyncio.gather(*(client.run(job.steps, steps) for client, job in zip(clients, jobs, strict=True)))
     return time.perf_counter() - began

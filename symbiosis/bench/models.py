@@ -1,4 +1,4 @@
-"""Models to measure with: Llama-shaped, random weights, so that nothing need be downloaded."""
+"""Models to measure with: Llama-shaped, with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PAPER_LORA", "PRESETS", "Preset", "build", "lora", "plain_peft"]
 
 @dataclass(frozen=True)
 class Preset:
-    """One size of model and the work that suits it."""
+    """A model size and the work to measure on it."""
 
     name: str
     dtype: torch.dtype
@@ -25,7 +25,7 @@ class Preset:
     kv_heads: int
     vocabulary: int
     prompt: int
-    """Tokens of prompt before decoding starts."""
+    """Tokens of the prompt before decoding."""
     decode_steps: int
     """Decode steps in one measurement."""
     batch: int
@@ -64,7 +64,7 @@ PAPER_LORA = {
 
 
 def lora(rank: int = 8, modules: list[str] | None = None) -> LoraConfig:
-    """A LoRA with random B as well, so that it changes the result; LoRA 3 of the paper by default."""
+    """Return a LoRA with random A and B, so that it changes results; LoRA 3 of the paper by default."""
     return LoraConfig(
         r=rank,
         lora_alpha=2 * rank,
@@ -74,7 +74,7 @@ def lora(rank: int = 8, modules: list[str] | None = None) -> LoraConfig:
 
 
 def build(preset: Preset, device: torch.device, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
-    """A model of a preset with random weights, scaled so that activations neither vanish nor explode."""
+    """Return a preset's model with random weights, scaled so that activations neither vanish nor explode."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype or preset.dtype)
     try:
@@ -90,12 +90,12 @@ def build(preset: Preset, device: torch.device, dtype: torch.dtype | None = None
                 parameter.uniform_(-0.03, 0.03, generator=generator)
             else:
                 parameter.fill_(1.0)
-    # Its buffers are computed when the module is made, which on the meta device leaves nothing.
+    # Its buffers are computed when the module is made, so they have no values on the meta device.
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
     return model.requires_grad_(False).eval()
 
 
 def plain_peft(base: torch.nn.Module, config: LoraConfig) -> PeftModel:
-    """Plain PEFT on a model of its own that shares the frozen weights' memory, so that many fit on one machine."""
+    """Return plain PEFT on a model of its own that shares the frozen weights' memory."""
     memo = {id(parameter): parameter for parameter in base.parameters()}
     return get_peft_model(copy.deepcopy(base, memo), config).eval()

@@ -1,4 +1,4 @@
-"""What one client costs against plain transformers + PEFT: a decode step and a training step (Symbiosis, Table 2)."""
+"""Overhead of one client over plain transformers + PEFT: decode step and training step (Symbiosis, Table 2)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ GOALS = {
 
 
 async def overhead(settings: Settings, *, transport: str) -> Report:
-    """One client alone on its executor beside the same job as plain PEFT, turn about, for each LoRA of Table 2.
+    """Measure one client alone on its executor against plain PEFT, interleaved, for each LoRA of Table 2.
 
-    Over another ``transport`` than ``inproc`` the executor is a process of its own, and the client synchronous code.
+    Over a ``transport`` other than ``inproc`` the executor is a separate process, and the client is synchronous code.
     """
     preset, device, rounds = settings.preset, settings.device, settings.rounds
     settings.progress("building models")
@@ -45,7 +45,7 @@ async def overhead(settings: Settings, *, transport: str) -> Report:
                     settings.says(turn, name)
                     for job in times:
                         pair = await _in_turn(turn, getattr(plain, job), getattr(ours, job))
-                        if turn >= 0:  # the first turn warms up
+                        if turn >= 0:  # the first round warms up
                             for measured, seconds in zip(times[job], pair, strict=True):
                                 measured.append(seconds)
             del plain, ours
@@ -71,7 +71,7 @@ async def overhead(settings: Settings, *, transport: str) -> Report:
 
 
 class _Plain:
-    """A job of synchronous code: plain PEFT, or a model whose base another process serves."""
+    """Synchronous code: plain PEFT, or a model whose base another process serves."""
 
     def __init__(self, model: torch.nn.Module, preset: Preset, device: torch.device) -> None:
         self._model = model
@@ -82,7 +82,7 @@ class _Plain:
         self._batch = random_batch(preset, device)
 
     async def decode(self) -> float:
-        """Seconds for the preset's decode steps."""
+        """Return the seconds of the preset's decode steps."""
         self._model.eval()
         self._decoding.prefill()
         start = now(self._device)
@@ -90,7 +90,7 @@ class _Plain:
         return now(self._device) - start
 
     async def train(self) -> float:
-        """Seconds for a training step."""
+        """Return the seconds of a training step."""
         self._model.train()
         start = now(self._device)
         self._model(**self._batch).loss.backward()
@@ -104,7 +104,7 @@ Open = Callable[[LoraConfig, Preset, torch.device], AbstractAsyncContextManager[
 
 @asynccontextmanager
 async def _tenants(settings: Settings, base: torch.nn.Module, transport: str) -> AsyncIterator[Open]:
-    """How to open a tenant of an executor, here or in a process of its own."""
+    """Yield a function that opens a tenant of an executor in this process or in another one."""
     if transport == "inproc":
         async with settings.executor(base) as executor:
 
@@ -128,7 +128,7 @@ async def _tenants(settings: Settings, base: torch.nn.Module, transport: str) ->
 async def _in_turn(
     turn: int, plain: Callable[[], Awaitable[float]], ours: Callable[[], Awaitable[float]]
 ) -> tuple[float, float]:
-    """Seconds of both; who goes first changes with each turn, because the first one does not find the same caches."""
+    """Return the seconds of both. The order alternates, because the first job finds other caches."""
     if turn % 2:
         mine = await ours()
         return await plain(), mine

@@ -1,4 +1,4 @@
-"""The page of all benchmarks: tables, plots, and the machine they come from."""
+"""The page of all benchmarks: tables, plots, and their machines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["write_page"]
 
 _INTRO = """# Benchmarks
 
-Written by `make bench`. Everything is measured against plain transformers + PEFT on the same machine, turn about in one
-run; ratios are medians of pairs measured next to each other. Absolute times mean little on a shared machine.
+Written by `make bench`. Everything is measured against plain transformers + PEFT on the same machine, interleaved in
+one run; ratios are medians of adjacent pairs. Absolute times mean little on a shared machine.
 
 """
 
@@ -37,11 +37,11 @@ _PLOTS = {
     "adapters": ("adapters at once", " tok/s", "tokens a second"),
     "tokens": ("tokens in a sequence", " MiB", "MiB of a training step"),
 }
-"""Column → what it counts, the ending of the columns to draw against it, and what these are."""
+"""By column of the x axis: its label, the suffix of the columns of the y axis, and their label."""
 
 
 def _plot(report: Report, folder: Path) -> Path | None:
-    """Rates against the number of tenants, or memory against length, for the benchmarks that have one."""
+    """Draw rates over the number of tenants, or memory over length, for benchmarks that have these."""
     by = next((column for column in _PLOTS if column in report.rows[0]), None)
     if by is None or len(report.rows) < 2:
         return None

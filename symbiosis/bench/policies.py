@@ -1,4 +1,4 @@
-"""No waiting, lockstep and opportunistic batching, playing the same trace to the same model."""
+"""No-lockstep, lockstep and opportunistic batching with the same trace and model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ GOALS = {
 }
 NAMES = {"none": "no-lockstep", "lockstep": "lockstep", "opportunistic": "opportunistic"}
 LENGTHS = {"tiny": 0.1, "100m": 0.05, "1b": 0.03}
-"""Of the trace's tokens, so that a round takes a minute or so on two cores."""
+"""Factors for the trace's lengths, so that a round takes about a minute on two cores."""
 REQUESTS_EACH = 3
 NO_SLO = SLO(1e9, 1e9)
 
 
 async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[Arrival] | None) -> Report:
-    """Clients with mixed adapters ask for mixed lengths, one request after another. The settings' policy takes
-    opportunistic batching's place, to try others."""
+    """Measure clients with mixed adapters and lengths under several policies.
+
+    The settings' policy, if any, replaces opportunistic batching.
+    """
     preset, rounds = settings.preset, settings.rounds
     report = Report("policies", preset.name, GOALS)
     names = {**NAMES, "opportunistic": settings.policy}
@@ -73,10 +75,10 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
         for key, value in figures.items():
             report.headline[key if count == max(counts) else f"{key}_{count}"] = value
     report.notes.append(
-        f"{REQUESTS_EACH} texts for each client; whichever is done takes the next. Lengths of "
-        f"{'the trace' if trace else 'a made up trace'} times {LENGTHS[preset.name]}; the paper's four LoRAs in turn; "
+        f"{REQUESTS_EACH} texts for each client; a client that is done takes the next text. Lengths of "
+        f"{'the trace' if trace else 'a generated trace'} times {LENGTHS[preset.name]}; the paper's four LoRAs; "
         f"medians of {rounds} rounds; base layers {settings.base_layers!r}. prefill_vs_none is a ratio of speeds: "
-        "of times to the first token, upside down."
+        "the inverse of the ratio of times to the first token."
     )
     return report
 

@@ -1,4 +1,4 @@
-"""Measurements that want a process of their own, so that its peak memory is theirs."""
+"""Measurements in a process of their own, for its peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["in_process"]
 
 
 def in_process(fn: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
-    """Run in a new process and return what it says."""
+    """Run a function in a new process and return its result."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(send, fn, args))

@@ -1,4 +1,4 @@
-"""A trace, played to a real executor: what :mod:`symbiosis.simulation.replay` does to a simulated one."""
+"""Replay of a trace on a real executor; :mod:`symbiosis.simulation.replay` does so in simulation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Crowd"]
 
 
 class Crowd:
-    """Clients with adapters of their own, open, who can be told to play a load again and again."""
+    """Open clients with adapters of their own that can play a load repeatedly."""
 
     def __init__(self, executor: Executor, preset: Preset, load: Load) -> None:
         self._executor = executor
@@ -52,8 +52,7 @@ class Crowd:
             await client.close()
 
     async def play(self, slo: SLO, progress: Callable[[float], None] = lambda part: None) -> Outcome:
-        """Play the load once. What was there before is not looked through for garbage meanwhile, as under ``symbiosis
-        serve``: it takes 0.2 s, in which everybody waits."""
+        """Play the load once, with earlier objects frozen for the garbage collector, as under ``symbiosis serve``."""
         texts: list[tuple[Done, int]] = []
         self._executor.reset_statistics()
 

@@ -1,4 +1,4 @@
-"""What a benchmark found: a table, headline figures, JSON, Markdown, plots."""
+"""The result of a benchmark: a table, headline figures, JSON, Markdown."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["Report", "ratio"]
 
 @dataclass
 class Report:
-    """One benchmark's result. ``rows`` are flat; ``headline`` are the figures that goals are set for."""
+    """One benchmark's result. ``rows`` are flat; ``headline`` has the figures with goals."""
 
     name: str
     preset: str
-    """Of the model; empty where there is none to choose."""
+    """Preset of the model; empty if the benchmark has none."""
     goals: dict[str, str]
-    """Headline key → what is aimed at, in words."""
+    """Goals in words, by headline key."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     headline: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=describe_machine)
     transport: str = ""
-    """Where the executor is a process of its own."""
+    """Transport, if the executor is a process of its own."""
 
     @property
     def command(self) -> str:
-        """What gives this report."""
+        """The command that makes this report."""
         options = {"--preset": self.preset, "--transport": self.transport}
         return " ".join(
             [f"symbiosis bench {self.name}", *(f"{key} {value}" for key, value in options.items() if value)]
@@ -54,7 +54,7 @@ class Report:
             console.print(f"[dim]{note}[/dim]", highlight=False)
 
     def save(self, file: Path) -> None:
-        """Write ``{"name", "machine", "rows", "headline"}`` and what explains them as JSON."""
+        """Write the report as JSON: ``name``, ``machine``, ``rows``, ``headline``, goals and notes."""
         write_json(file, asdict(self))
 
     def markdown(self) -> str:
@@ -68,7 +68,7 @@ class Report:
 
 
 def ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median of pairwise ratios: pairs are measured next to each other, so a slow spell of the machine cancels."""
+    """Return the median of pairwise ratios. Pairs are adjacent, so a slow minute of the machine cancels."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

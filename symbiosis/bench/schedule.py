@@ -1,4 +1,4 @@
-"""What scheduling costs: CPU time of submit, decide and complete for each request, by policy and number of clients."""
+"""Cost of scheduling: CPU time of submit, decide and complete per request, by policy and number of clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["schedule"]
 LAYERS = 32
 MAX_ROWS = 8192
 REQUESTS = 20_000
-"""In one measurement."""
+"""Requests in one measurement."""
 LOADS = ("mixed", "uneven")
 GOALS = {"us_per_request_1000": "≤ 10", "growth_8_to_1000": "≤ 1.5"}
 
@@ -27,11 +27,13 @@ GOALS = {"us_per_request_1000": "≤ 10", "growth_8_to_1000": "≤ 1.5"}
 async def schedule(
     *, policies: tuple[str, ...], counts: tuple[int, ...], rounds: int, progress: Callable[[str], None]
 ) -> Report:
-    """Microseconds a request, medians; the policies take turns. Every fourth client fine-tunes, forward and back. In a
-    mixed load the others decode, and one in eight of those reads a prompt now and then. In an uneven one, all others
-    read prompts of which eight fill a batch, and each client has a priority of its own: whoever looks at all clients to
-    make a batch of few shows. Time is pretended: a batch takes 1 ms and 20 µs a row. Whoever is answered asks for its
-    next layer at once."""
+    """Measure microseconds per request, as medians; policies are interleaved.
+
+    Every fourth client fine-tunes, forward and backward. In the mixed load the other clients decode, and one in eight
+    of them sometimes reads a prompt. In the uneven load the other clients read prompts, of which eight fill a batch, and
+    each client has a priority of its own, which shows policies that look at all clients for a small batch. Time is
+    simulated: a batch takes 1 ms and 20 µs per row. A client that is answered requests its next layer at once.
+    """
     report = Report("schedule", "", GOALS)
     found: dict[tuple[str, str, int], list[float]] = {}
     few, many = min(counts), max(counts)
@@ -53,14 +55,14 @@ async def schedule(
         median(found[load, spec, many]) / median(found[load, spec, few]) for load in LOADS for spec in policies
     )
     report.notes.append(
-        f"The mixed load, of the dearest policy, {worst}; of both loads, what grows most. Pure Python on "
-        f"one core, {REQUESTS:,} requests a measurement; the scheduler and the policy alone, no loop, no tensors."
+        f"The mixed load under the slowest policy, {worst}; growth: the larger of both loads. Pure Python on "
+        f"one core, {REQUESTS:,} requests a measurement; the scheduler and the policy alone, no event loop, no tensors."
     )
     return report
 
 
 def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
-    """Seconds of CPU a request, and the mean batch."""
+    """Return seconds of CPU per request, and the mean batch."""
     scheduler = Scheduler(make_policy(spec), layers=LAYERS, max_rows=MAX_ROWS)
     walks: dict[str, itertools.cycle[tuple[Key, int, Kind]]] = {}
     uneven = load == "uneven"
@@ -77,7 +79,7 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
             steps = read
         else:
             steps = read + 8 * write if number % 32 == 0 else write
-        # They do not all begin at the same layer.
+        # clients begin at different layers
         walks[name] = itertools.cycle(steps[number % LAYERS :] + steps[: number % LAYERS])
         scheduler.client_joined(name, Terms(priority=number % 1000) if uneven else NO_TERMS, local=uneven)
         scheduler.pass_began(name, 0.0)
@@ -88,7 +90,7 @@ def _measure(spec: str, count: int, load: str) -> tuple[float, float]:
         key, rows, kind = next(walks[name])
         scheduler.submit(Request(next(ids), name, key, rows, kind, now))
 
-    gc.collect()  # or what was made so far, and all that was imported, is looked through while the time is taken
+    gc.collect()  # otherwise a full collection may run while the time is measured
     began = time.process_time()
     for name in walks:
         ask(name)

@@ -1,4 +1,4 @@
-"""Tokens a second when many clients with adapters of their own decode at once."""
+"""Tokens per second of many clients that decode at once, each with its own adapter."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ GOALS = {"speedup_8": "≥ 5 on 1b, then towards 7", "mean_batch_8": "8"}
 
 
 async def serve(settings: Settings, *, counts: tuple[int, ...], transport: str) -> Report:
-    """Clients with different adapters decode at once, against the same jobs as plain PEFT one after another.
+    """Measure clients that decode at once against plain PEFT jobs in turn, and against PEFT's mixed-adapter batch.
 
-    Also against PEFT's own mixed-adapter batch (``adapter_names``), which has all adapters in one model, in lockstep.
+    The mixed-adapter batch (``adapter_names``) has all adapters in one model, in lockstep.
     """
     if transport != "inproc":
         return await _serve_processes(settings, counts, transport)
@@ -89,7 +89,7 @@ async def serve(settings: Settings, *, counts: tuple[int, ...], transport: str) 
 
 
 async def _serve_processes(settings: Settings, counts: tuple[int, ...], transport: str) -> Report:
-    """The same with every client, and the executor, in a process of its own; plain jobs take turns in this one."""
+    """Measure the same with executor and clients in separate processes; plain jobs run in this process."""
     preset, device, rounds = settings.preset, settings.device, settings.rounds
     base = settings.base()
     report = Report("serve", preset.name, {}, transport=transport)
@@ -140,7 +140,7 @@ async def _serve_processes(settings: Settings, counts: tuple[int, ...], transpor
 
 
 def _in_turn(jobs: list[Decoding], steps: int, device: torch.device) -> float:
-    """Seconds in which plain jobs decode one after another, their prompts not counted."""
+    """Return the seconds in which plain jobs decode in turn, without their prompts."""
     for job in jobs:
         job.prefill()
     start = now(device)
@@ -150,7 +150,7 @@ def _in_turn(jobs: list[Decoding], steps: int, device: torch.device) -> float:
 
 
 def _mixed(base: torch.nn.Module, count: int) -> Any:
-    """One plain PEFT model with all adapters loaded, for batches that mix them."""
+    """Return a plain PEFT model with all adapters loaded, for mixed batches."""
     model: Any = plain_peft(base, lora())
     for seed in range(count):
         model.add_adapter(f"tenant-{seed}", lora())

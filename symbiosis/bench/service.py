@@ -1,7 +1,7 @@
-"""An executor, and tenants, in processes of their own, for benchmarks over a transport.
+"""An executor and tenants in separate processes, for benchmarks over a transport.
 
 ``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY LAYERS`` serves a preset until its standard input ends;
-``python -m symbiosis.bench.service decode PRESET ADDRESS SEED`` is a tenant that decodes as it is told there.
+``python -m symbiosis.bench.service decode PRESET ADDRESS SEED`` is a tenant that follows commands on standard input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["DecodingProcess", "address_for", "decoding_processes", "served"]
 
 @contextlib.contextmanager
 def address_for(transport: str) -> Iterator[str]:
-    """A free address of a transport."""
+    """Return a free address of a transport."""
     if transport == "shm":
         with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
             yield f"shm://{folder}/executor.sock"
@@ -36,7 +36,7 @@ def address_for(transport: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served(preset: str, transport: str, policy: str, base_layers: str) -> Iterator[str]:
-    """The address of an executor in another process that serves a preset's model."""
+    """Yield the address of an executor in another process that serves a preset's model."""
     with address_for(transport) as address:
         command = [sys.executable, "-W", "ignore", "-m", __name__, "serve", preset, address, policy, base_layers]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -50,13 +50,13 @@ def served(preset: str, transport: str, policy: str, base_layers: str) -> Iterat
 
 
 class DecodingProcess:
-    """A tenant in a process of its own."""
+    """A tenant in another process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def do(self, command: str) -> None:
-        """``prefill`` or ``steps N``; returns when it is done."""
+        """Send ``prefill`` or ``steps N``, and return when the tenant is done."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n".encode())
@@ -72,7 +72,7 @@ class DecodingProcess:
 
 @contextlib.asynccontextmanager
 async def decoding_processes(preset: str, address: str, count: int) -> AsyncIterator[list[DecodingProcess]]:
-    """``count`` tenants with adapters of their own."""
+    """Yield ``count`` tenants, each with its own adapter."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-W", "ignore", "-m", __name__, "decode", preset, address]
     tenants = [
@@ -105,7 +105,7 @@ def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
 
 
 def _wire_model() -> Any:
-    """A model whose first layer, of 16 features, costs next to nothing."""
+    """Return a model whose first layer, with 16 features, costs almost nothing."""
     from symbiosis.testing import tiny_model
 
     return tiny_model("llama", hidden_size=16, num_hidden_layers=1)
@@ -119,7 +119,7 @@ def _decode(preset: str, address: str, seed: str) -> None:
     from symbiosis.bench.models import PRESETS, lora
     from symbiosis.client.opened import open_model
 
-    torch.set_num_threads(1)  # a row at a time has nothing for a second thread
+    torch.set_num_threads(1)  # single rows leave no work for a second thread
     with open_model(address) as model:
         decoding = Decoding(get_peft_model(model, lora()).eval(), PRESETS[preset], torch.device("cpu"), int(seed))
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""What every benchmark that runs an executor is told."""
+"""Settings of every benchmark that runs an executor."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Where, with what model, how often.
+    """Model, device, policy and number of measurements.
 
     Args:
-        preset: the model and the work that suits it.
-        device: of the base model and the clients.
-        policy: as ``--policy`` takes it; empty where a benchmark has a choice of its own to make.
+        preset: the model and the work to measure on it.
+        device: device of the base model and the clients.
+        policy: as for ``--policy``; empty if the benchmark chooses its own.
         base_layers: what is served.
-        rounds: measurements of each kind.
-        progress: told what is going on.
+        rounds: number of measurements of each kind.
+        progress: called with a text about the current measurement.
     """
 
     preset: Preset
@@ -36,19 +36,19 @@ class Settings:
     progress: Callable[[str], None]
 
     def base(self) -> LlamaForCausalLM:
-        """The preset's model."""
+        """Return the preset's model."""
         return build(self.preset, self.device)
 
     def executor(self, base: torch.nn.Module, policy: str | Policy = "") -> Executor:
-        """An executor of a model; with the policy of the settings, if no other is given, or with the default one."""
+        """Return an executor of a model, with the given policy, that of the settings, or the default."""
         return Executor(base, policy=policy or self.policy or "opportunistic", base_layers=self.base_layers)
 
     def says(self, turn: int, what: str) -> str:
-        """Tell that a round begins, of which the first, -1, is a warm-up; what was told."""
+        """Report that a round begins, and return the report. Round -1 is the warm-up."""
         text = f"{what}: " + (f"round {turn + 1} of {self.rounds}" if turn >= 0 else "warm-up")
         self.progress(text)
         return text
 
     def says_part(self, what: str, part: float) -> None:
-        """Tell how much of something is done."""
+        """Report how much of something is done."""
         self.progress(f"{what}, {part:.0%}")

@@ -1,4 +1,4 @@
-"""``symbiosis simulate``: policies against a load, without a GPU, without waiting."""
+"""``symbiosis simulate``: policies on a simulated load, without a GPU and without waiting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["simulate"]
 
 
 class Machine(StrEnum):
-    """Whose costs."""
+    """Machines with known costs."""
 
     A100 = "a100"
     H100 = "h100"
@@ -38,7 +38,7 @@ class Machine(StrEnum):
 
 
 ROUNDS = 5
-"""In which a load is simulated and played to a real executor, with ``--check``."""
+"""Rounds of simulating and playing a load, with ``--check``."""
 PLOTS = (".png", ".svg", ".pdf")
 RATES = {
     "tokens_per_s": "tokens/s",
@@ -61,7 +61,7 @@ def simulate(
         Path | None,
         typer.Argument(
             help="CSV with the columns arrival_s, ContextTokens, GeneratedTokens, such as Azure's traces of LLM "
-            "inference. By default one of that shape is made up."
+            "inference. By default a trace of that shape is generated."
         ),
     ] = None,
     policy: Annotated[
@@ -70,32 +70,46 @@ def simulate(
     machine: Annotated[
         Machine, typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset.")
     ] = Machine.A100,
-    model: Annotated[str, typer.Option(help="On a GPU: llama-3.1-8b, qwen2.5-14b or qwen2.5-32b.")] = "llama-3.1-8b",
-    preset: Annotated[PresetName, typer.Option(help="Here: which model to measure.")] = PresetName.TINY,
+    model: Annotated[
+        str, typer.Option(help="Model on a GPU: llama-3.1-8b, qwen2.5-14b or qwen2.5-32b.")
+    ] = "llama-3.1-8b",
+    preset: Annotated[PresetName, typer.Option(help="With --machine here: model to measure.")] = PresetName.TINY,
     base_layers: LayersOption = "linear",
-    requests: Annotated[int, typer.Option(min=1, help="No more than so many of the trace.")] = 200,
-    rate: Annotated[float, typer.Option(min=1e-3, help="Requests a second, of a trace that is made up.")] = 5.53,
-    speed: Annotated[float, typer.Option(min=1e-6, help="So many times as fast as the trace says.")] = 1.0,
-    lengths: Annotated[float, typer.Option(min=1e-6, help="So many times as many tokens as the trace says.")] = 1.0,
+    requests: Annotated[int, typer.Option(min=1, help="Largest number of requests of the trace.")] = 200,
+    rate: Annotated[float, typer.Option(min=1e-3, help="Requests per second of a generated trace.")] = 5.53,
+    speed: Annotated[float, typer.Option(min=1e-6, help="Factor for the speed of the trace.")] = 1.0,
+    lengths: Annotated[float, typer.Option(min=1e-6, help="Factor for the lengths of the trace, in tokens.")] = 1.0,
     clients: Annotated[
-        int | None, typer.Option(min=1, help="Who share the requests in turn. By default each is a client of its own.")
+        int | None,
+        typer.Option(
+            min=1, help="Number of clients that share the requests in turn. By default each request is a client."
+        ),
     ] = None,
     paced: Annotated[
-        bool, typer.Option(help="Requests come when the trace says; or else as soon as their client has time.")
+        bool, typer.Option(help="Requests arrive at the times of the trace; otherwise as soon as their client is free.")
     ] = True,
-    finetune: Annotated[int, typer.Option(min=0, help="Clients that fine-tune all the while.")] = 0,
+    finetune: Annotated[int, typer.Option(min=0, help="Number of clients that fine-tune meanwhile.")] = 0,
     rows: Annotated[int, typer.Option(min=1, help="Tokens of a fine-tuning step.")] = 512,
-    executors: Annotated[int, typer.Option(min=1, help="Of the same base model; clients are spread over them.")] = 1,
-    slo_ms: Annotated[float, typer.Option(min=1e-3, help="Promised time for each token, in milliseconds.")] = 75.0,
-    ttft_ms: Annotated[float, typer.Option(min=1e-3, help="Promised time to the first token.")] = 5000.0,
-    seed: Annotated[int, typer.Option(help="Of a trace that is made up.")] = 0,
+    executors: Annotated[
+        int, typer.Option(min=1, help="Number of executors of the same base model; clients are spread over them.")
+    ] = 1,
+    slo_ms: Annotated[float, typer.Option(min=1e-3, help="Latency target for each token, in milliseconds.")] = 75.0,
+    ttft_ms: Annotated[
+        float, typer.Option(min=1e-3, help="Latency target for the first token, in milliseconds.")
+    ] = 5000.0,
+    seed: Annotated[int, typer.Option(help="Seed of a generated trace.")] = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="Here: play the load to a real executor too, in turn, and show both.")
+        bool,
+        typer.Option(
+            "--check", help="With --machine here: also play the load on a real executor, interleaved, and compare."
+        ),
     ] = False,
     json: Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Also draw it, to this file: .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the result to this file: .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
-    """Simulate a load on the very scheduler and policies that executors run, and show what clients would see.
+    """Simulate a load on the scheduler and policies of the executor, and show what clients would see.
 
     Examples:
 
@@ -119,7 +133,7 @@ def simulate(
         f"co-serving:slo_ms={slo_ms:g},ttft_ms={ttft_ms:g}",
     ]
     for spec in policies:
-        make_policy(spec)  # a typing mistake should show before the work
+        make_policy(spec)  # report mistakes before the work
     found = read_trace(trace, requests) if trace else synthetic(requests, rate, seed)
     load = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
@@ -134,7 +148,7 @@ def simulate(
         here = machine is Machine.HERE
         costs = _calibrate(preset.value, base_layers, load) if here else roofline(machine.value, model)
         for spec in policies:
-            told(make_policy(spec), costs)  # and so should a promise that cannot be kept, before others are played to
+            told(make_policy(spec), costs)  # report a latency target that cannot be met
         results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
         costs_text = costs.text
     _show(costs_text, load, executors, results, real)
@@ -145,10 +159,10 @@ def simulate(
 
 
 def _check_options(context: typer.Context) -> None:
-    """Before any work.
+    """Check the options before any work.
 
     Raises:
-        UsageError: an option that cannot be, or that would mean nothing beside the others.
+        UsageError: an option is invalid, or has no effect beside the other options.
     """
     from symbiosis.errors import UsageError
 
@@ -162,23 +176,23 @@ def _check_options(context: typer.Context) -> None:
         raise UsageError("--check plays the load to one executor; leave --executors out")
     means_nothing = {
         "rate": "the trace has its own" if given["trace"] else "",
-        "seed": "the trace is not made up" if given["trace"] else "",
-        "model": "the costs are measured here; --preset says on which model" if here else "",
+        "seed": "the trace is not generated" if given["trace"] else "",
+        "model": "the costs are measured here; --preset chooses the model" if here else "",
         "preset": "it is for --machine here" if not here else "",
         "base_layers": "it is for --machine here" if not here else "",
-        "rows": "nobody fine-tunes; give --finetune too" if not given["finetune"] else "",
+        "rows": "no client fine-tunes; give --finetune too" if not given["finetune"] else "",
     }
     for name, why in means_nothing.items():
         source = context.get_parameter_source(name)
         if why and source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"--{name.replace('_', '-')} means nothing here: {why}")
+            raise UsageError(f"--{name.replace('_', '-')} has no effect here: {why}")
     for name in ("rate", "speed", "lengths", "slo_ms", "ttft_ms"):
         if not given[name] < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} is {given[name]}; it must be a finite number")
     policies = given["policy"] or []
     for spec in policies:
         if policies.count(spec) > 1:
-            raise UsageError(f"--policy {spec} is given {policies.count(spec)} times; once is enough")
+            raise UsageError(f"--policy {spec} is given {policies.count(spec)} times; give it once")
     for file in (given["json"], given["plot"]):
         if file is not None:
             writable(file)
@@ -235,7 +249,7 @@ def _bar() -> Progress:
 
 
 def _show(costs: str, load: Load, executors: int, results: dict[str, Outcome], real: dict[str, Outcome]) -> None:
-    """In two tables, so that all figures can be read in 80 columns."""
+    """Print two tables, so that all figures fit in 80 columns."""
     where = costs if executors == 1 else f"{executors} executors, each {costs}"
     title = f"{len(load.trace)} requests, {load.tuning} fine-tuning clients; {where}"
     console().print(_table(RATES, results, real, title), _table(TIMES, results, real))
@@ -244,7 +258,7 @@ def _show(costs: str, load: Load, executors: int, results: dict[str, Outcome], r
 def _table(
     columns: dict[str, str], results: dict[str, Outcome], real: dict[str, Outcome], title: str | None = None
 ) -> Table:
-    """A row a policy. Where it is narrow, the policies' names are folded, and no figure is cut."""
+    """Return a table with one row per policy. On a narrow terminal the names are folded and no figure is cut."""
     table = Table(title=title, title_justify="left")
     table.add_column("policy", overflow="fold")
     for heading in columns.values():

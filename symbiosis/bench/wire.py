@@ -1,8 +1,8 @@
-"""Round trips of one call over each transport, beside the raw echo of the same mechanism.
+"""Round trips of one call over each transport, against the raw echo of the same mechanism.
 
-The raw echoes have neither checks nor a layer: over a Unix socket a message of the same size there and back, and for
-matrices a copy into shared memory on either side; over TCP a ZeroMQ ROUTER that sends back what a DEALER sent; by
-torch.distributed (gloo) a size and as many bytes, sent back.
+The raw echoes have neither checks nor a layer. Over a Unix socket a message of the same size goes there and back, and
+matrices are copied into shared memory on either side. Over TCP a ZeroMQ ROUTER returns what a DEALER sent. By
+torch.distributed (gloo) a size and as many bytes are returned.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ WIDTH = 16
 SIZES = {"1 row": 1, "1 MiB": (1 << 20) // (4 * WIDTH)}
 GOALS = {"shm_vs_echo": "≤ 3", "tcp_1mb_vs_echo": "≤ 1.5"}
 MESSAGE = 24
-"""Bytes of a call's message, about."""
+"""Approximate size of a call's message in bytes."""
 ROUND = {"1 row": 300, "1 MiB": 40}
 """Round trips in one measurement."""
 
 
 async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[str], None]) -> Report:
-    """Microseconds a round trip: a call through a synchronous client's channel, and the echo, turn about.
+    """Measure microseconds per round trip of a synchronous client's call and of the echo, interleaved.
 
-    The layer is an ``nn.Linear`` of 16 features, so that it costs next to nothing.
+    The layer is an ``nn.Linear`` with 16 features, which costs almost nothing.
     """
     report = Report("wire", "", GOALS)
     for transport in transports:
@@ -78,8 +78,8 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
     report.notes.append(
         f"Medians of {rounds} rounds; a call is a synchronous client's, forward through a linear layer of {WIDTH} "
         "features in a process of its own, results copied out. The raw Unix-socket echo takes some 12 µs while the "
-        "kernel keeps both its ends on one core and 54 µs while it does not; which of the two is a matter of chance, "
-        "so look at the times as well as at the ratio."
+        "kernel keeps both its ends on one core and 54 µs otherwise, which changes at random, so compare the times as "
+        "well as the ratio."
     )
     return report
 

@@ -1,4 +1,4 @@
-"""The commands of ``symbiosis``. Nothing here imports torch before one needs it, so ``--help`` is quick."""
+"""The commands of ``symbiosis``. They import torch when they need it, so ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ def symbiosis(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """One frozen base model, many tenants who fine-tune and serve their own PEFT adapters on it at once."""
+    """Many tenants fine-tune and serve their own PEFT adapters on one shared, frozen base model."""

@@ -1,4 +1,4 @@
-"""Texts to train on, and how they become batches."""
+"""Training texts, and how they become batches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["Corpus", "docstrings", "read_corpus", "read_halves", "topics"]
 
 Batch = dict[str, torch.Tensor]
 IGNORED = -100
-"""Label of a token that the loss leaves out."""
+"""Label of a token that does not count in the loss."""
 
 
 @dataclass
 class Corpus:
-    """What one tenant learns from: documents, or pairs of prompt and completion.
+    """The training data of one tenant: documents, or pairs of prompt and completion.
 
     Attributes:
-        name: for the reports.
-        documents: running text, cut into windows.
-        pairs: (prompt, completion); the loss is on the completion alone.
-        prompts: what is continued before and after training.
+        name: name in reports.
+        documents: running text, cut into sequences.
+        pairs: (prompt, completion); only the completion counts in the loss.
+        prompts: texts to continue before and after training.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Corpus:
     pairs: list[tuple[str, str]] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     shortened: int = 0
-    """Pairs that were longer than a sequence, so that the beginning of their prompt was left out."""
+    """Number of pairs that were longer than a sequence and lost the beginning of their prompt."""
 
     def batches(self, tokenizer: Any, *, steps: int, size: int, length: int, seed: int) -> list[Batch]:
-        """One batch a step: ``input_ids``, ``attention_mask`` and ``labels``, each [size, at most length].
+        """Yield one batch per step: ``input_ids``, ``attention_mask`` and ``labels``, each [size, at most length].
 
         Raises:
-            UsageError: there is too little text.
+            UsageError: the text is too short.
         """
         make = self._pair_batches if self.pairs else self._window_batches
         return make(tokenizer, steps, size, length, random.Random(seed))
@@ -86,20 +86,20 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def join(prompt: str, completion: str = "") -> tuple[str, str]:
-    """Prompt and completion as the model sees them: on lines of their own unless white space is between them."""
+    """Return prompt and completion for the model, on separate lines unless white space separates them."""
     apart = prompt[-1:].isspace() or completion[:1].isspace()
     return (prompt if apart else f"{prompt}\n"), completion
 
 
 def _example(tokenizer: Any, prompt: str, completion: str, length: int) -> tuple[list[int], list[int], bool]:
-    """Token ids, labels, and whether they had to be shortened. The completion is the last thing to be cut."""
+    """Return token ids, labels, and whether they were shortened. The prompt is shortened before the completion."""
     prompt, completion = join(prompt, completion)
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     before, after = _encode(tokenizer, prompt), [*_encode(tokenizer, completion), *end]
     if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id):
         before = [tokenizer.bos_token_id, *before]
     cut = len(before) + len(after) > length
-    after = after[: length - 1]  # the loss of a token needs one before it
+    after = after[: length - 1]  # the loss of a token needs a token before it
     before = before[max(0, len(before) + len(after) - length) :]
     return [*before, *after], [IGNORED] * len(before) + after, cut
 
@@ -114,11 +114,11 @@ def _pad(examples: Sequence[tuple[list[int], list[int]]], tokenizer: Any) -> Bat
     }
 
 
-# ------------------------------------------------------------------------------------------------- what CPython ships
+# ------------------------------------------------------------------------------------------- texts of CPython
 
 
 def topics() -> list[str]:
-    """The topics of ``help()``, some 420,000 characters of English, without underlines and drawn tables."""
+    """Return the topics of ``help()``: some 420,000 characters of English, without underlines and drawn tables."""
     from pydoc_data.topics import topics as texts
 
     drawn = re.compile(r"\s*[+|]|[*=~^-]{3,}$")
@@ -128,7 +128,7 @@ def topics() -> list[str]:
 
 
 def docstrings(module: str, contains: str = "") -> list[str]:
-    """A module's docstrings that contain a string, read from its source without importing it; none if it is missing."""
+    """Return a module's docstrings that contain a string, read from its source; none if the module is missing."""
     spec = importlib.util.find_spec(module)
     if spec is None or not spec.has_location or not str(spec.origin).endswith(".py"):
         return []
@@ -138,14 +138,14 @@ def docstrings(module: str, contains: str = "") -> list[str]:
     return [text for text in found if text and contains in text]
 
 
-# ---------------------------------------------------------------------------------------------------- the user's own
+# -------------------------------------------------------------------------------------------------- user files
 
 
 def read_corpus(path: Path) -> Corpus:
-    """A file of pairs (``.jsonl``) or text (``.txt``).
+    """Return the data in a file of pairs (``.jsonl``) or text (``.txt``).
 
     Raises:
-        UsageError: it cannot be read, or a line of it is wrong. The message says which, and what to do.
+        UsageError: the file cannot be read, or a line is wrong. The message says which line, and what to do.
     """
     if path.suffix.lower() not in (".jsonl", ".txt"):
         raise UsageError(f"{path}: --data takes a .jsonl file of prompt and completion, or a .txt file")
@@ -158,7 +158,7 @@ def read_corpus(path: Path) -> Corpus:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
     if path.suffix.lower() == ".txt":
         return Corpus(path.name, documents=[text.strip()])
-    # Not splitlines(): that would also break a line at a U+2028 inside a string.
+    # Not splitlines(), which would also break a line at a U+2028 inside a string.
     pairs = [_pair(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not pairs:
         raise UsageError(f"{path}: no pairs of prompt and completion in it")
@@ -166,7 +166,7 @@ def read_corpus(path: Path) -> Corpus:
 
 
 def read_halves(path: Path) -> tuple[Corpus, Corpus]:
-    """A file of pairs or text, as its two halves, for two tenants; raises what :func:`read_corpus` raises."""
+    """Return the two halves of a file, for two tenants; raises the errors of :func:`read_corpus`."""
     corpus = read_corpus(path)
     return _halve_pairs(path, corpus.pairs) if corpus.pairs else _halve_text(path, corpus.documents[0])
 
@@ -212,7 +212,7 @@ def _halve_text(path: Path, text: str) -> tuple[Corpus, Corpus]:
 
 
 def _openings(text: str) -> list[str]:
-    """The beginnings of two paragraphs: 40 characters or so, up to the end of a word."""
+    """Return the beginnings of two paragraphs: about 40 characters, up to the end of a word."""
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text)]
     long = [part for part in paragraphs if len(part) > 60] or [text]
     return [(part[:40].rsplit(None, 1) or [part])[0] for part in (long[0], long[len(long) // 2])]

@@ -13,9 +13,9 @@ from symbiosis.terminal.console import console
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Make and list the keys of tenants who come over tcp://.")
+app = typer.Typer(no_args_is_help=True, help="Make and list the keys of tenants of tcp:// addresses.")
 
-FolderOption = Annotated[Path, typer.Option("--keys", help="The provider's folder of keys.")]
+FolderOption = Annotated[Path, typer.Option("--keys", help="The provider's key folder.")]
 
 
 @app.command()
@@ -26,9 +26,9 @@ def new(
         Path | None, typer.Option(help="Where to write the secret key (default: NAME.secret here).", show_default=False)
     ] = None,
 ) -> None:
-    """Make a tenant's CURVE key pair: the public key stays in the provider's folder, the secret one is the tenant's.
+    """Make a tenant's CURVE key pair: the public key stays in the provider's folder, the secret key is for the tenant.
 
-    The first time, the executor's own pair is made as well. Tenants are let in and kept out without a restart.
+    The first time, the executor's own pair is made as well. Tenants are admitted and locked out without a restart.
 
     Example: symbiosis keys new alice --keys keys/
     """
@@ -36,7 +36,7 @@ def new(
 
     target = secret or Path(f"{name}.secret")
     if target.exists():
-        raise UsageError(f"{target} exists; remove it first if this key is to be replaced, or give another --secret")
+        raise UsageError(f"{target} exists; remove it to replace the key, or give another --secret")
     out = console()
     if not (keys / f"{SERVER}.secret").exists():
         new_key(keys, SERVER)
@@ -50,16 +50,16 @@ def new(
         raise UsageError(f"cannot write {target} ({error.strerror}); the secret key is in {made}") from error
     made.unlink()
     out.print(f"{escape(str(target))}: for {escape(name)} alone; connect with --key {escape(str(target))}")
-    out.print(f"{escape(str(keys / f'{name}.public'))}: lets {escape(name)} in; delete it to keep {escape(name)} out")
+    out.print(f"{escape(str(keys / f'{name}.public'))}: admits {escape(name)}; delete it to lock {escape(name)} out")
 
 
 @app.command("list")
 def list_keys(keys: FolderOption = Path("keys")) -> None:
-    """List the tenants that are let in."""
+    """List the tenants that are admitted."""
     from symbiosis.transports.keys import SERVER
 
     names = sorted(file.stem for file in keys.glob("*.public") if file.stem != SERVER)
     if not names:
-        raise UsageError(f"{keys} has no tenants' keys; make one with `symbiosis keys new NAME --keys {keys}`")
+        raise UsageError(f"{keys} has no keys of tenants; make one with `symbiosis keys new NAME --keys {keys}`")
     for name in names:
         console().print(escape(name))

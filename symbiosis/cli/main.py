@@ -1,4 +1,4 @@
-"""Where the ``symbiosis`` command begins. It imports the commands where that can be interrupted without a traceback."""
+"""Entry point of the ``symbiosis`` command. Ctrl-C during its imports ends it without a traceback."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command."""
     try:
         from symbiosis.cli.commands import app
 
         app(prog_name="symbiosis")
-    except KeyboardInterrupt:  # before there is a command that says so itself
+    except KeyboardInterrupt:  # before a command runs that reports it
         sys.stderr.write("interrupted\n")
         sys.exit(130)
 

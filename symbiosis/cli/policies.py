@@ -1,4 +1,4 @@
-"""``symbiosis policies``: what ``--policy`` and ``Executor(policy=…)`` accept."""
+"""``symbiosis policies``: lists what ``--policy`` and ``Executor(policy=…)`` accept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Row:
     options: str
     description: str
     around: bool = False
-    """Whether it goes around another policy."""
+    """Whether the policy wraps another policy."""
 
 
 def policies() -> None:
@@ -42,7 +42,7 @@ def policies() -> None:
     out.print(table)
     out.print("Choose one with its options: --policy opportunistic:wait_ms=20,max_wait_ms=100")
     around = ", ".join(row.name for row in rows if row.around)
-    out.print(f"{around} go around another, written after a plus: --policy fair:weights.alice=2+co-serving:slo_ms=50")
+    out.print(f"{around} wrap another policy, written after a plus: --policy fair:weights.alice=2+co-serving:slo_ms=50")
 
 
 def _rows() -> list[_Row]:
@@ -51,7 +51,7 @@ def _rows() -> list[_Row]:
 
 
 def _shown(name: str, default: object) -> str:
-    """As it is written after --policy."""
+    """Return options as they are written after --policy."""
     if isinstance(default, Mapping):
         return ", ".join(f"{name}.{key}={value}" for key, value in default.items())
     return f"{name}={default}"
@@ -61,7 +61,7 @@ def _row(name: str, entry: EntryPoint | None) -> _Row:
     origin = entry.value if entry is not None else "built in"
     try:
         cls = entry.load() if entry is not None else type(make_policy(name))
-    except Exception as error:  # noqa: BLE001 - whatever another package does when it is imported
+    except Exception as error:  # noqa: BLE001 - another package may raise anything when it is imported
         return _Row(name, origin, "cannot be loaded", "", str(error))
     known = dict(inspect.signature(cls).parameters)
     around = known.pop("policy", None) is not None  # not written as an option

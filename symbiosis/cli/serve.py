@@ -1,4 +1,4 @@
-"""``symbiosis serve`` and ``symbiosis status``: the provider's side."""
+"""``symbiosis serve`` and ``symbiosis status``: commands of the provider."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["AddressArgument", "InsecureOption", "KeyOption", "options_of", "serv
 
 
 class LogFormat(StrEnum):
-    """How events are written to standard error."""
+    """Formats of events on standard error."""
 
     CONSOLE = "console"
     JSON = "json"
 
 
 AddressArgument = Annotated[
-    str, typer.Argument(help="Of the executor: shm:///run/symbiosis.sock, tcp://host:7000…", show_default=False)
+    str, typer.Argument(help="The executor's address: shm:///run/symbiosis.sock, tcp://host:7000…", show_default=False)
 ]
 KeyOption = Annotated[
     Path | None, typer.Option(help="The tenant's secret key file, for tcp:// and dist://; see `symbiosis keys`.")
@@ -40,13 +40,13 @@ KeyOption = Annotated[
 InsecureOption = Annotated[
     bool,
     typer.Option(
-        help="Allow tcp:// without keys, and dist://, beyond this host: everybody on the network may read along."
+        help="Allow tcp:// without keys, and dist://, beyond this host. Any host on the network can read the traffic."
     ),
 ]
 
 
 def options_of(**options: Any) -> dict[str, Any]:
-    """Options for a transport: those that were given."""
+    """Return the transport options that were given."""
     return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
@@ -59,7 +59,7 @@ def serve(
         ),
     ],
     policy: Annotated[
-        str, typer.Option(help="Batching policy, with options if need be; `symbiosis policies` lists them.")
+        str, typer.Option(help="Batching policy, with options; `symbiosis policies` lists them.")
     ] = "opportunistic",
     base_layers: Annotated[
         str, typer.Option(help="What is served: linear, mlp (whole MLPs as well), or a module name pattern.")
@@ -72,28 +72,29 @@ def serve(
     limit: Annotated[
         list[str] | None,
         typer.Option(
-            help="What one client may take over shm://, tcp:// and dist://, as name=number; repeat for several: "
-            "calls, rows, arena_bytes, clients. `symbiosis.transports.wire.Limits` tells more.",
+            help="Limit of one client over shm://, tcp:// and dist://, as name=number; repeat for several: "
+            "calls, rows, arena_bytes, clients. docs/providers.md explains them.",
             show_default=False,
         ),
     ] = None,
     dist_backend: Annotated[
-        str | None, typer.Option(help="Of dist://: nccl (the default on CUDA) or gloo.", show_default=False)
+        str | None, typer.Option(help="Backend of dist://: nccl (the default on CUDA) or gloo.", show_default=False)
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where the base model runs, such as cpu or cuda.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device of the base model, such as cpu or cuda.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision to serve in (default: the checkpoint's).")] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Most rows in a batch; bounds its own memory.")] = 8192,
+    max_rows: Annotated[
+        int,
+        typer.Option(min=1, help="Largest number of rows in a batch; bounds the executor's memory beside the weights."),
+    ] = 8192,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
     ] = None,
-    log_format: Annotated[
-        LogFormat, typer.Option(help="How events are written to standard error.")
-    ] = LogFormat.CONSOLE,
+    log_format: Annotated[LogFormat, typer.Option(help="Format of events on standard error.")] = LogFormat.CONSOLE,
 ) -> None:
     """Serve a base model to tenants in other processes, until Ctrl-C or SIGTERM.
 
-    Tenants get the model's configuration, tokenizer, embeddings and norms from here; they need no checkpoint.
+    Tenants receive the model's configuration, tokenizer, embeddings and norms, and need no checkpoint.
 
     Example: symbiosis serve ./llama --listen shm:///run/symbiosis.sock --policy opportunistic
     """
@@ -105,7 +106,7 @@ def serve(
     options = {"shm": limits, "tcp": network, "dist": {**network, "backend": dist_backend}}
     addresses = {address: options_of(**options.get(address.partition(":")[0], {})) for address in listen}
     for address, given in addresses.items():
-        make_transport(address, **given)  # most mistakes show at once, not after the model is loaded
+        make_transport(address, **given)  # report most mistakes before the model is loaded
     from symbiosis.log import render
 
     render(log_format is LogFormat.JSON)
@@ -147,7 +148,10 @@ async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path |
     out = console(stderr=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):  # loading blocks the loop: both end it at once
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # loading blocks the event loop, so both signals end the process at once
         signal.signal(number, signal.default_int_handler)
     with out.status(f"loading {escape(model)}"):
         try:
@@ -165,7 +169,7 @@ async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path |
             stack.enter_context(executor.trace(trace))
         for address, options in addresses.items():
             await executor.listen(address, **options)
-        gc.freeze()  # a full collection looks at all that torch and transformers made, for 0.2 s, and everybody waits
+        gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
         await stop.wait()
         out.print("shutting down")

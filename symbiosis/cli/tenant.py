@@ -1,4 +1,4 @@
-"""``symbiosis finetune`` and ``symbiosis generate``: a tenant's side, for those who write no code."""
+"""``symbiosis finetune`` and ``symbiosis generate``: commands of a tenant."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ["finetune", "generate"]
 PrivacyOption = Annotated[
     str,
     typer.Option(
-        help="How rows are masked that leave this process: none, noise-pool, local-pads:model=FOLDER or "
+        help="How rows are masked before they leave this process: none, noise-pool, local-pads:model=FOLDER or "
         "secret-shares:with=ADDRESS, with options such as noise-pool:size=64,accuracy=1e-4."
     ),
 ]
-RetryOption = Annotated[float, typer.Option(min=0, help="How long to wait for an executor that was lost, in seconds.")]
+RetryOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for an executor that was lost.")]
 
 
 def finetune(
     address: AddressArgument,
     data: Annotated[
         Path,
-        typer.Option(help="What to learn: a .jsonl file of prompt and completion, or a .txt file.", show_default=False),
+        typer.Option(help="Training data: a .jsonl file of prompt and completion, or a .txt file.", show_default=False),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the adapter.", show_default=False)],
     lora: Annotated[
@@ -43,22 +43,22 @@ def finetune(
     ] = "r=8,alpha=16",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
-    sequence: Annotated[int, typer.Option(min=8, help="Most tokens in a sequence.")] = 256,
+    sequence: Annotated[int, typer.Option(min=8, help="Largest number of tokens in a sequence.")] = 256,
     window: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Run sequences in windows of so many tokens: the same gradients, in less memory and more time.",
+            help="Train in windows of this many tokens: the same gradients with less memory and more time.",
             show_default=False,
         ),
     ] = None,
     learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 1e-4,
-    seed: Annotated[int, typer.Option(min=0, help="Of the adapter and the order of the data.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the adapter and of the order of the data.")] = 0,
     key: KeyOption = None,
     insecure: InsecureOption = False,
     retry: RetryOption = 60.0,
     privacy: PrivacyOption = "none",
-    json: Annotated[Path | None, typer.Option(help="Also write losses to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write the losses to this file, as JSON.")] = None,
 ) -> None:
     """Fine-tune a LoRA on a base model that another process serves, and save it as a standard PEFT adapter.
 
@@ -88,7 +88,7 @@ def finetune(
         batches = corpus.batches(base.tokenizer(), steps=steps, size=batch, length=sequence, seed=seed)
         try:
             model: Any = get_peft_model(base, config)
-        except ValueError as error:  # no such layers in this model
+        except ValueError as error:  # the model has no such layers
             raise UsageError(f"--lora {lora}: {' '.join(str(error).split())}") from error
         model.train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
@@ -103,7 +103,7 @@ def finetune(
                     optimizer.zero_grad()
                     progress.update(task, advance=1, loss=f"{losses[-1]:.3f}")
             finally:
-                if losses:  # what was learned is not lost, whatever ended it
+                if losses:  # save what was learned, however training ended
                     model.save_pretrained(output)
     out.print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {len(losses)} steps; adapter in {output}")
     if json is not None:
@@ -111,10 +111,10 @@ def finetune(
 
 
 def lora_config(text: str) -> LoraConfig:
-    """``"r=8,alpha=16,targets=q_proj+v_proj"`` → a configuration.
+    """Return the configuration for a text such as ``"r=8,alpha=16,targets=q_proj+v_proj"``.
 
     Raises:
-        UsageError: an option that it does not have, or no number.
+        UsageError: an option is unknown, or its value is not a number.
     """
     from peft import LoraConfig
 
@@ -135,15 +135,15 @@ def lora_config(text: str) -> LoraConfig:
     if options.get("r", 1) < 1 or options.get("lora_alpha", 1) < 1:
         raise UsageError(f"--lora {text}: r and alpha are 1 or more")
     if not 0 <= options.get("lora_dropout", 0.0) < 1:
-        raise UsageError(f"--lora {text}: dropout is a part, from 0 up to 1")
+        raise UsageError(f"--lora {text}: dropout is a probability, at least 0 and less than 1")
     return LoraConfig(task_type="CAUSAL_LM", **options)
 
 
 def _with_adapter(base: Any, folder: Path) -> Any:
-    """The model with the adapter of a PEFT folder.
+    """Return the model with the adapter of a PEFT folder.
 
     Raises:
-        UsageError: it is none, or of another model.
+        UsageError: the folder has no adapter, or one for another model.
     """
     from peft import PeftModel
 
@@ -153,7 +153,7 @@ def _with_adapter(base: Any, folder: Path) -> Any:
         return PeftModel.from_pretrained(base, str(folder))
     except SymbiosisError:
         raise
-    except Exception as error:  # whatever PEFT, safetensors and json make of a file that is not right
+    except Exception as error:  # PEFT, safetensors and json raise various errors for a broken file
         reason = " ".join(str(error).split())[:500]
         raise UsageError(
             f"--adapter {folder}: cannot be loaded onto this model ({type(error).__name__}: {reason})"
@@ -162,17 +162,19 @@ def _with_adapter(base: Any, folder: Path) -> Any:
 
 def generate(
     address: AddressArgument,
-    prompt: Annotated[str, typer.Option(help="What to continue; - reads standard input.", show_default=False)],
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads standard input.", show_default=False)],
     adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the likeliest token.")
+    ] = 0.0,
     seed: Annotated[int | None, typer.Option(min=0, help="Of sampling.")] = None,
     key: KeyOption = None,
     insecure: InsecureOption = False,
     retry: RetryOption = 60.0,
     privacy: PrivacyOption = "none",
 ) -> None:
-    """Generate text on a base model that another process serves; tokens appear as they come.
+    """Generate text on a base model that another process serves, and print tokens as they arrive.
 
     Example: symbiosis generate shm:///run/symbiosis.sock --adapter adapters/alice --prompt "The quick brown fox"
     """
