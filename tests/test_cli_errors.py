@@ -80,11 +80,11 @@ def _with_adapter(address: str, folder: Path) -> str:
 
 LOADS = """
 import sys, time
-from symbiosis.core import executor
+from symbiosis import host
 def load(*_, **__):
     print("loading", flush=True)
     time.sleep(60)
-executor.Executor.from_pretrained = load
+host.Executor.from_pretrained = load
 from symbiosis.cli.main import main
 sys.argv = ["symbiosis", "serve", "model", "--listen", "shm:///nowhere.sock"]
 main()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.core.requests import Pass
+from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import ClientClosedError, ExecutorClosedError, LayerError, UsageError
 from symbiosis.testing import Job, run_job, run_job_plain
 from tests.conftest import client_threads
@@ -38,12 +38,12 @@ class Gate:
         run = base.run
         self.count = 0
 
-        def gated(which: Pass, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            if which is pass_:
+        def gated(key: Key, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            if key.pass_ is pass_:
                 self.count += 1
                 if self.count == nth:
                     during()
-            return run(which, tensors)
+            return run(key, tensors)
 
         base.run = gated  # type: ignore[method-assign]
 
