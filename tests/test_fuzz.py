@@ -23,6 +23,7 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.testing import tiny_model
 from symbiosis.transports import wire
+from symbiosis.transports.stream import frame
 from symbiosis.transports.wire import CallMessage, Type
 
 
@@ -82,7 +83,7 @@ sound = st.one_of(hello, sound_calls, sound_calls, others)
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
     """A recording of a session with some of its bytes changed, cut, repeated or put in."""
-    stream = bytearray(b"".join(wire.frame(message) for message in draw(st.lists(sound, max_size=6))))
+    stream = bytearray(b"".join(frame(message) for message in draw(st.lists(sound, max_size=6))))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(stream)))
         what = draw(st.sampled_from(["change", "cut", "repeat", "insert"]))
@@ -106,7 +107,7 @@ def test_mutated_sessions(door: Door, first: bool, stream: bytes) -> None:
         descriptors: list[int] = []
         with contextlib.suppress(OSError):  # it may hang up at any moment
             if first:
-                connection.sendall(wire.frame(wire.pack_hello(wire.Hello("mallory"))))
+                connection.sendall(frame(wire.pack_hello(wire.Hello("mallory"))))
             connection.sendall(stream)
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
             while connection.recv(1 << 16):
@@ -125,7 +126,7 @@ def test_nothing_is_left_of_them(door: Door) -> None:
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(10)
                 connection.connect(door.address.removeprefix("shm://"))
-                connection.sendall(wire.frame(wire.pack_hello(wire.Hello(f"visitor-{number}"))))
+                connection.sendall(frame(wire.pack_hello(wire.Hello(f"visitor-{number}"))))
                 _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
                 for descriptor in descriptors:
                     os.close(descriptor)

@@ -32,7 +32,7 @@ from symbiosis.transports import wire
 from symbiosis.transports.chunks import CHUNK, Chunks, ShareFile
 from symbiosis.transports.keys import Keyring, load_key, new_key
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.tcp import DOUBT_S
+from symbiosis.transports.tcp_listener import DOUBT_S
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.raw import a_call, hello, raw, receive, rows
@@ -189,7 +189,7 @@ async def test_a_key_on_one_side_only(base: Any, keys: Path, caplog: pytest.LogC
             await symbiosis.connect(open_.address, key=keys / "alice.secret").__aenter__()
         await until(lambda: len(refusals(caplog)) == 2)
     # Both sides notice at the same time, and whoever hangs up first takes the other's reason away.
-    assert all("one side has CURVE keys" in why or "hung up during" in why for why in refusals(caplog))
+    assert all("one side has CURVE keys" in why or "closed the connection during" in why for why in refusals(caplog))
 
 
 async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> None:
@@ -211,7 +211,7 @@ async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path,
             await hers.forward(input_ids=IDS)
             (keys / "alice.public").unlink()
             await until(lambda: executor.status()["clients"] == ["bob/bob"], 5)
-            with pytest.raises(RefusedError, match="the key of alice was taken away"):  # and does not come back
+            with pytest.raises(RefusedError, match="the key of alice was removed"):  # and does not come back
                 await asyncio.wait_for(hers.forward(input_ids=IDS), 5)
             (keys / "bob.public").rename(keys / "robert.public")
             away = await asyncio.to_thread(keys.rename, tmp_path / "elsewhere")
@@ -290,10 +290,10 @@ async def test_what_the_dead_have_said_is_not_the_livings(
                 dead.send(wire.pack(Type.BEGIN) if greeted else hello("bob"))
                 dead.send(wire.pack(Type.END))
                 await until(lambda: len(unread) == 2)
-        await until(lambda: not listener.links)
+        await until(lambda: not listener.accepted)
         with raw(listener.address, keys / f"{name}.secret") as living:
-            await until(lambda: len(listener.links) == 1)
-            ((descriptor, link),) = listener.links.items()
+            await until(lambda: len(listener.accepted) == 1)
+            ((descriptor, link),) = listener.accepted.items()
             link.doubtful_until = asyncio.get_running_loop().time() + DOUBT_S  # as it is for a descriptor used again
             if not before:
                 living.send(hello("living"))
@@ -500,7 +500,7 @@ async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: 
         assert len(executor.status()["clients"]) == 1
         os.kill(tenant.pid, how)
         began = time.monotonic()
-        await until(lambda: not executor.status()["clients"] and not listener.peers, within_s)  # type: ignore[attr-defined]
+        await until(lambda: not executor.status()["clients"] and not listener.lines, within_s)  # type: ignore[attr-defined]
         assert time.monotonic() - began < within_s
         if how is signal.SIGSTOP:
             tenant.kill()
@@ -569,7 +569,7 @@ async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
                 assert content[0] == "WireError"
                 assert executor.status()["clients"] == ["alice"]
                 await alice.forward(input_ids=IDS)
-            await until(lambda: len(listener.peers) == 1)  # type: ignore[attr-defined]
+            await until(lambda: len(listener.lines) == 1)  # type: ignore[attr-defined]
 
 
 async def test_an_unknown_layer_fails_that_call_alone(base: Any) -> None:
@@ -592,7 +592,7 @@ async def test_who_is_shown_out_is_cut_off(base: Any) -> None:
         with raw(listener.address) as mallory:
             mallory.send(b"?")
             assert (await in_thread(receive, mallory))[0] is Type.ENDED
-            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+            await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
 FRAMES = st.lists(
@@ -639,16 +639,16 @@ async def test_what_is_no_zeromq_is_turned_away(base: Any, caplog: pytest.LogCap
             browser.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
             async with symbiosis.connect(listener.address) as remote:
                 assert (await remote.status())["clients"] == []
-        await until(lambda: not listener.links)  # type: ignore[attr-defined]
+        await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
 async def test_a_mute_connection_is_closed(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.tcp.HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr("symbiosis.transports.peer.HELLO_WITHIN_S", 0.1)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address):
-            await until(lambda: listener.links)  # type: ignore[attr-defined]
-            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+            await until(lambda: listener.accepted)  # type: ignore[attr-defined]
+            await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
 async def test_names_are_each_tenants_own(base: Any, keys: Path) -> None:
@@ -675,13 +675,13 @@ async def test_hello_is_said_once(base: Any) -> None:
 
 
 async def test_looking_has_an_end(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "LOOK_WITHIN_S", 0.5)
+    monkeypatch.setattr("symbiosis.transports.peer.LOOK_WITHIN_S", 0.5)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address) as idle:
             idle.send(hello(None))
             assert (await in_thread(receive, idle))[0] is Type.WELCOME
-            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+            await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
 async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
@@ -803,5 +803,5 @@ async def test_training_leaves_nothing_behind(base: Any) -> None:
                 optimizer = adamw(client.model)
                 for _ in range(3):
                     await client.train_step(BATCH, optimizer)
-        await until(lambda: not listener.peers and not listener.links)  # type: ignore[attr-defined]
+        await until(lambda: not listener.lines and not listener.accepted)  # type: ignore[attr-defined]
         await asyncio.sleep(0)

@@ -17,7 +17,8 @@ from types import TracebackType
 
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.wire import Frames, Type
+from symbiosis.transports.stream import MessageBuffer, frame
+from symbiosis.transports.wire import Type
 
 __all__ = ["Faults", "FaultyProxy"]
 
@@ -106,9 +107,9 @@ class FaultyProxy:
                 continue
             self._open |= {near, far}
             self._start(self._pump, near, far, None)
-            self._start(self._pump, far, near, Frames(wire.MAX_TO_CLIENT) if self.faults.reorder else None)
+            self._start(self._pump, far, near, MessageBuffer(wire.MAX_TO_CLIENT) if self.faults.reorder else None)
 
-    def _pump(self, source: socket.socket, sink: socket.socket, frames: Frames | None) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, frames: MessageBuffer | None) -> None:
         """Pass on what comes from ``source``; ``frames``: put answers out of order."""
         faults, pieces = self.faults, 0
         with contextlib.suppress(OSError):
@@ -138,7 +139,7 @@ class FaultyProxy:
             one.close()
             self._open.discard(one)
 
-    def _shuffle(self, data: bytes, frames: Frames, source: socket.socket) -> bytes:
+    def _shuffle(self, data: bytes, frames: MessageBuffer, source: socket.socket) -> bytes:
         """Answers that are here, or come within a moment, in any order."""
         frames.feed(data)
         source.settimeout(0.002)
@@ -152,7 +153,7 @@ class FaultyProxy:
                 messages.append(message)
         if all(wire.unpack_answer(message)[0] in (Type.RESULT, Type.FAILED) for message in messages):
             self._rng.shuffle(messages)
-        return b"".join(map(wire.frame, messages))
+        return b"".join(map(frame, messages))
 
 
 Endpoint = tuple[socket.AddressFamily, str | tuple[str, int]]

@@ -6,14 +6,9 @@ import random
 import time
 from collections.abc import Iterator
 
-from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
-
-__all__ = ["MAY_RETURN", "backoff"]
+__all__ = ["backoff"]
 
 FIRST_S, LONGEST_S = 0.05, 2.0
-MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError)
-"""What an attempt to come back may meet and still be worth another. Busy: it may not have noticed yet that we had
-gone."""
 
 
 def backoff(patience_s: float) -> Iterator[float]:

@@ -22,7 +22,7 @@ from zmq.utils import z85
 
 from symbiosis.errors import UsageError
 
-__all__ = ["SERVER", "Key", "Keyring", "load_key", "new_key"]
+__all__ = ["SERVER", "KeyPair", "Keyring", "load_key", "new_key"]
 
 SERVER = "server"
 """The name of the executor's own pair."""
@@ -31,7 +31,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(r'^\s*(public-key|secret-key|server-key)\s*=\s*"([^"\s]{40})"\s*$', re.MULTILINE)
 
 
-class Key(NamedTuple):
+class KeyPair(NamedTuple):
     """A key pair, and the executor's public key where it is known; all in Z85."""
 
     public: bytes
@@ -39,7 +39,7 @@ class Key(NamedTuple):
     server: bytes | None
 
     def __repr__(self) -> str:
-        return f"<Key {self.public.decode()}>"
+        return f"<KeyPair {self.public.decode()}>"
 
 
 def new_key(folder: str | Path, name: str) -> Path:
@@ -78,7 +78,7 @@ def _write(path: Path, mode: int, title: str, lines: dict[str, bytes]) -> Path:
     return path
 
 
-def load_key(path: str | Path) -> Key:
+def load_key(path: str | Path) -> KeyPair:
     """The pair in a ``.secret`` file.
 
     Raises:
@@ -93,7 +93,7 @@ def load_key(path: str | Path) -> Key:
     public, secret = found["public-key"], found["secret-key"]
     if zmq.curve_public(secret) != public:
         raise UsageError(f"the two keys in {path} do not belong together")
-    return Key(public, secret, found.get("server-key"))
+    return KeyPair(public, secret, found.get("server-key"))
 
 
 def _read(path: Path) -> dict[str, bytes]:

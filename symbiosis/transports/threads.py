@@ -15,8 +15,8 @@ import torch
 
 from symbiosis.core.requests import Call
 from symbiosis.core.transport import Channel
-from symbiosis.errors import ClientClosedError, ExecutorClosedError, SymbiosisError
-from symbiosis.transports.blocking import SynchronousChannel, forked_error
+from symbiosis.errors import ExecutorClosedError, SymbiosisError
+from symbiosis.transports.synchronous import SynchronousChannel, closed_error, forked_error
 
 __all__ = ["LoopThread", "ThreadCalls", "ThreadedChannel"]
 
@@ -160,7 +160,7 @@ class ThreadedChannel(SynchronousChannel):
         if os.getpid() != self._pid:
             raise forked_error(self.client)
         if self._closed:
-            raise ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
+            raise closed_error(self.client)
 
     def begin_pass(self) -> None:
         self._walk(True)

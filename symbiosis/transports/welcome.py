@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Share, layers_of
-from symbiosis.core.transport import Identity
+from symbiosis.core.transport import Identity, Look
 from symbiosis.errors import WireError
-from symbiosis.transports.wire import Limits
+from symbiosis.transports import wire
+from symbiosis.transports.wire import Limits, Type
 
 __all__ = ["Welcome"]
 
@@ -38,6 +39,30 @@ class Welcome:
         self.description: dict[str, Any] = share
         self.tokenizer: dict[str, bytes] = tokenizer
         self.limits = Limits.of(self.content.get("limits"))
+
+    @classmethod
+    def read(cls, type_: Type, content: Sequence[Any], address: str) -> Welcome:
+        """Read the first message of the executor at ``address``.
+
+        Raises:
+            SymbiosisError: the executor does not admit the client; why.
+            WireError: the message is no welcome.
+        """
+        if type_ is Type.ENDED:
+            raise wire.error_of(*content[:2])
+        if type_ is not Type.WELCOME:
+            raise WireError(f"the executor at {address} answered HELLO with {type_.name}")
+        return cls(content)
+
+    def look(self, type_: Type, content: Sequence[Any], address: str) -> Look:
+        """Return what the executor shows to a peer that has not joined, given its answer to STATUS.
+
+        Raises:
+            WireError: the message is no status.
+        """
+        if type_ is not Type.STATUS or not content or not isinstance(content[0], dict):
+            raise WireError(f"the executor at {address} answered STATUS with {type_.name}")
+        return Look(content[0], self.description, self.tokenizer)
 
     @property
     def fingerprint(self) -> str:

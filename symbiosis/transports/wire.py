@@ -10,7 +10,6 @@ Legend: a *place* is an offset into a client's arena, in bytes, a multiple of :d
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
@@ -27,13 +26,11 @@ __all__ = [
     "ALIGN",
     "VERSION",
     "CallMessage",
-    "Frames",
     "Hello",
     "Limits",
     "Type",
     "align",
     "error_of",
-    "frame",
     "pack",
     "pack_call",
     "pack_error",
@@ -47,7 +44,7 @@ __all__ = [
     "unpack_answer",
 ]
 
-VERSION = 2
+VERSION = 3
 MAGIC = "symbiosis"
 ALIGN = 64
 """Matrices start at multiples of this in an arena: a cache line."""
@@ -58,11 +55,7 @@ MAX_TO_CLIENT = 128 << 20
 MAX_NAME = 128
 MAX_SIBLINGS = 64
 MAX_RENDEZVOUS = 4096
-"""Bytes of what NCCL needs to know."""
-LOOK_WITHIN_S = 30.0
-"""How long a connection without a session may stay."""
-GOODBYE_S = 1.0
-"""How long a client that was shown out has to take notice before its connection is cut."""
+"""Bytes of a value that a process group needs to know of the other side: 170 for gloo, 128 for NCCL."""
 _INT63 = (1 << 63) - 1
 
 
@@ -253,7 +246,7 @@ def read_call(content: Sequence[Any]) -> CallMessage:
 
 _PASSES = {int(pass_): pass_ for pass_ in Pass}
 _KINDS = {int(kind): kind for kind in Kind}
-_ASKED = Terms._fields[:4]
+_ASKED = Terms._fields
 
 
 def read_id(content: Sequence[Any]) -> int:
@@ -261,16 +254,16 @@ def read_id(content: Sequence[Any]) -> int:
     return _integer(content[0] if content else None, 0, _INT63, "id")
 
 
-def read_rendezvous(content: Sequence[Any]) -> tuple[int, str, int | bytes]:
-    """Check a RENDEZVOUS: [lane, key, value]."""
+def read_rendezvous(content: Sequence[Any]) -> tuple[int, str, bytes]:
+    """Return lane, key and value of a RENDEZVOUS, after checking them."""
     if len(content) != 3:
         raise WireError(f"a RENDEZVOUS has 3 fields, not {len(content)}")
     lane, key, value = content
     if type(key) is not str or len(key) > MAX_NAME:
         raise WireError(f"a RENDEZVOUS's key has at most {MAX_NAME} characters")
-    if type(value) is bytes and len(value) <= MAX_RENDEZVOUS:
-        return _integer(lane, 0, 1, "lane"), key, value
-    return _integer(lane, 0, 1, "lane"), key, _integer(value, 1, 65535, "port")
+    if type(value) is not bytes or len(value) > MAX_RENDEZVOUS:
+        raise WireError(f"a RENDEZVOUS's value has at most {MAX_RENDEZVOUS} bytes")
+    return _integer(lane, 0, 1, "lane"), key, value
 
 
 def _integer(value: Any, low: int, high: int, what: str) -> int:
@@ -279,50 +272,5 @@ def _integer(value: Any, low: int, high: int, what: str) -> int:
     return value
 
 
-# ----------------------------------------------------------------------------------------------------- on a byte stream
-
-
-_LENGTH = struct.Struct("<I")
-
-
-def frame(message: bytes) -> bytes:
-    """A message on a byte stream: its length in 4 bytes, little-endian, and itself."""
-    return _LENGTH.pack(len(message)) + message
-
-
-class Frames:
-    """Cuts a byte stream into messages. Holds at most one incomplete message."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max = max_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Take what has arrived."""
-        self._buffer += data
-
-    def only(self, data: bytes) -> bytes | None:
-        """The message, if ``data`` is one and nothing else is waiting: what a stream of calls and answers looks like.
-        Otherwise None, and ``data`` is fed."""
-        if not self._buffer and len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4 <= self._max:
-            return data[4:]
-        self._buffer += data
-        return None
-
-    def next(self) -> bytes | None:
-        """The next whole message, if it is there.
-
-        Raises:
-            WireError: it announces more than is allowed. Nothing was allocated for it.
-        """
-        buffer = self._buffer
-        if len(buffer) < 4:
-            return None
-        (length,) = _LENGTH.unpack_from(buffer)
-        if length > self._max:
-            raise WireError(f"a message of {length} bytes is announced; at most {self._max} are allowed")
-        if len(buffer) < 4 + length:
-            return None
-        message = bytes(buffer[4 : 4 + length])
-        del buffer[: 4 + length]
-        return message
+BEGIN, END, PING = (pack(type_) for type_ in (Type.BEGIN, Type.END, Type.PING))
+"""Messages without content."""
