@@ -14,7 +14,7 @@ import torch
 
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.arena import Arena, Places, spread
+from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.device import DeviceArena, Handles
 from symbiosis.transports.outstanding import Pending
 from symbiosis.transports.wire import CallMessage, Type
@@ -45,13 +45,13 @@ class ArenaCarrier:
         pending.place = place
         for matrix, tensor in zip(self._arena.matrices(place, rows, widths, dtype), call.tensors, strict=True):
             matrix.copy_(tensor)
-        answer = place + spread(rows, widths, dtype)
+        answer = place + pending.call_bytes
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, rows, place, answer))]
 
     def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
         rows = pending.rows
-        widths, dtype, results = pending.expected
-        place = pending.place + spread(rows, widths, dtype)
+        _, dtype, results = pending.expected
+        place = pending.place + pending.call_bytes
         return tuple([matrix.clone() for matrix in self._arena.matrices(place, rows, results, dtype)])
 
     def free(self, pending: Pending) -> None:
@@ -98,7 +98,7 @@ class SegmentCarrier:
         for matrix, tensor in zip(memory.matrices(place, rows, widths, dtype), call.tensors, strict=True):
             matrix.copy_(tensor)
         memory.record(memory.called)
-        answer = place + spread(rows, widths, dtype)
+        answer = place + pending.call_bytes
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, rows, place, answer))]
 
     def _place(self, size: int) -> int | None:
@@ -123,9 +123,9 @@ class SegmentCarrier:
 
     def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
         rows, memory = pending.rows, self._memory
-        widths, dtype, results = pending.expected
+        _, dtype, results = pending.expected
         memory.wait(memory.answered)
-        place = pending.place + spread(rows, widths, dtype)
+        place = pending.place + pending.call_bytes
         return tuple([matrix.clone() for matrix in memory.matrices(place, rows, results, dtype)])
 
     def free(self, pending: Pending) -> None:

@@ -28,8 +28,10 @@ class Pending:
     call: Call
     expected: Expected
     rows: int
+    call_bytes: int
+    """Bytes of the call's matrices, each aligned as in an arena."""
     size: int
-    """Bytes of the call's matrices and of its results, each aligned as in an arena."""
+    """The same, with the results."""
     reply: asyncio.Future[Results] | None = None
     """Future of the caller, in the asyncio driver only."""
     cancelled: bool = False

@@ -45,6 +45,7 @@ GOODBYE_S = 1.0
 """Seconds for which a rejected client may read the reason before its connection is cut."""
 MAX_CONNECTIONS = 1024
 """Connections of a listener."""
+_CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
 _KNOWN = 1024
 """Distinct calls, apart from their ids, that a peer remembers to have checked. A model has fewer."""
 
@@ -130,7 +131,7 @@ class Peer:
         """Take a message and its raw frames. A violation of the rules ends this conversation and no other."""
         try:
             type_, content = wire.unpack(data)
-            if type_ is Type.CALL and self.session is not None:
+            if type_ is _CALL and self.session is not None:
                 self._call(self.session, self._read(content), frames)
             elif frames:
                 raise WireError(f"{type_.name} brings no tensors")

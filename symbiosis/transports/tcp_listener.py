@@ -29,7 +29,7 @@ from symbiosis.transports.peer import Courier
 from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Frames, Reader, configure, monitor, peer_of
 from symbiosis.transports.tcp_peer import Accepted, ShareCourier, TcpLine
 from symbiosis.transports.wire import Limits, Type
-from symbiosis.transports.zap import Doorkeeper
+from symbiosis.transports.zap import Authenticator
 
 __all__ = ["TcpListener"]
 
@@ -111,8 +111,8 @@ class TcpListener:
         """
         self._service.share()
         self._loop = loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # a context has one doorkeeper
-        self._door = None if self._keys is None else Doorkeeper(self._context, loop, self._keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # a context has one authenticator
+        self._authenticator = None if self._keys is None else Authenticator(self._context, loop, self._keys)
         socket = self._context.socket(zmq.ROUTER)
         self._configure(socket)
         self._monitor = monitor(socket, loop, self._happened)
@@ -122,8 +122,8 @@ class TcpListener:
             socket.disable_monitor()
             self._monitor.close()
             socket.close()
-            if self._door is not None:
-                self._door.close()
+            if self._authenticator is not None:
+                self._authenticator.close()
             self._context.term()
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -335,8 +335,8 @@ class TcpListener:
         self._reader.socket.disable_monitor()
         self._monitor.close()
         self._reader.close(LINGER_MS)
-        if self._door is not None:
-            self._door.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         self.lines.clear()
         self.accepted.clear()
         await asyncio.to_thread(self._context.term)

@@ -1,4 +1,4 @@
-"""The WELCOME message, by which an executor admits a client: its check, and the share that it describes."""
+"""The WELCOME message, with which an executor admits a client: its checks, and the share that it describes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Welcome:
 
     def __init__(self, content: Any) -> None:
         if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
-            raise WireError("the executor's welcome is not understood")
+            raise WireError("the executor sent a malformed WELCOME")
         self.content: dict[str, Any] = content[0]
         share, tokenizer = self.content.get("share"), self.content.get("tokenizer")
         if not isinstance(share, dict) or not isinstance(share.get("fingerprint"), str):
-            raise WireError("the executor's welcome does not describe a model")
+            raise WireError("the executor's WELCOME does not describe a model")
         if not isinstance(tokenizer, dict) or not all(
             isinstance(name, str) and isinstance(data, bytes) and "/" not in name and name not in ("", ".", "..")
             for name, data in tokenizer.items()
         ):
-            raise WireError("the executor's welcome has no sound tokenizer files")
+            raise WireError("the executor's WELCOME has malformed tokenizer files")
         self.description: dict[str, Any] = share
         self.tokenizer: dict[str, bytes] = tokenizer
         self.limits = Limits.of(self.content.get("limits"))
@@ -66,12 +66,12 @@ class Welcome:
 
     @property
     def fingerprint(self) -> str:
-        """Tells whether it is still the same model after a reconnect."""
+        """Fingerprint of the model; the same after a reconnect if the model is the same."""
         return str(self.description["fingerprint"])
 
     @property
     def identity(self) -> Identity:
-        """Which executor it is, and of which base layers."""
+        """Identity of the executor and of its base layers."""
         return Identity(str(self.content.get("instance", "")), str(self.description.get("weights", "")))
 
     @property

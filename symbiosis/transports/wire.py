@@ -1,11 +1,11 @@
-"""The wire format: messages between a client and an executor, the same for every transport. No I/O here.
+"""The wire format: messages between a client and an executor, the same for every transport, without I/O.
 
-A message is a msgpack array whose first element is its :class:`Type`; ``docs/wire.md`` describes each. Nothing that
-arrives is trusted: :func:`unpack` bounds its size and depth before it is parsed and every field is checked before it
-is used. Tensors do not travel in messages; a message only says where they are. Shapes and dtypes do not travel either:
-they follow from the layer table, so they cannot contradict it.
+A message is a msgpack array whose first element is its :class:`Type`; ``docs/wire.md`` describes each. No received data
+is trusted: :func:`unpack` limits the size and depth of a message before parsing, and every field is checked before it
+is used. Tensors do not travel in messages; a message only says where they are. Shapes and dtypes follow from the layer
+table and do not travel, so they cannot contradict it.
 
-Legend: a *place* is an offset into a client's arena, in bytes, a multiple of :data:`ALIGN`.
+A *place* is an offset into a client's arena, in bytes, and a multiple of :data:`ALIGN`.
 """
 
 from __future__ import annotations
@@ -47,21 +47,24 @@ __all__ = [
 VERSION = 3
 MAGIC = "symbiosis"
 ALIGN = 64
-"""Matrices start at multiples of this in an arena: a cache line."""
+"""Alignment of matrices in an arena, in bytes: a cache line."""
 MAX_TO_EXECUTOR = 64 << 10
-"""Bytes of a message to an executor."""
+"""Largest message to an executor, in bytes."""
 MAX_TO_CLIENT = 128 << 20
-"""Bytes of a message to a client: the welcome brings the layer table and the tokenizer's files."""
+"""Largest message to a client, in bytes: WELCOME contains the layer table and the tokenizer files."""
 MAX_NAME = 128
 MAX_SIBLINGS = 64
 MAX_RENDEZVOUS = 4096
-"""Bytes of a value that a process group needs to know of the other side: 170 for gloo, 128 for NCCL."""
+"""Largest value of a RENDEZVOUS, in bytes. gloo needs 170, NCCL 128."""
 _INT63 = (1 << 63) - 1
 
 
 class Type(IntEnum):
-    """What a message is. To the executor: HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE, SEGMENT. To the
-    client: the others; STATUS, SHARE and SEGMENT are answered with the same type. RENDEZVOUS goes both ways."""
+    """Type of a message.
+
+    Clients send HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE, SEGMENT and RENDEZVOUS. Executors send the other
+    types, and answer STATUS, SHARE, SEGMENT and RENDEZVOUS with the same type.
+    """
 
     HELLO = 1
     WELCOME = 2
@@ -82,10 +85,13 @@ class Type(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may take of an executor, told to it in the welcome.
+    """Limits of one client, sent in WELCOME.
 
-    ``calls``, ``rows``: outstanding at once; whoever has more is not listened to until some are answered.
-    ``arena_bytes``: of the memory that carries its tensors. ``clients``: of one tenant at once, over ``tcp://``.
+    Args:
+        calls: outstanding calls. A client that reaches this limit, or that of rows, is not read until it is below.
+        rows: outstanding rows.
+        arena_bytes: bytes of the memory that carries the client's tensors.
+        clients: connections of one tenant, over ``tcp://`` and ``dist://``.
     """
 
     calls: int = 64
@@ -95,7 +101,7 @@ class Limits:
 
     @classmethod
     def of(cls, value: Any) -> Limits:
-        """From a welcome."""
+        """Return the limits in a WELCOME, after checking them."""
         if not isinstance(value, dict):
             raise WireError(f"limits are {value!r}")
         return cls(**{field.name: _integer(value.get(field.name), 1, _INT63, field.name) for field in fields(cls)})
@@ -105,15 +111,15 @@ class Limits:
 
 
 class Hello(NamedTuple):
-    """Who knocks, and what it asks to be served like. Without a name it only wants to look: the executor's state, no
-    session."""
+    """A client's first message: its name and the terms it asks for. Without a name it asks for the executor's status
+    only, and gets no session."""
 
     name: str | None
     terms: Terms = NO_TERMS
 
 
 class CallMessage(NamedTuple):
-    """A call, its tensors at ``place``, its results expected at ``answer``."""
+    """A call. Its matrices lie at ``place``; the client expects its results at ``answer``."""
 
     id: int
     key: Key
@@ -124,11 +130,8 @@ class CallMessage(NamedTuple):
 
 
 def align(size: int) -> int:
-    """The next multiple of :data:`ALIGN`."""
+    """Return ``size`` rounded up to a multiple of :data:`ALIGN`."""
     return -(-size // ALIGN) * ALIGN
-
-
-# ----------------------------------------------------------------------------------------------------------- messages
 
 
 _packer = msgpack.Packer(autoreset=True)
@@ -136,18 +139,18 @@ _TYPES = {int(type_): type_ for type_ in Type}
 
 
 def pack(type_: Type, *content: Any) -> bytes:
-    """A message."""
+    """Return a message."""
     return cast(bytes, msgpack.packb((int(type_), *content)))
 
 
 def pack_hello(hello: Hello) -> bytes:
-    """HELLO. Of the terms, those that are given."""
+    """Return HELLO, with the terms that differ from the defaults."""
     terms = {name: value for name in _ASKED if (value := getattr(hello.terms, name)) != getattr(NO_TERMS, name)}
     return pack(Type.HELLO, MAGIC, VERSION, hello.name, terms)
 
 
 def pack_call(call: CallMessage) -> bytes:
-    """CALL."""
+    """Return CALL."""
     layers, pass_ = call.key
     return cast(
         bytes,
@@ -156,33 +159,37 @@ def pack_call(call: CallMessage) -> bytes:
 
 
 def pack_result(id_: int) -> bytes:
-    """RESULT."""
+    """Return RESULT."""
     return cast(bytes, _packer.pack((4, id_)))
 
 
 def pack_error(id_: int, error: BaseException) -> bytes:
-    """FAILED: what went wrong with one call, by the name of its error class."""
+    """Return FAILED, with the name of the error's class if :mod:`symbiosis.errors` has it."""
     name = type(error).__name__
     return pack(Type.FAILED, id_, name if name in errors.__all__ else "BrokenError", str(error)[:2000])
 
 
 def error_of(name: Any = None, text: Any = "it gave no reason") -> SymbiosisError:
-    """The error that a FAILED or ENDED message tells of, as far as it does."""
+    """Return the error in a FAILED or ENDED message. An unknown class becomes BrokenError."""
     cls = getattr(errors, name, BrokenError) if isinstance(name, str) and name in errors.__all__ else BrokenError
     return cast(SymbiosisError, cls(str(text)[:2000]))
 
 
 def unpack(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """The type and content of a message to an executor; its arrays become tuples.
+    """Return the type and content of a message to an executor. Its arrays become tuples.
 
     Raises:
-        WireError: it is too large, or no message.
+        WireError: the message is too large or malformed.
     """
     return _unpack(data, MAX_TO_EXECUTOR, use_list=False)
 
 
 def unpack_answer(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """The type and content of a message to a client; its arrays become lists."""
+    """Return the type and content of a message to a client. Its arrays become lists.
+
+    Raises:
+        WireError: the message is too large or malformed.
+    """
     return _unpack(data, MAX_TO_CLIENT, use_list=True)
 
 
@@ -197,7 +204,7 @@ def _unpack(data: bytes | memoryview, max_bytes: int, *, use_list: bool) -> tupl
 
 
 def read_hello(content: Sequence[Any]) -> Hello:
-    """Check a HELLO: [magic, version, name, terms]."""
+    """Return the content of a HELLO, [magic, version, name, terms], after checking it."""
     if len(content) < 2 or content[0] != MAGIC:
         raise WireError("the first message is not this protocol's HELLO")
     if content[1] != VERSION or len(content) != 4:
@@ -223,7 +230,7 @@ def _terms(value: Any) -> Terms:
 
 
 def read_call(content: Sequence[Any]) -> CallMessage:
-    """Check the fields of a CALL for themselves; whether they fit the layer table is the session's to check."""
+    """Return the content of a CALL after checking each field. The session checks whether it fits the layer table."""
     try:
         id_, layers, pass_, kind, rows, place, answer = content
     except ValueError:
@@ -250,7 +257,7 @@ _ASKED = Terms._fields
 
 
 def read_id(content: Sequence[Any]) -> int:
-    """The id of a call that a message is about, its first field."""
+    """Return the id of the call that a message is about: its first field."""
     return _integer(content[0] if content else None, 0, _INT63, "id")
 
 
