@@ -16,7 +16,8 @@ from symbiosis.transports import wire
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.shm_client import BlockingShmConnector
 from symbiosis.transports.stream import frame
-from symbiosis.transports.tcp_client import BlockingTcpConnector, Options
+from symbiosis.transports.tcp_blocking import BlockingTcpConnector
+from symbiosis.transports.tcp_client import Options
 from symbiosis.transports.wire import Hello
 from tests.helpers import in_thread, until
 

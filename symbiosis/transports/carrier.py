@@ -16,9 +16,25 @@ from symbiosis.transports.outstanding import Pending
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import Hello, Type
 
-__all__ = ["BlockingConnection", "BlockingConnector", "Carrier", "Connection", "Connector", "Message"]
+__all__ = [
+    "Arrived",
+    "BlockingConnection",
+    "BlockingConnector",
+    "Carrier",
+    "Connection",
+    "Connector",
+    "Lost",
+    "Message",
+    "Received",
+]
 
 Results = tuple[torch.Tensor, ...]
+Received = Callable[[Type, Sequence[Any], Sequence[Any]], None]
+"""Takes a message: its type, content and raw frames."""
+Lost = Callable[[SymbiosisError], None]
+"""Takes the reason for which a connection has ended."""
+Arrived = Callable[[Pending, Results], None]
+"""Takes results that come later than their message."""
 
 
 class Message(NamedTuple):
@@ -85,14 +101,8 @@ class _Connection(Protocol):
 class Connection(_Connection, Protocol):
     """A connection on an event loop."""
 
-    def start(
-        self,
-        received: Callable[[Type, Sequence[Any], Sequence[Any]], None],
-        lost: Callable[[SymbiosisError], None],
-        arrived: Callable[[Pending, Results], None],
-    ) -> None:
-        """Begin to call ``received`` with each message and its frames, ``lost`` once when the connection ends, and
-        ``arrived`` for results that come later than their message. There are no calls after :meth:`close`."""
+    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
+        """Begin to call the callbacks, ``lost`` only once. They are not called after :meth:`close`."""
 
     def send(self, parts: Sequence[Any]) -> None:
         """Send a message and its frames without waiting. Has no effect on a connection that has ended."""

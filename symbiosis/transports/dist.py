@@ -19,16 +19,17 @@ from typing import Any
 import torch
 
 from symbiosis.core.terms import NO_TERMS, Terms
-from symbiosis.core.transport import Channel, Listener, Look, Service, Session
+from symbiosis.core.transport import Channel, Listener, Service, Session
 from symbiosis.errors import RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
+from symbiosis.transports.carrier import Arrived
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.chunks import Progress, bar_unless
-from symbiosis.transports.keys import Keyring
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes, Note
 from symbiosis.transports.outstanding import Pending
 from symbiosis.transports.sockets import local_ip, resolve
-from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, Options, TcpConnection, TcpConnector, look
+from symbiosis.transports.tcp import TcpTransport
+from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, Options, TcpConnection, TcpConnector
 from symbiosis.transports.tcp_listener import TcpListener
 from symbiosis.transports.tcp_peer import ShareCourier, TcpLine
 from symbiosis.transports.threads import LoopThread, ThreadedChannel
@@ -43,16 +44,12 @@ another connection does not help."""
 Results = tuple[torch.Tensor, ...]
 
 
-class DistTransport:
-    """Listen on, or connect to, a TCP port; the options are those of ``tcp://``, and one more.
+class DistTransport(TcpTransport):
+    """Listen on, or connect to, a TCP port.
 
     Args:
-        key: a tenant's secret key file, to connect.
-        keys: the folder with the executor's own key and the tenants' public keys, to listen.
+        key, keys, retry, limits, progress: as for :class:`~symbiosis.transports.tcp.TcpTransport`.
         insecure: confirms that every host on the network is trusted.
-        retry: seconds for which a client tries to reach an executor that was lost; 0 gives up at once.
-        limits: limits of each client, for a listener.
-        progress: called with the bytes done and the total while a client receives its share of the model.
         backend: "nccl" or "gloo", for a listener; by default NCCL if the executor is on CUDA. Over gloo, tensors on
             CUDA go through host memory.
 
@@ -70,13 +67,11 @@ class DistTransport:
         progress: Progress | None = None,
         backend: str | None = None,
     ) -> None:
+        super().__init__(key, keys, insecure, retry, limits, progress)
         if backend not in (None, *BACKENDS):
             raise UsageError(f"backend is {backend!r}; it can be {' or '.join(BACKENDS)}")
         if not torch.distributed.is_available():
             raise UsageError("this build of torch has no torch.distributed; use tcp://")
-        self._keys = None if keys is None else Keyring(keys)
-        self._limits = limits or Limits()
-        self._options = Options.of(key, insecure, retry, progress)
         self._backend = backend
 
     async def listen(self, address: str, service: Service) -> Listener:
@@ -104,9 +99,6 @@ class DistTransport:
         except BaseException:
             thread.close()
             raise
-
-    def look(self, address: str) -> Look:
-        return look(address, self._options)
 
 
 async def _open(address: str, hello: Hello, options: Options) -> AsyncChannel:
@@ -225,10 +217,10 @@ class LaneCarrier:
         self._connection = connection
         self._failed = failed
         self._worked = worked
-        self._arrived: Callable[[Pending, Results], None] | None = None
+        self._arrived: Arrived | None = None
         self._lanes = Lanes(str(backend), TENANT, self.device, connection.ends[0], self._note, self._broken)
 
-    def start(self, arrived: Callable[[Pending, Results], None]) -> None:
+    def start(self, arrived: Arrived) -> None:
         self._arrived = arrived
 
     def _note(self, note: Note) -> None:

@@ -16,13 +16,12 @@ from safetensors import safe_open
 
 from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
-from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena
 from symbiosis.transports.arena_carrier import ArenaCarrier, SegmentCarrier
-from symbiosis.transports.carrier import Message
+from symbiosis.transports.carrier import Arrived, Lost, Message, Received
 from symbiosis.transports.conversation import PING_AFTER_S
-from symbiosis.transports.outstanding import Pending
 from symbiosis.transports.stream import MessageBuffer, frame
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import Hello, Type
@@ -37,8 +36,6 @@ SPIN_S, SOON_S = 100e-6, 150e-6
 """Seconds to poll for an answer without sleeping, if the last answer came within ``SOON_S``. A core that sleeps takes
 40 µs to wake up (a call of one row: 92 µs with sleep, 41 µs without, in a virtual machine). After a slow answer the
 executor is at a large matrix product and needs all cores."""
-
-Results = tuple[torch.Tensor, ...]
 
 
 def socket_path(address: str) -> Path:
@@ -193,18 +190,13 @@ class _ShmConnection(asyncio.Protocol):
         self._address = address
         self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
         self._transport: Any = None
-        self._received: Callable[[Type, Sequence[Any], Sequence[Any]], None] | None = None
-        self._lost: Callable[[SymbiosisError], None] | None = None
+        self._received: Received | None = None
+        self._lost: Lost | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
 
-    def start(
-        self,
-        received: Callable[[Type, Sequence[Any], Sequence[Any]], None],
-        lost: Callable[[SymbiosisError], None],
-        arrived: Callable[[Pending, Results], None],
-    ) -> None:
+    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
         self._received, self._lost = received, lost
         self._read_messages(b"")
         if self._transport.is_closing():

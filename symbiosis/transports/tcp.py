@@ -18,7 +18,8 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.chunks import Progress, bar_unless
 from symbiosis.transports.keys import Keyring
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.tcp_client import BlockingTcpConnector, Options, TcpConnector, look
+from symbiosis.transports.tcp_blocking import BlockingTcpConnector
+from symbiosis.transports.tcp_client import Options, TcpConnector, look
 from symbiosis.transports.tcp_listener import TcpListener
 from symbiosis.transports.tcp_peer import FrameCourier
 from symbiosis.transports.wire import Hello, Limits

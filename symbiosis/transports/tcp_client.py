@@ -15,7 +15,7 @@ from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.carrier import Carrier, Message
+from symbiosis.transports.carrier import Arrived, Carrier, Lost, Message, Received
 from symbiosis.transports.chunks import CHUNK, Progress, ShareFile
 from symbiosis.transports.keys import KeyPair, load_key
 from symbiosis.transports.outstanding import Pending
@@ -29,7 +29,6 @@ from symbiosis.transports.sockets import (
     monitor,
     payload,
     peer_of,
-    read_event,
     received,
     resolve,
 )
@@ -37,15 +36,13 @@ from symbiosis.transports.threads import LoopThread
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
-__all__ = ["BlockingTcpConnector", "Options", "TcpConnection", "TcpConnector", "look"]
+__all__ = ["MAX_FRAME_BYTES", "Options", "TcpConnection", "TcpConnector", "look"]
 
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
 MAX_FRAME_BYTES = 4 << 30
 CHUNKS_UNDER_WAY = 4
 """Chunks of the share that a client asks for ahead, so that the line is not idle during a round trip."""
-TICK_MS = 100
-"""Milliseconds after which a thread that waits checks whether the executor is still there."""
 
 Results = tuple[torch.Tensor, ...]
 
@@ -74,7 +71,7 @@ class Options(NamedTuple):
 class TcpCarrier(Carrier, Protocol):
     """Moves the tensors of one ZeroMQ connection."""
 
-    def start(self, arrived: Callable[[Pending, Results], None]) -> None:
+    def start(self, arrived: Arrived) -> None:
         """Begin to call ``arrived`` with results that come later than their message."""
 
     def close(self) -> None:
@@ -90,7 +87,7 @@ class FrameCarrier:
     def __init__(self, connection: TcpConnection) -> None:
         pass
 
-    def start(self, arrived: Callable[[Pending, Results], None]) -> None:
+    def start(self, arrived: Arrived) -> None:
         pass  # results come with their message
 
     def put(self, pending: Pending) -> list[Any] | None:
@@ -111,6 +108,19 @@ class FrameCarrier:
         pass
 
 
+class Released(NamedTuple):
+    """The parts of a connection that leaves its event loop."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    socket: zmq.Socket[bytes]
+    events: zmq.Socket[bytes]
+    """Events of the connection."""
+    remote: tuple[int, tuple[str, int]] | None
+    """Descriptor, and the executor's IP address and port."""
+    messages: deque[Message]
+    """Messages that came and were not taken."""
+
+
 class TcpConnection:
     """A connection on an event loop. Messages come one by one from :meth:`next`, after :meth:`start` by callback."""
 
@@ -124,8 +134,8 @@ class TcpConnection:
         self._loop = asyncio.get_running_loop()
         self._messages: deque[Message] = deque()
         self._arrived: asyncio.Future[None] | None = None
-        self._received: Callable[[Type, Sequence[Any], Sequence[Any]], None] | None = None
-        self._lost: Callable[[SymbiosisError], None] | None = None
+        self._received: Received | None = None
+        self._lost: Lost | None = None
         self._error: SymbiosisError | None = None
         self._remote: tuple[int, tuple[str, int]] | None = None
         """Descriptor, and the executor's IP address and port."""
@@ -280,12 +290,7 @@ class TcpConnection:
 
     # After the handshake
 
-    def start(
-        self,
-        received: Callable[[Type, Sequence[Any], Sequence[Any]], None],
-        lost: Callable[[SymbiosisError], None],
-        arrived: Callable[[Pending, Results], None],
-    ) -> None:
+    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
         self._received, self._lost = received, lost
         self.carrier.start(arrived)
         while self._messages and self._received is not None:
@@ -293,12 +298,12 @@ class TcpConnection:
         if self._error is not None and self._lost is not None:
             lost(self._error)
 
-    def detach(self) -> _BlockingTcpConnection:
-        """Hand the sockets over to a connection for threads that block."""
+    def release(self) -> Released:
+        """Stop using the sockets and return them. The caller owns them from now on."""
         assert self._reader is not None
         assert self._monitor is not None
         sockets = self._reader.release(), self._monitor.release()
-        return _BlockingTcpConnection(self, self._context, *sockets, self._remote, self._messages)
+        return Released(self._context, *sockets, self._remote, self._messages)
 
     def send(self, parts: Sequence[Any]) -> None:
         if self._reader is None or self._monitor is None or self._error is not None:
@@ -381,89 +386,3 @@ def look(address: str, options: Options) -> Look:
 
     with LoopThread() as thread:
         return thread.run(see())
-
-
-class BlockingTcpConnector:
-    """Opens connections to one executor for threads that block. The handshake uses an event loop in a thread that ends
-    with it."""
-
-    def __init__(self, address: str, options: Options) -> None:
-        self._connector = address, options
-
-    def join(self, hello: Hello, again: bool) -> _BlockingTcpConnection:
-        async def join() -> _BlockingTcpConnection:
-            return (await TcpConnector(*self._connector).join(hello, again)).detach()
-
-        with LoopThread() as thread:
-            return thread.run(join())
-
-
-class _BlockingTcpConnection:
-    """A connection for threads that block, one at a time: the calling thread uses the ZeroMQ socket itself.
-
-    No thread has to stay awake for signs of life: ZeroMQ sends heartbeats, and the kernel knows when a byte came last.
-    """
-
-    def __init__(
-        self,
-        opened: TcpConnection,
-        context: zmq.Context[zmq.Socket[bytes]],
-        socket: zmq.Socket[bytes],
-        events: zmq.Socket[bytes],
-        remote: tuple[int, tuple[str, int]] | None,
-        messages: deque[Message],
-    ) -> None:
-        self.welcome = opened.welcome
-        self.share = opened.share
-        self.carrier = opened.carrier
-        self._address = opened.address
-        self._context = context
-        self._socket = socket
-        self._events = events
-        self._remote = remote
-        self._messages = messages
-        self._ended = False
-        socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
-
-    def send(self, parts: Sequence[Any]) -> None:
-        try:
-            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
-        except zmq.ZMQError as error:  # no limit on what may be queued
-            raise self._gone() from error
-
-    def receive(self) -> Message | None:
-        if self._messages:
-            return self._messages.popleft()
-        try:
-            frames = self._socket.recv_multipart(copy=False)
-        except zmq.Again:
-            if self._ended:
-                raise self._gone() from None
-            self._check_alive()
-            return None
-        except zmq.ZMQError as error:
-            raise self._gone() from error
-        return Message(*wire.unpack_answer(frames[0].buffer), frames[1:])
-
-    def _check_alive(self) -> None:
-        """Note whether the connection has ended. One more attempt to receive follows, for the executor's reason."""
-        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._ended |= read_event(self._events).kind is zmq.Event.DISCONNECTED
-        if self._remote is not None and received(*self._remote).silent_s > SILENT_S:
-            raise ConnectionLostError(f"no sign of life from the executor at {self._address}")
-
-    def _gone(self) -> ConnectionLostError:
-        return ConnectionLostError(f"the executor at {self._address} is gone")
-
-    def interrupt(self) -> None:
-        pass  # receive returns every TICK_MS
-
-    def close(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._events.close(0)
-            self._socket.close(0)
-            self._context.term()
-
-    def abandon(self) -> None:
-        pass  # pyzmq does not touch the parent's sockets
