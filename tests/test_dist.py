@@ -105,7 +105,7 @@ async def test_ipv6(base: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------- addresses
 
 
-async def test_it_must_be_told_that_everybody_is_trusted(base: Any, tmp_path: Path) -> None:
+async def test_a_listener_must_be_told_that_its_hosts_are_trusted(base: Any, tmp_path: Path) -> None:
     """Keys or not: torch.distributed encrypts nothing, and trusts its peers."""
     new_key(tmp_path, "server")
     key = new_key(tmp_path, "alice")
@@ -262,7 +262,7 @@ while True:
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
 async def test_a_client_killed_in_the_middle_of_a_matrix(base: Any, delay_s: float) -> None:
-    """gloo in the executor's process survives a peer that dies while 50 MB are on their way, and serves the others."""
+    """gloo in the executor's process survives a peer that dies while it sends 50 MB; other clients are served."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
@@ -388,7 +388,7 @@ MESSAGES = st.lists(
 )
 
 
-async def test_garbage_disturbs_nobody(base: Any) -> None:
+async def test_malformed_messages_affect_no_other_client(base: Any) -> None:
     """Calls whose tensors never come, and messages that are none."""
     with torch.no_grad():
         expected = base(IDS).logits
@@ -412,7 +412,7 @@ async def test_garbage_disturbs_nobody(base: Any) -> None:
             await until(lambda: executor.status()["clients"] == ["alice"])
 
 
-async def test_who_announces_and_does_not_send(base: Any) -> None:
+async def test_a_client_that_announces_tensors_and_does_not_send_them(base: Any) -> None:
     """Limits hold for what is announced: nothing is allocated beyond them."""
     limits = Limits(calls=4, arena_bytes=1 << 20)
     async with symbiosis.Executor(base) as executor:

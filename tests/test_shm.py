@@ -487,7 +487,7 @@ async def test_an_unknown_layer_fails_that_call_alone(base: Any, address: str) -
         assert second == (wire.Type.RESULT, [2])
 
 
-async def test_who_floods_waits_and_others_do_not(base: Any, address: str) -> None:
+async def test_a_client_that_floods_waits_and_other_clients_do_not(base: Any, address: str) -> None:
     limits = Limits(calls=4)
     stop = threading.Event()
 
@@ -501,7 +501,7 @@ async def test_who_floods_waits_and_others_do_not(base: Any, address: str) -> No
                 raw.send(*[a_call(sent + index) for index in range(100)])
                 sent += 100
             except TimeoutError:
-                continue  # nobody listens: that is the point
+                continue  # the executor has stopped reading, as it must
         raw.socket.close()
         return sent
 
@@ -526,7 +526,7 @@ async def test_a_silent_connection_is_closed(base: Any, address: str, monkeypatc
         assert "no HELLO" in content[1]
 
 
-async def test_looking_has_an_end(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_status_connection_ends(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("symbiosis.transports.peer.LOOK_WITHIN_S", 0.2)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(address)

@@ -307,7 +307,7 @@ class TransportConformance:
                 await asyncio.wait_for(channel.send(self._call_like(channel)), WITHIN_S)
 
     @pytest.mark.parametrize("data", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, bytes(range(256)) * 50])
-    async def test_garbage_at_the_door(self, tmp_path: Path, data: bytes) -> None:
+    async def test_malformed_data_from_unauthenticated_peers(self, tmp_path: Path, data: bytes) -> None:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
             try:
                 for _ in range(3):
@@ -317,7 +317,7 @@ class TransportConformance:
             await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
             await self._until(lambda: executor.status()["clients"] == [_full_name(executor, channel)])
 
-    async def test_nobody_there(self, tmp_path: Path) -> None:
+    async def test_no_executor_at_the_address(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (_, address):
             pass
         with pytest.raises((PeerError, BrokenError)):
@@ -335,7 +335,7 @@ class TransportConformance:
         if not self.blocking:
             transport = make_transport(self.address(tmp_path))
             with pytest.raises(UsageError):
-                transport.connect_blocking(self.address(tmp_path), "nobody")
+                transport.connect_blocking(self.address(tmp_path), "client")
             return
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as other:
             failures: list[BaseException] = []

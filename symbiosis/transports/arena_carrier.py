@@ -16,14 +16,12 @@ from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.device import DeviceArena, Handles
-from symbiosis.transports.outstanding import Pending
+from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.wire import CallMessage, Type
 
 __all__ = ["ArenaCarrier", "SegmentCarrier"]
 
 _CPU = torch.device("cpu")
-
-Results = tuple[torch.Tensor, ...]
 
 
 class ArenaCarrier:

@@ -11,8 +11,6 @@ import threading
 import time
 import weakref
 
-import torch
-
 from symbiosis.core.requests import Call
 from symbiosis.core.transport import Check, Identity
 from symbiosis.errors import ConnectionLostError, ExecutorClosedError, SymbiosisError, WireError
@@ -20,7 +18,7 @@ from symbiosis.log import get_logger
 from symbiosis.transports.backoff import backoff
 from symbiosis.transports.carrier import BlockingConnection, BlockingConnector
 from symbiosis.transports.conversation import CARRIED, Conversation, State, Watch
-from symbiosis.transports.outstanding import Pending
+from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.synchronous import SynchronousChannel, closed_error, forked_error
 from symbiosis.transports.wire import PING, Hello
 
@@ -32,8 +30,6 @@ _JOINED = State.JOINED  # on Python 3.11 a member looked up on its class takes s
 AGAIN_S = 5.0
 """Seconds for which to try to join again after an interrupted call, also where ``retry`` is shorter: the executor is
 usually there, and only the connection has to be replaced."""
-
-Results = tuple[torch.Tensor, ...]
 
 
 class BlockingChannel(SynchronousChannel):
@@ -50,7 +46,7 @@ class BlockingChannel(SynchronousChannel):
         self._conversation = conversation
         self._connector = connector
         self._connection = connection
-        self._watch = Watch()
+        self._watch = Watch(conversation.address)
         self._lock = threading.Lock()
         self._patience_s = conversation.retry_s
         """Seconds for which the next attempts to join again go on."""

@@ -12,7 +12,7 @@ import torch
 
 from symbiosis.core.share import Share
 from symbiosis.errors import SymbiosisError
-from symbiosis.transports.outstanding import Pending
+from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import Hello, Type
 
@@ -28,7 +28,6 @@ __all__ = [
     "Received",
 ]
 
-Results = tuple[torch.Tensor, ...]
 Received = Callable[[Type, Sequence[Any], Sequence[Any]], None]
 """Takes a message: its type, content and raw frames."""
 Lost = Callable[[SymbiosisError], None]

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from symbiosis.core.requests import Call
 from symbiosis.core.transport import Check, Identity
 from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
@@ -16,7 +14,7 @@ from symbiosis.log import get_logger
 from symbiosis.transports.backoff import backoff
 from symbiosis.transports.carrier import Connection, Connector
 from symbiosis.transports.conversation import CARRIED, Conversation, State, Watch
-from symbiosis.transports.outstanding import Pending
+from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.wire import PING, Hello, Type
 
@@ -26,8 +24,6 @@ log = get_logger(__name__)
 
 WATCH_S = 1.5
 """Seconds between two looks at whether the executor is alive: one heartbeat of ``tcp://``."""
-
-Results = tuple[torch.Tensor, ...]
 
 
 class AsyncChannel:
@@ -48,7 +44,7 @@ class AsyncChannel:
         self._connection: Connection | None = None
         self._loop = asyncio.get_running_loop()
         self._rejoining: asyncio.Task[None] | None = None
-        self._watch = Watch()
+        self._watch = Watch(conversation.address)
         self._threads = ThreadCalls(self._loop, self.send, self.cancel)
         self.call = self._threads.call
         self.interrupt = self._threads.interrupt
@@ -76,8 +72,8 @@ class AsyncChannel:
     # Calls
 
     def send(self, call: Call) -> asyncio.Future[Results]:
-        pending = self._conversation.call(call)
-        reply = pending.reply = self._loop.create_future()
+        reply: asyncio.Future[Results] = self._loop.create_future()
+        self._conversation.call(call, reply)
         self._send_waiting()
         return reply
 

@@ -26,6 +26,7 @@ request is self-contained and the executor keeps nothing between requests.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from enum import Enum
@@ -45,7 +46,7 @@ from symbiosis.errors import (
 )
 from symbiosis.transports import wire
 from symbiosis.transports.arena import spread
-from symbiosis.transports.outstanding import Outstanding, Pending
+from symbiosis.transports.outstanding import Outstanding, Pending, Results
 from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import Hello, Type
 
@@ -139,10 +140,10 @@ class Conversation:
         if self.state is State.ENDED:
             return
         if isinstance(error, _MAY_RETURN):
-            self.error = _as_lost(error)
+            self.error = self._as_lost(error)
             self.state = State.REJOINING
         else:
-            self.end(error if isinstance(error, SymbiosisError) else _as_lost(error))
+            self.end(error if isinstance(error, SymbiosisError) else self._as_lost(error))
 
     def give_up(self, patience_s: float) -> None:
         """End the conversation because no attempt to join again succeeded within ``patience_s`` seconds."""
@@ -166,8 +167,8 @@ class Conversation:
 
     # Calling
 
-    def call(self, call: Call) -> Pending:
-        """Let a call wait to be sent.
+    def call(self, call: Call, reply: asyncio.Future[Results] | None = None) -> Pending:
+        """Let a call wait to be sent. ``reply`` is the driver's, for the answer.
 
         Raises:
             RequestError: its tensors are not what its layers take.
@@ -188,7 +189,7 @@ class Conversation:
                 f"{self._most_bytes}; send fewer tokens at once, or ask its host for a larger arena_bytes limit"
             )
         call.id = next(self._ids)
-        pending = Pending(call.id, call, due, rows, call_bytes, size)
+        pending = Pending(call.id, call, due, rows, call_bytes, size, reply)
         self.outstanding.waiting.append(pending)
         return pending
 
@@ -248,9 +249,9 @@ class Conversation:
         if isinstance(error, WireError):
             self.end(error)
         elif self.retry_s <= 0:
-            self.end(_as_lost(error))
+            self.end(self._as_lost(error))
         else:
-            self.error = _as_lost(error)
+            self.error = self._as_lost(error)
             self.state = State.REJOINING
 
     def interrupted(self) -> None:
@@ -273,18 +274,18 @@ class Conversation:
             assert self.error is not None
             raise self.error
 
-
-def _as_lost(error: Exception) -> SymbiosisError:
-    """Return ``error`` as one that says that the executor is not available."""
-    if isinstance(error, ConnectionLostError | ExecutorClosedError | BusyError):
-        return error
-    return ConnectionLostError(str(error))
+    def _as_lost(self, error: Exception) -> SymbiosisError:
+        """Return ``error`` as one that says that the executor is not available."""
+        if isinstance(error, ConnectionLostError | ExecutorClosedError | BusyError):
+            return error
+        return ConnectionLostError(f"lost the executor at {self.address}: {error}")
 
 
 class Watch:
     """Decides when to ask a silent executor whether it is alive, and when to give it up. Times are in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._heard = self._asked = 0.0
 
     def heard(self, now: float) -> None:
@@ -298,7 +299,7 @@ class Watch:
             ConnectionLostError: no message came for :data:`SILENT_FOR_S` seconds.
         """
         if now - self._heard > SILENT_FOR_S:
-            raise ConnectionLostError(f"the executor has not answered for {now - self._heard:.0f} s")
+            raise ConnectionLostError(f"the executor at {self._address} has not answered for {now - self._heard:.0f} s")
         if now - self._asked < PING_AFTER_S:
             return False
         self._asked = now

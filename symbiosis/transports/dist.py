@@ -26,7 +26,7 @@ from symbiosis.transports.carrier import Arrived
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.chunks import Progress, bar_unless
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes, Note
-from symbiosis.transports.outstanding import Pending
+from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.sockets import local_ip, resolve
 from symbiosis.transports.tcp import TcpTransport
 from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, Options, TcpConnection, TcpConnector
@@ -40,8 +40,6 @@ __all__ = ["DistTransport"]
 MAX_FAILURES = 5
 """Lanes that may break one after another without a result in between. Messages come through then and tensors do not;
 another connection does not help."""
-
-Results = tuple[torch.Tensor, ...]
 
 
 class DistTransport(TcpTransport):

@@ -15,9 +15,10 @@ import torch
 from symbiosis.core.requests import Call, Expected
 from symbiosis.transports.wire import Limits
 
-__all__ = ["Outstanding", "Pending"]
+__all__ = ["Outstanding", "Pending", "Results"]
 
 Results = tuple[torch.Tensor, ...]
+"""Matrices of an answer, [rows, width] each."""
 
 
 @dataclass(slots=True, eq=False)

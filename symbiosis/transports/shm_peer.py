@@ -63,7 +63,7 @@ class ShmLine(asyncio.Protocol):
         with self._socket() as connected:
             pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         courier = ArenaCourier(self, self._service, self._limits)
-        self._peer = courier.peer = Peer(self._service, self._limits, f"uid {user} pid {pid}", self, courier)
+        self._peer = Peer(self._service, self._limits, f"uid {user} pid {pid}", self, courier)
         if user not in (os.geteuid(), 0):
             self._peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
         elif len(self._connected) > peer.MAX_CONNECTIONS:
@@ -145,6 +145,11 @@ class ShmLine(asyncio.Protocol):
         except OSError as error:
             raise WireError(f"the client does not take its descriptors: {error}") from error
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call of the client is outstanding."""
+        return self._peer.busy
+
     def end(self, error: SymbiosisError) -> None:
         """End the conversation with a reason that the client is told."""
         self._peer.end(error)
@@ -165,8 +170,6 @@ class ShmLine(asyncio.Protocol):
 
 class ArenaCourier:
     """Finds tensors in the client's arena, or in its segments of the GPU's memory, and writes results there."""
-
-    peer: Peer
 
     def __init__(self, line: ShmLine, service: Service, limits: Limits) -> None:
         self._line = line
@@ -195,7 +198,7 @@ class ArenaCourier:
         if type_ is not Type.SEGMENT or self._gpu is None:
             return False
         if len(content) == 2 and content[1] is True:  # in place of all segments that the client has
-            if self.peer.busy:
+            if self._line.busy:
                 raise WireError("segments are replaced while no call is outstanding")
             self._gpu = self._segments()
         try:

@@ -18,7 +18,7 @@ from symbiosis.transports import wire
 from symbiosis.transports.carrier import Arrived, Carrier, Lost, Message, Received
 from symbiosis.transports.chunks import CHUNK, Progress, ShareFile
 from symbiosis.transports.keys import KeyPair, load_key
-from symbiosis.transports.outstanding import Pending
+from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.sockets import (
     SILENT_S,
     Event,
@@ -43,8 +43,6 @@ ANSWER_WITHIN_S = 30.0
 MAX_FRAME_BYTES = 4 << 30
 CHUNKS_UNDER_WAY = 4
 """Chunks of the share that a client asks for ahead, so that the line is not idle during a round trip."""
-
-Results = tuple[torch.Tensor, ...]
 
 
 class Options(NamedTuple):
@@ -126,12 +124,12 @@ class TcpConnection:
 
     welcome: Welcome
     share: Share | None = None
-    carrier: TcpCarrier
 
     def __init__(self, address: str, options: Options) -> None:
         self.address = address
         self._options = options
         self._loop = asyncio.get_running_loop()
+        self._carrier: TcpCarrier | None = None
         self._messages: deque[Message] = deque()
         self._arrived: asyncio.Future[None] | None = None
         self._received: Received | None = None
@@ -219,6 +217,12 @@ class TcpConnection:
         return ConnectionLostError(f"the executor at {self.address} cannot check keys now (status {status})")
 
     @property
+    def carrier(self) -> TcpCarrier:
+        """Carrier of tensors; there after :meth:`join`."""
+        assert self._carrier is not None
+        return self._carrier
+
+    @property
     def ends(self) -> tuple[str, str]:
         """IP addresses of this end and of the executor's.
 
@@ -261,7 +265,7 @@ class TcpConnection:
         try:
             if not again:
                 await self._fetch()
-            self.carrier = carrier(self)
+            self._carrier = carrier(self)
         except BaseException:
             self.close()
             raise
@@ -343,8 +347,8 @@ class TcpConnection:
 
     def close(self) -> None:
         self._received = self._lost = None
-        if hasattr(self, "carrier"):
-            self.carrier.close()
+        if self._carrier is not None:
+            self._carrier.close()
         if self._error is None:
             self._error = ConnectionLostError(f"the connection to {self.address} was closed")
         if self._reader is not None and self._monitor is not None:
