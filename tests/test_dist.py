@@ -26,7 +26,7 @@ from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireE
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes, wire
 from symbiosis.transports.keys import new_key
-from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes, Note
+from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
 from symbiosis.transports.tcp_client import TcpConnection
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
@@ -299,7 +299,7 @@ async def _lanes() -> tuple[Lanes, Lanes, list[Any]]:
     lost: list[Any] = []
 
     def tell(other: int) -> Any:
-        return lambda note: sides[other].met(note)
+        return lambda *note: sides[other].met(*note)
 
     sides += [Lanes("gloo", rank, CPU, "127.0.0.1", tell(1 - rank), lost.append) for rank in (EXECUTOR, TENANT)]
     return sides[0], sides[1], lost
@@ -307,9 +307,9 @@ async def _lanes() -> tuple[Lanes, Lanes, list[Any]]:
 
 async def test_a_rendezvous_needs_no_port_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the process groups need to know of each other travels as notes."""
-    sent: list[Note] = []
+    sent: list[Any] = []
     real = Lanes.met
-    monkeypatch.setattr(Lanes, "met", lambda self, note: (sent.append(note), real(self, note)))
+    monkeypatch.setattr(Lanes, "met", lambda self, *note: (sent.append(note), real(self, *note)))
     executor, tenant, _ = await _lanes()
     arrived = asyncio.Event()
     x, y = torch.randn(3), torch.empty(3)
@@ -317,7 +317,7 @@ async def test_a_rendezvous_needs_no_port_of_a_store(monkeypatch: pytest.MonkeyP
     tenant.send([x])
     await asyncio.wait_for(arrived.wait(), 10)
     assert torch.equal(x, y)
-    assert {note.lane for note in sent} == {0, 1}
+    assert {lane for lane, _, _ in sent} == {0, 1}
     for note in sent:
         assert wire.read_rendezvous(wire.unpack(wire.pack(Type.RENDEZVOUS, *note))[1]) == note
     executor.close()

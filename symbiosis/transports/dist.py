@@ -25,7 +25,7 @@ from symbiosis.transports import wire
 from symbiosis.transports.carrier import Arrived
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.chunks import Progress, bar_unless
-from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes, Note
+from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
 from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.sockets import local_ip, resolve
 from symbiosis.transports.tcp import TcpTransport
@@ -124,7 +124,7 @@ class LaneCourier:
 
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         if type_ is Type.RENDEZVOUS:
-            self._open().met(Note(*wire.read_rendezvous(content)))
+            self._open().met(*wire.read_rendezvous(content))
             return True
         return self._share.control(type_, content)
 
@@ -134,11 +134,11 @@ class LaneCourier:
                 local = local_ip(self._line.accepted.descriptor)
             except OSError as error:
                 raise WireError("its connection has ended") from error
-            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self._note, self._broken)
+            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self._publish, self._broken)
         return self._lanes
 
-    def _note(self, note: Note) -> None:
-        self._line.send(wire.pack(Type.RENDEZVOUS, *note))
+    def _publish(self, lane: int, key: str, value: bytes) -> None:
+        self._line.send(wire.pack(Type.RENDEZVOUS, lane, key, value))
 
     def _broken(self, error: SymbiosisError) -> None:
         self._line.drop(str(error))
@@ -216,13 +216,13 @@ class LaneCarrier:
         self._failed = failed
         self._worked = worked
         self._arrived: Arrived | None = None
-        self._lanes = Lanes(str(backend), TENANT, self.device, connection.ends[0], self._note, self._broken)
+        self._lanes = Lanes(str(backend), TENANT, self.device, connection.ends[0], self._publish, self._broken)
 
     def start(self, arrived: Arrived) -> None:
         self._arrived = arrived
 
-    def _note(self, note: Note) -> None:
-        self._connection.send([wire.pack(Type.RENDEZVOUS, *note)])
+    def _publish(self, lane: int, key: str, value: bytes) -> None:
+        self._connection.send([wire.pack(Type.RENDEZVOUS, lane, key, value)])
 
     def _broken(self, error: SymbiosisError) -> None:
         self._failed(error)
@@ -250,7 +250,7 @@ class LaneCarrier:
     def control(self, type_: Type, content: Sequence[Any]) -> None:
         if type_ is not Type.RENDEZVOUS:
             raise WireError(f"{type_.name} is not for clients of dist://")
-        self._lanes.met(Note(*wire.read_rendezvous(content)))
+        self._lanes.met(*wire.read_rendezvous(content))
 
     def close(self) -> None:
         self._lanes.close()

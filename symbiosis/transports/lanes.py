@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from symbiosis.errors import BrokenError, SymbiosisError
 
-__all__ = ["BACKENDS", "EXECUTOR", "TENANT", "Lanes", "Note"]
+__all__ = ["BACKENDS", "EXECUTOR", "TENANT", "Lanes"]
 
 BACKENDS = ("gloo", "nccl")
 EXECUTOR, TENANT = 0, 1
@@ -46,14 +46,6 @@ MEET_WITHIN_S = 4.0
 """Seconds that one attempt of gloo to connect may take; it makes five."""
 END_WITHIN_S = 5.0
 """Seconds to wait for the threads of lanes at the end of the process."""
-
-
-class Note(NamedTuple):
-    """A key and a value of a lane's rendezvous, for the other side."""
-
-    lane: int
-    key: str
-    value: bytes
 
 
 class _Store(dist.Store):  # type: ignore[misc, name-defined]
@@ -130,7 +122,7 @@ class Lanes:
         rank: ``EXECUTOR`` or ``TENANT``.
         device: device of the tensors.
         local: IP address of this side, for gloo.
-        publish: sends a note to the other side.
+        publish: sends lane, key and value of a rendezvous to the other side.
         lost: called once, with the reason, when a lane has broken.
     """
 
@@ -140,23 +132,22 @@ class Lanes:
         rank: int,
         device: torch.device,
         local: str,
-        publish: Callable[[Note], None],
+        publish: Callable[[int, str, bytes], None],
         lost: Callable[[SymbiosisError], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lost = lost
         self._closed = False
         self._lanes: list[_Lane] = []
         for number in (UP, DOWN):
-            store = _Store(partial(self._note, publish, number))
+            store = _Store(partial(self._from_thread, publish, number))
             make = partial(nccl, store, rank) if backend == "nccl" else partial(gloo, store, rank, local)
             sends = (number == UP) == (rank == TENANT)
-            self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self._from_thread, self._broken))
+            self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self._from_thread, lost))
         self._out, self._in = self._lanes if rank == TENANT else reversed(self._lanes)
 
-    def met(self, note: Note) -> None:
-        """Take a note from the other side."""
-        self._lanes[note.lane].met(note)
+    def met(self, lane: int, key: str, value: bytes) -> None:
+        """Take a value of a lane's rendezvous from the other side."""
+        self._lanes[lane].met(key, value)
 
     def send(self, tensors: Sequence[torch.Tensor], sent: Callable[[], None] | None = None) -> None:
         """Send contiguous matrices, one after another; ``sent`` is called when they are on their way."""
@@ -172,20 +163,15 @@ class Lanes:
         for lane in self._lanes:
             lane.close()
 
-    def _from_thread(self, callback: Callable[[], None]) -> None:
+    def _from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Have the event loop call ``callback``, unless the lanes are closed by then."""
+
+        def unless_closed() -> None:
+            if not self._closed:
+                callback(*arguments)
+
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._unless_closed, callback)
-
-    def _unless_closed(self, callback: Callable[[], None]) -> None:
-        if not self._closed:
-            callback()
-
-    def _note(self, publish: Callable[[Note], None], lane: int, key: str, value: bytes) -> None:
-        self._from_thread(partial(publish, Note(lane, key, value)))
-
-    def _broken(self, error: SymbiosisError) -> None:
-        self._from_thread(partial(self._lost, error))
+            self._loop.call_soon_threadsafe(unless_closed)
 
 
 class _Job(NamedTuple):
@@ -205,15 +191,15 @@ class _Lane:
         device: torch.device,
         other: int,
         sends: bool,
-        call_soon: Callable[[Callable[[], None]], None],
-        broken: Callable[[SymbiosisError], None],
+        on_loop: Callable[..., None],
+        lost: Callable[[SymbiosisError], None],
     ) -> None:
         self._store = store
         self._device = device
         self._other = other
         self._sends = sends
-        self._call_soon = call_soon
-        self._broken = broken
+        self._on_loop = on_loop
+        self._lost = lost
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._group: Any = None
@@ -221,8 +207,9 @@ class _Lane:
         _lanes.add(self)
         self._thread.start()
 
-    def met(self, note: Note) -> None:
-        self._store.met(note.key, note.value)
+    def met(self, key: str, value: bytes) -> None:
+        """Take a value of the rendezvous from the other side."""
+        self._store.met(key, value)
 
     def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
         """Send or receive tensors, after everything asked for before."""
@@ -259,7 +246,7 @@ class _Lane:
         except Exception as error:  # noqa: BLE001 (any error of torch.distributed is the end of this lane)
             if not self._closed:
                 first_line = str(error).strip().partition("\n")[0][:300]  # a stack follows
-                self._broken(BrokenError(f"torch.distributed: {first_line}"))
+                self._on_loop(self._lost, BrokenError(f"torch.distributed: {first_line}"))
         finally:
             self._group = None
 
@@ -277,7 +264,7 @@ class _Lane:
                 work.wait()  # has this thread's stream wait; with a limit, NCCL would block this thread
                 tensor.record_stream(torch.cuda.current_stream(self._device))
         if job.done is not None:
-            self._call_soon(partial(_after, _event(self._device), job.done))
+            self._on_loop(_after, _event(self._device), job.done)
         return True
 
 
