@@ -81,7 +81,7 @@ async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str,
 
     async with symbiosis.Executor(base) as executor:
         address = (await executor.listen(address)).address
-        options = Options.of(None, False, 0.0, None)
+        options = Options(None, False, None)
         real = BlockingShmConnector(address) if scheme == "shm" else BlockingTcpConnector(address, options)
         connector = InterruptingConnector(real)
         channel: Any = await in_thread(BlockingChannel.open, connector, address, Hello("client"), 0.0)

@@ -73,7 +73,7 @@ class DistTransport(TcpTransport):
         self._backend = backend
 
     async def listen(self, address: str, service: Service) -> Listener:
-        if not self._options.insecure:
+        if not self._insecure:
             raise UsageError(
                 f"{address}: torch.distributed encrypts nothing, keys or not, and does not authenticate its peers; "
                 "give insecure=True (--insecure) if every host on this network is trusted, or use tcp://"
@@ -85,23 +85,21 @@ class DistTransport(TcpTransport):
         return listener
 
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        return await _open(address, Hello(client, terms), self._options)
+        return await self._open(address, Hello(client, terms), self._progress)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         thread = LoopThread()  # lanes need an event loop
         try:
-            with bar_unless(self._options.progress, address) as progress:
-                options = self._options._replace(progress=progress)
-                channel = thread.run(_open(address, Hello(client, terms), options))
+            with bar_unless(self._progress, address) as progress:
+                channel = thread.run(self._open(address, Hello(client, terms), progress))
             return ThreadedChannel(thread, channel)
         except BaseException:
             thread.close()
             raise
 
-
-async def _open(address: str, hello: Hello, options: Options) -> AsyncChannel:
-    connector = TcpConnector(address, options, LaneCarrierMaker())
-    return await AsyncChannel.open(connector, address, hello, options.retry_s)
+    async def _open(self, address: str, hello: Hello, progress: Progress | None) -> AsyncChannel:
+        connector = TcpConnector(address, Options(self._key, self._insecure, progress), LaneCarrierMaker())
+        return await AsyncChannel.open(connector, address, hello, self._retry_s)
 
 
 class LaneCourier:

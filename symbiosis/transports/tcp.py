@@ -16,7 +16,7 @@ from symbiosis.errors import UsageError
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.chunks import Progress, bar_unless
-from symbiosis.transports.keys import Keyring
+from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp_blocking import BlockingTcpConnector
 from symbiosis.transports.tcp_client import Options, TcpConnector, look
@@ -53,13 +53,18 @@ class TcpTransport:
         limits: Limits | None = None,
         progress: Progress | None = None,
     ) -> None:
+        self._key = None if key is None else load_key(key)
+        if self._key is not None and self._key.server is None:
+            raise UsageError(f'{key} does not have the executor\'s public key; add a line: server-key = "…"')
         self._keys = None if keys is None else Keyring(keys)
+        self._insecure = insecure
+        self._retry_s = retry
         self._limits = limits or Limits()
-        self._options = Options.of(key, insecure, retry, progress)
+        self._progress = progress
 
     async def listen(self, address: str, service: Service) -> Listener:
         endpoint = await resolve(address)
-        if self._keys is None and not endpoint.loopback and not self._options.insecure:
+        if self._keys is None and not endpoint.loopback and not self._insecure:
             raise UsageError(
                 f"{address} can be reached from other hosts; give keys=folder (--keys; `symbiosis keys new` makes "
                 "them), or insecure=True (--insecure) if every host on the network may read the data and use the "
@@ -71,13 +76,13 @@ class TcpTransport:
         return listener
 
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        connector = TcpConnector(address, self._options)
-        return await AsyncChannel.open(connector, address, Hello(client, terms), self._options.retry_s)
+        connector = TcpConnector(address, Options(self._key, self._insecure, self._progress))
+        return await AsyncChannel.open(connector, address, Hello(client, terms), self._retry_s)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        with bar_unless(self._options.progress, address) as progress:
-            connector = BlockingTcpConnector(address, self._options._replace(progress=progress))
-            return BlockingChannel.open(connector, address, Hello(client, terms), self._options.retry_s)
+        with bar_unless(self._progress, address) as progress:
+            connector = BlockingTcpConnector(address, Options(self._key, self._insecure, progress))
+            return BlockingChannel.open(connector, address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
-        return look(address, self._options)
+        return look(address, Options(self._key, self._insecure, None))

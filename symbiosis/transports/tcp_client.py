@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, 
 from symbiosis.transports import wire
 from symbiosis.transports.carrier import Arrived, Carrier, Lost, Message, Received
 from symbiosis.transports.chunks import CHUNK, Progress, ShareFile
-from symbiosis.transports.keys import KeyPair, load_key
+from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.outstanding import Pending, Results
 from symbiosis.transports.sockets import (
     SILENT_S,
@@ -50,20 +49,7 @@ class Options(NamedTuple):
 
     key: KeyPair | None
     insecure: bool
-    retry_s: float
     progress: Progress | None
-
-    @classmethod
-    def of(cls, key: str | Path | None, insecure: bool, retry_s: float, progress: Progress | None) -> Options:
-        """Return the options with the key in the file ``key``.
-
-        Raises:
-            UsageError: the file is no tenant's secret key file.
-        """
-        pair = None if key is None else load_key(key)
-        if pair is not None and pair.server is None:
-            raise UsageError(f'{key} does not have the executor\'s public key; add a line: server-key = "…"')
-        return cls(pair, insecure, retry_s, progress)
 
 
 class TcpCarrier(Carrier, Protocol):
