@@ -10,33 +10,70 @@ import torch
 import zmq
 
 import symbiosis
-from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.transports import wire
 from symbiosis.transports.blocking import BlockingChannel
-from symbiosis.transports.shm_client import ShmBlockingChannel
-from symbiosis.transports.tcp_client import TcpBlockingChannel
+from symbiosis.transports.shm_client import BlockingShmConnector
+from symbiosis.transports.stream import frame
+from symbiosis.transports.tcp_blocking import BlockingTcpConnector
+from symbiosis.transports.tcp_client import Options
+from symbiosis.transports.wire import Hello
 from tests.helpers import in_thread, until
 
-CLASSES: dict[str, type[BlockingChannel]] = {"shm": ShmBlockingChannel, "tcp": TcpBlockingChannel}
-MOMENTS = {
-    "half of it is sent": "_exchange",
-    "before it is answered": "_answer",
-    "after it was answered": "_answer",
-    "half a BEGIN is sent": "_tell",
-}
-"""And the method that is interrupted."""
+MOMENTS = ["half of it is sent", "before it is answered", "after it was answered", "half a BEGIN is sent"]
+
+
+class Interrupted:
+    """A connection on which the next operation of one kind is interrupted."""
+
+    def __init__(self, connection: Any, connector: InterruptingConnector) -> None:
+        self._real = connection
+        self._connector = connector
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def send(self, parts: Any) -> None:
+        if self._connector.take("half"):
+            if isinstance(self._real._socket, zmq.Socket):
+                self._real._socket.send(wire.PING, zmq.SNDMORE)
+            else:
+                self._real._socket.sendall(frame(wire.PING)[:5])
+            raise KeyboardInterrupt
+        self._real.send(parts)
+
+    def receive(self) -> Any:
+        if self._connector.take("before"):
+            raise KeyboardInterrupt
+        message = self._real.receive()
+        if message is not None and self._connector.take("after"):
+            raise KeyboardInterrupt
+        return message
+
+
+class InterruptingConnector:
+    """Opens connections that are interrupted once, at ``moment``."""
+
+    def __init__(self, connector: Any) -> None:
+        self.moment = ""
+        self._real = connector
+
+    def join(self, hello: Hello, again: bool) -> Any:
+        return Interrupted(self._real.join(hello, again), self)
+
+    def take(self, moment: str) -> bool:
+        if not self.moment.startswith(moment):
+            return False
+        self.moment = ""
+        return True
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("scheme", CLASSES)
-async def test_the_next_call_is_answered(
-    base: Any, tmp_path: Path, scheme: str, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str, moment: str) -> None:
     """And rightly, and soon: with no answer of the interrupted one in its place, also where ``retry`` is 0."""
     address = f"shm://{tmp_path}/s.sock" if scheme == "shm" else "tcp://127.0.0.1:0"
-    cls: Any = CLASSES[scheme]
     layer = base.model.layers[0].self_attn.q_proj
 
     def call(rows: int) -> Call:
@@ -44,25 +81,15 @@ async def test_the_next_call_is_answered(
 
     async with symbiosis.Executor(base) as executor:
         address = (await executor.listen(address)).address
-        transport = make_transport(address, retry=0.0)
-        channel: Any = await in_thread(transport.connect_blocking, address, "client")
-        real = getattr(cls, MOMENTS[moment])
-
-        def interrupted(self: Any, *arguments: Any) -> Any:
-            if moment == "after it was answered":
-                real(self, *arguments)
-            elif moment.startswith("half") and scheme == "shm":
-                self._socket.sendall(wire.frame(wire.pack(wire.Type.PING))[:5])
-            elif moment.startswith("half"):
-                self._line._socket.send(wire.pack(wire.Type.PING), zmq.SNDMORE)
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch:
-            patch.setattr(cls, MOMENTS[moment], interrupted)
-            if MOMENTS[moment] == "_tell":
-                assert await in_thread(interrupts, channel.begin_pass)
-            else:
-                assert await in_thread(interrupts, channel.call, call(3))
+        options = Options(None, False, None)
+        real = BlockingShmConnector(address) if scheme == "shm" else BlockingTcpConnector(address, options)
+        connector = InterruptingConnector(real)
+        channel: Any = await in_thread(BlockingChannel.open, connector, address, Hello("client"), 0.0)
+        connector.moment = moment
+        if moment == "half a BEGIN is sent":
+            assert await in_thread(interrupts, channel.begin_pass)
+        else:
+            assert await in_thread(interrupts, channel.call, call(3))
         for rows in (2, 5):
             (result,) = await in_thread(channel.call, call(rows))
             torch.testing.assert_close(result, layer(call(rows).tensors[0]))

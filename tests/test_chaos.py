@@ -21,7 +21,7 @@ KINDS = ["lora", "ia3-async", "prefix", "lora-async", "ia3", "prefix-async"]
 
 
 class Tenant:
-    """One place for a tenant's process; whoever is killed there is followed by another."""
+    """One place for a tenant's process; a tenant that is killed is replaced by another."""
 
     def __init__(self, address: str, kind: str, checkpoint: Path, folder: Path) -> None:
         self._command = [sys.executable, "-W", "ignore", "-m", "tests.chaos_job", address, kind, str(checkpoint)]

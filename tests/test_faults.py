@@ -96,8 +96,8 @@ async def test_answers_out_of_order(base: Any, tmp_path: Path) -> None:
             channel.close()
 
 
-async def test_corruption_hurts_nobody_else(base: Any, addresses: tuple[str, str]) -> None:
-    """Flipped bits may cost a client its connection or its call; the executor and others go on."""
+async def test_corruption_affects_no_other_client(base: Any, addresses: tuple[str, str]) -> None:
+    """Flipped bits may cost a client its connection or its call; the executor and other clients are not affected."""
     expected = base(input_ids=IDS).logits
     async with symbiosis.Executor(base) as executor:
         await executor.listen(addresses[0])

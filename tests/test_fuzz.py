@@ -1,4 +1,4 @@
-"""Garbage at an executor's door: it goes on, others do not notice, and nothing is allocated for it."""
+"""Malformed data from unauthenticated peers: the executor serves its clients, and allocates nothing for it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.testing import tiny_model
 from symbiosis.transports import wire
+from symbiosis.transports.stream import frame
 from symbiosis.transports.wire import CallMessage, Type
 
 
-class Door:
+class Victim:
     """An executor on a thread of its own, with one honest tenant inside."""
 
     def __init__(self, address: str) -> None:
@@ -59,10 +60,10 @@ class Door:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    door = Door(f"shm://{tmp_path_factory.mktemp('fuzz')}/s.sock")
-    yield door
-    door.close()
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
+    victim = Victim(f"shm://{tmp_path_factory.mktemp('fuzz')}/s.sock")
+    yield victim
+    victim.close()
 
 
 hello = st.builds(lambda name: wire.pack_hello(wire.Hello(name)), st.text(max_size=4))
@@ -82,7 +83,7 @@ sound = st.one_of(hello, sound_calls, sound_calls, others)
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
     """A recording of a session with some of its bytes changed, cut, repeated or put in."""
-    stream = bytearray(b"".join(wire.frame(message) for message in draw(st.lists(sound, max_size=6))))
+    stream = bytearray(b"".join(frame(message) for message in draw(st.lists(sound, max_size=6))))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(stream)))
         what = draw(st.sampled_from(["change", "cut", "repeat", "insert"]))
@@ -99,43 +100,43 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=150)
 @given(first=st.booleans(), stream=mutated())
-def test_mutated_sessions(door: Door, first: bool, stream: bytes) -> None:
+def test_mutated_sessions(victim: Victim, first: bool, stream: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(0.02)
-        connection.connect(door.address.removeprefix("shm://"))
+        connection.connect(victim.address.removeprefix("shm://"))
         descriptors: list[int] = []
         with contextlib.suppress(OSError):  # it may hang up at any moment
             if first:
-                connection.sendall(wire.frame(wire.pack_hello(wire.Hello("mallory"))))
+                connection.sendall(frame(wire.pack_hello(wire.Hello("mallory"))))
             connection.sendall(stream)
             _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
             while connection.recv(1 << 16):
                 pass
         for descriptor in descriptors:
             os.close(descriptor)
-    door.check()
+    victim.check()
 
 
-def test_nothing_is_left_of_them(door: Door) -> None:
-    """Descriptors and memory of a thousand rude visits: none."""
+def test_nothing_is_left_of_them(victim: Victim) -> None:
+    """Hundreds of connections with malformed data leave no descriptors and no memory behind."""
     process = psutil.Process()
 
     def visit(count: int) -> None:
         for number in range(count):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(10)
-                connection.connect(door.address.removeprefix("shm://"))
-                connection.sendall(wire.frame(wire.pack_hello(wire.Hello(f"visitor-{number}"))))
+                connection.connect(victim.address.removeprefix("shm://"))
+                connection.sendall(frame(wire.pack_hello(wire.Hello(f"visitor-{number}"))))
                 _, descriptors, _, _ = socket.recv_fds(connection, 1, 2)
                 for descriptor in descriptors:
                     os.close(descriptor)
                 with contextlib.suppress(OSError):
                     connection.sendall((0xFFFFFFFF).to_bytes(4, "little") + b"x" * 100)
-        door.check()
+        victim.check()
 
     visit(50)
     files, memory = len(list(Path("/proc/self/fd").iterdir())), process.memory_full_info().uss
     visit(300)
     assert len(list(Path("/proc/self/fd").iterdir())) <= files + 2
     assert process.memory_full_info().uss < memory + (32 << 20)
-    assert door.executor.status()["clients"] == ["honest"]
+    assert victim.executor.status()["clients"] == ["honest"]

@@ -31,8 +31,10 @@ from symbiosis.errors import (
 from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
-from symbiosis.transports.shm import _AT_ONCE, _ShmPeer
-from symbiosis.transports.wire import Limits, Type, frame
+from symbiosis.transports.peer import Peer
+from symbiosis.transports.shm_peer import AT_ONCE
+from symbiosis.transports.stream import MessageBuffer, frame
+from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
 
 T = TypeVar("T")
@@ -53,12 +55,12 @@ async def test_a_flood_waits_for_its_turn(base: Any, address: str, monkeypatch: 
     rounds: Counter[int] = Counter()
     count = itertools.count()
     now = 0
-    received = _ShmPeer.received
+    received = Peer.received
 
-    def noted(self: Any, data: Any) -> None:
+    def noted(self: Any, data: Any, frames: Any = ()) -> None:
         order.append(self.session.client if self.session else "?")
         rounds[now] += 1
-        received(self, data)
+        received(self, data, frames)
 
     def goes_round() -> None:
         nonlocal now
@@ -67,7 +69,7 @@ async def test_a_flood_waits_for_its_turn(base: Any, address: str, monkeypatch: 
 
     goes_round()
 
-    monkeypatch.setattr(_ShmPeer, "received", noted)
+    monkeypatch.setattr(Peer, "received", noted)
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         async with symbiosis.connect(address) as remote, remote.client(name="alice") as alice:
@@ -94,7 +96,7 @@ async def test_a_flood_waits_for_its_turn(base: Any, address: str, monkeypatch: 
                 await in_thread(thread.join)
     assert order.count("alice") > 30
     assert order.count("flood") > 100
-    assert max(rounds.values()) <= 2 * _AT_ONCE
+    assert max(rounds.values()) <= 2 * AT_ONCE
 
 
 async def test_threads_open_models_at_once(base: Any, address: str) -> None:
@@ -378,13 +380,13 @@ class Raw:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(20)
         self.socket.connect(address.removeprefix("shm://"))
-        self.frames = wire.Frames(wire.MAX_TO_CLIENT)
+        self.frames = MessageBuffer(wire.MAX_TO_CLIENT)
 
     def __del__(self) -> None:
         self.socket.close()
 
     def send(self, *messages: bytes) -> None:
-        self.socket.sendall(b"".join(wire.frame(message) for message in messages))
+        self.socket.sendall(b"".join(frame(message) for message in messages))
 
     def hello(self, name: str) -> dict[str, Any]:
         self.send(wire.pack_hello(wire.Hello(name)))
@@ -413,7 +415,7 @@ ENDED = wire.Type.ENDED
 BAD = {
     "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN before HELLO"),
     "another protocol": ([b"GET / HTTP/1.1\r\n\r\n"], "no message"),
-    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 2"),
+    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 3"),
     "a name that is none": ([wire.pack_hello(wire.Hello("a\nb"))], "printable"),
 }
 
@@ -485,7 +487,7 @@ async def test_an_unknown_layer_fails_that_call_alone(base: Any, address: str) -
         assert second == (wire.Type.RESULT, [2])
 
 
-async def test_who_floods_waits_and_others_do_not(base: Any, address: str) -> None:
+async def test_a_client_that_floods_waits_and_other_clients_do_not(base: Any, address: str) -> None:
     limits = Limits(calls=4)
     stop = threading.Event()
 
@@ -499,7 +501,7 @@ async def test_who_floods_waits_and_others_do_not(base: Any, address: str) -> No
                 raw.send(*[a_call(sent + index) for index in range(100)])
                 sent += 100
             except TimeoutError:
-                continue  # nobody listens: that is the point
+                continue  # the executor has stopped reading, as it must
         raw.socket.close()
         return sent
 
@@ -516,7 +518,7 @@ async def test_who_floods_waits_and_others_do_not(base: Any, address: str) -> No
 
 
 async def test_a_silent_connection_is_closed(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.shm.HELLO_WITHIN_S", 0.1)
+    monkeypatch.setattr("symbiosis.transports.peer.HELLO_WITHIN_S", 0.1)
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         type_, content = await in_thread(lambda: Raw(address).next())
@@ -524,14 +526,14 @@ async def test_a_silent_connection_is_closed(base: Any, address: str, monkeypatc
         assert "no HELLO" in content[1]
 
 
-async def test_looking_has_an_end(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "LOOK_WITHIN_S", 0.2)
+async def test_a_status_connection_ends(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.transports.peer.LOOK_WITHIN_S", 0.2)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(address)
         raw = Raw(address)
         raw.send(wire.pack_hello(wire.Hello(None)))
-        await until(lambda: listener.peers)  # type: ignore[attr-defined]
-        await until(lambda: not listener.peers)  # type: ignore[attr-defined]
+        await until(lambda: listener.connected)  # type: ignore[attr-defined]
+        await until(lambda: not listener.connected)  # type: ignore[attr-defined]
 
 
 async def test_cancelled_while_it_opens(base: Any, address: str) -> None:
@@ -552,8 +554,8 @@ async def test_cancelled_while_it_opens(base: Any, address: str) -> None:
 
 async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lives, so the kernel says nothing; and it does not answer pings."""
-    monkeypatch.setattr("symbiosis.transports.shm_client.PING_AFTER_S", 0.2)
-    monkeypatch.setattr("symbiosis.transports.shm_client.SILENT_FOR_S", 1.0)
+    monkeypatch.setattr("symbiosis.transports.conversation.PING_AFTER_S", 0.2)
+    monkeypatch.setattr("symbiosis.transports.conversation.SILENT_FOR_S", 1.0)
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         async with symbiosis.connect(address, retry=0.0) as remote, remote.client() as client:
@@ -563,8 +565,8 @@ async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatc
 
 
 async def test_another_user_is_refused(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.shm.os.geteuid", lambda: 4711)
-    monkeypatch.setattr("symbiosis.transports.shm.struct.unpack", lambda *_: (1, 1234, 1))
+    monkeypatch.setattr("symbiosis.transports.shm_peer.os.geteuid", lambda: 4711)
+    monkeypatch.setattr("symbiosis.transports.shm_peer.struct.unpack", lambda *_: (1, 1234, 1))
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         with pytest.raises(RefusedError, match="user 1234"):

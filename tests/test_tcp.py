@@ -32,7 +32,7 @@ from symbiosis.transports import wire
 from symbiosis.transports.chunks import CHUNK, Chunks, ShareFile
 from symbiosis.transports.keys import Keyring, load_key, new_key
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.tcp import DOUBT_S
+from symbiosis.transports.tcp_listener import DOUBT_S
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.raw import a_call, hello, raw, receive, rows
@@ -57,11 +57,11 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stranger(tmp_path: Path, keys: Path) -> Path:
+def unknown(tmp_path: Path, keys: Path) -> Path:
     """A sound key that knows the executor's, but that the executor does not know."""
-    path = new_key(keys, "stranger")
-    (keys / "stranger.public").unlink()
-    return path.rename(tmp_path / "stranger.secret")
+    path = new_key(keys, "unknown")
+    (keys / "unknown.public").unlink()
+    return path.rename(tmp_path / "unknown.secret")
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -144,26 +144,26 @@ async def process(address: str, key: Path) -> tuple[int, str, str]:
 
 
 async def test_two_tenants_one_with_a_wrong_key(
-    base: Any, keys: Path, stranger: Path, caplog: pytest.LogCaptureFixture
+    base: Any, keys: Path, unknown: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         with caplog.at_level(logging.INFO, "symbiosis"):
             let_in, kept_out = await asyncio.gather(
-                process(listener.address, keys / "alice.secret"), process(listener.address, stranger)
+                process(listener.address, keys / "alice.secret"), process(listener.address, unknown)
             )
         with torch.no_grad():
             assert float(let_in[1]) == pytest.approx(base(IDS).logits.sum().item(), rel=1e-4)
     assert let_in[0] == 0
     assert kept_out[0] == 1
-    public = load_key(stranger).public.decode()
+    public = load_key(unknown).public.decode()
     assert "RefusedError" in kept_out[2]
     assert f"does not know the public key {public}" in kept_out[2]
     (why,) = refusals(caplog)
     assert public in why
     joined = [record for record in caplog.records if record.getMessage() == "client joined"]
     assert [getattr(record, "tenant", None) for record in joined] == ["alice"]
-    secrets = [load_key(path).secret.decode() for path in (stranger, keys / "alice.secret", keys / "server.secret")]
+    secrets = [load_key(path).secret.decode() for path in (unknown, keys / "alice.secret", keys / "server.secret")]
     shown = "".join(str(vars(record)) for record in caplog.records) + let_in[2] + kept_out[1] + kept_out[2]
     assert not any(secret in shown for secret in secrets)
 
@@ -188,8 +188,8 @@ async def test_a_key_on_one_side_only(base: Any, keys: Path, caplog: pytest.LogC
         with pytest.raises(RefusedError, match="or it runs without keys"):
             await symbiosis.connect(open_.address, key=keys / "alice.secret").__aenter__()
         await until(lambda: len(refusals(caplog)) == 2)
-    # Both sides notice at the same time, and whoever hangs up first takes the other's reason away.
-    assert all("one side has CURVE keys" in why or "hung up during" in why for why in refusals(caplog))
+    # Both sides notice at the same time; the side that disconnects first hides the other's reason.
+    assert all("one side has CURVE keys" in why or "closed the connection during" in why for why in refusals(caplog))
 
 
 async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> None:
@@ -211,19 +211,19 @@ async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path,
             await hers.forward(input_ids=IDS)
             (keys / "alice.public").unlink()
             await until(lambda: executor.status()["clients"] == ["bob/bob"], 5)
-            with pytest.raises(RefusedError, match="the key of alice was taken away"):  # and does not come back
+            with pytest.raises(RefusedError, match="the key of alice was removed"):  # and does not come back
                 await asyncio.wait_for(hers.forward(input_ids=IDS), 5)
             (keys / "bob.public").rename(keys / "robert.public")
             away = await asyncio.to_thread(keys.rename, tmp_path / "elsewhere")
             await asyncio.sleep(1.5)
             await asyncio.to_thread(away.rename, keys)
-            await his.forward(input_ids=IDS)  # a folder that cannot be read takes nobody's key away
+            await his.forward(input_ids=IDS)  # a folder that cannot be read removes no key
 
 
-async def test_a_key_folder_in_trouble_locks_nobody_out_for_good(
+async def test_a_broken_key_folder_does_not_end_authentication(
     base: Any, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pyzmq's authenticator dies of an exception in the decision, and then nobody can log in."""
+    """pyzmq's authenticator ends with the first exception, and then every handshake fails. This one goes on."""
     alice = {"key": keys / "alice.secret"}
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
@@ -238,8 +238,10 @@ async def test_a_key_folder_in_trouble_locks_nobody_out_for_good(
             assert (await remote.status())["layers"] == 15
 
 
-async def test_nobody_speaks_for_another(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A tenant that takes the ROUTER identity of another, or has it beforehand, does not get at its session."""
+async def test_a_tenant_cannot_use_the_session_of_another(
+    base: Any, keys: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tenant that chooses the ROUTER identity of another tenant does not reach its session."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         with raw(listener.address, keys / "alice.secret", identity=b"alice") as alice:
@@ -257,7 +259,7 @@ async def test_nobody_speaks_for_another(base: Any, keys: Path, caplog: pytest.L
         await until(lambda: not executor.status()["clients"])
 
 
-class Said:
+class Forged:
     """A frame as if it had come by another descriptor."""
 
     def __init__(self, frame: Any, descriptor: int) -> None:
@@ -274,10 +276,10 @@ class Said:
 @pytest.mark.parametrize("greeted", [True, False])
 @pytest.mark.parametrize("name", ["alice", "bob"])
 @pytest.mark.parametrize("before", [True, False], ids=["before it speaks", "after"])
-async def test_what_the_dead_have_said_is_not_the_livings(
+async def test_messages_of_an_ended_connection_are_not_taken_for_another(
     base: Any, keys: Path, greeted: bool, name: str, before: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Messages that lie unread when their connection ends come by a descriptor that may be another's by then."""
+    """Messages that were unread when their connection ended carry a descriptor that another connection may reuse."""
     async with symbiosis.Executor(base) as executor:
         listener: Any = await executor.listen(LOCAL, keys=keys)
         unread: list[Any] = []
@@ -290,16 +292,16 @@ async def test_what_the_dead_have_said_is_not_the_livings(
                 dead.send(wire.pack(Type.BEGIN) if greeted else hello("bob"))
                 dead.send(wire.pack(Type.END))
                 await until(lambda: len(unread) == 2)
-        await until(lambda: not listener.links)
+        await until(lambda: not listener.accepted)
         with raw(listener.address, keys / f"{name}.secret") as living:
-            await until(lambda: len(listener.links) == 1)
-            ((descriptor, link),) = listener.links.items()
+            await until(lambda: len(listener.accepted) == 1)
+            ((descriptor, link),) = listener.accepted.items()
             link.doubtful_until = asyncio.get_running_loop().time() + DOUBT_S  # as it is for a descriptor used again
             if not before:
                 living.send(hello("living"))
                 assert (await in_thread(receive, living))[0] is Type.WELCOME
             for first, *rest in unread:
-                listener._received([first, *(Said(frame, descriptor) for frame in rest)])
+                listener._received([first, *(Forged(frame, descriptor) for frame in rest)])
             if before:
                 living.send(hello("living"))
                 assert (await in_thread(receive, living))[0] is Type.WELCOME
@@ -335,7 +337,7 @@ def test_keys_are_checked(keys: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"ends in \.secret"):
         load_key(keys / "alice.public")
     with pytest.raises(UsageError, match="cannot read"):
-        load_key(keys / "nobody.secret")
+        load_key(keys / "missing.secret")
     with pytest.raises(UsageError, match="public key"):
         make_transport(LOCAL, key=keys / "server.secret")
     (keys / "bob.secret").chmod(0o644)
@@ -358,7 +360,7 @@ async def test_addresses_that_are_none(address: str) -> None:
         await resolve(address)
 
 
-async def test_nobody_there(base: Any) -> None:
+async def test_no_executor_at_the_address(base: Any) -> None:
     with pytest.raises(ConnectionLostError, match="no executor answers on tcp://"):
         await symbiosis.connect(free_address()).__aenter__()
     with pytest.raises(ConnectionLostError, match=r"no host 'no\.such\.host\.invalid'"):
@@ -489,7 +491,7 @@ async def test_another_model_at_the_same_address_is_not_taken(base: Any) -> None
     ids=["killed", "frozen"],
 )
 async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: float) -> None:
-    """In the middle of a pass, so that others would wait for it."""
+    """In the middle of a pass, so that batches would wait for the client."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         tenant = await asyncio.create_subprocess_exec(
@@ -500,7 +502,7 @@ async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: 
         assert len(executor.status()["clients"]) == 1
         os.kill(tenant.pid, how)
         began = time.monotonic()
-        await until(lambda: not executor.status()["clients"] and not listener.peers, within_s)  # type: ignore[attr-defined]
+        await until(lambda: not executor.status()["clients"] and not listener.lines, within_s)  # type: ignore[attr-defined]
         assert time.monotonic() - began < within_s
         if how is signal.SIGSTOP:
             tenant.kill()
@@ -548,7 +550,7 @@ BAD = {
     "too few bytes": [a_call(1, 2), rows(1)],
     "no rows": [a_call(1, 0), b""],
     "more rows than there are bytes in the world": [a_call(1, 1 << 62), rows()],
-    "tensors for nobody": [wire.pack(Type.BEGIN), rows()],
+    "tensors without a call": [wire.pack(Type.BEGIN), rows()],
     "answer": [wire.pack(Type.RESULT, 1)],
     "share at a wrong place": [wire.pack(Type.SHARE, 17)],
     "share beyond its end": [wire.pack(Type.SHARE, 1 << 40)],
@@ -569,7 +571,7 @@ async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
                 assert content[0] == "WireError"
                 assert executor.status()["clients"] == ["alice"]
                 await alice.forward(input_ids=IDS)
-            await until(lambda: len(listener.peers) == 1)  # type: ignore[attr-defined]
+            await until(lambda: len(listener.lines) == 1)  # type: ignore[attr-defined]
 
 
 async def test_an_unknown_layer_fails_that_call_alone(base: Any) -> None:
@@ -586,13 +588,13 @@ async def test_an_unknown_layer_fails_that_call_alone(base: Any) -> None:
     assert second == (Type.RESULT, [2])
 
 
-async def test_who_is_shown_out_is_cut_off(base: Any) -> None:
+async def test_a_rejected_client_is_disconnected(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address) as mallory:
             mallory.send(b"?")
             assert (await in_thread(receive, mallory))[0] is Type.ENDED
-            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+            await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
 FRAMES = st.lists(
@@ -608,7 +610,7 @@ FRAMES = st.lists(
 )
 
 
-async def test_garbage_disturbs_nobody(base: Any) -> None:
+async def test_malformed_messages_affect_no_other_client(base: Any) -> None:
     with torch.no_grad():
         expected = base(IDS).logits
     async with symbiosis.Executor(base) as executor:
@@ -631,7 +633,7 @@ async def test_garbage_disturbs_nobody(base: Any) -> None:
             await until(lambda: executor.status()["clients"] == ["alice"])
 
 
-async def test_what_is_no_zeromq_is_turned_away(base: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_peer_that_does_not_speak_zeromq_is_disconnected(base: Any, caplog: pytest.LogCaptureFixture) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         host, _, port = listener.address.removeprefix("tcp://").rpartition(":")
@@ -639,20 +641,20 @@ async def test_what_is_no_zeromq_is_turned_away(base: Any, caplog: pytest.LogCap
             browser.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
             async with symbiosis.connect(listener.address) as remote:
                 assert (await remote.status())["clients"] == []
-        await until(lambda: not listener.links)  # type: ignore[attr-defined]
+        await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
-async def test_a_mute_connection_is_closed(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.tcp.HELLO_WITHIN_S", 0.1)
+async def test_a_connection_without_hello_is_closed(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.transports.peer.HELLO_WITHIN_S", 0.1)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address):
-            await until(lambda: listener.links)  # type: ignore[attr-defined]
-            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+            await until(lambda: listener.accepted)  # type: ignore[attr-defined]
+            await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
 async def test_names_are_each_tenants_own(base: Any, keys: Path) -> None:
-    """Nobody takes another's place by taking its name."""
+    """Two tenants may use the same name for a client."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
@@ -674,14 +676,14 @@ async def test_hello_is_said_once(base: Any) -> None:
             assert (type_, content[1]) == (Type.ENDED, "a second HELLO")
 
 
-async def test_looking_has_an_end(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "LOOK_WITHIN_S", 0.5)
+async def test_a_status_connection_ends(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.transports.peer.LOOK_WITHIN_S", 0.5)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address) as idle:
             idle.send(hello(None))
             assert (await in_thread(receive, idle))[0] is Type.WELCOME
-            await until(lambda: not listener.links)  # type: ignore[attr-defined]
+            await until(lambda: not listener.accepted)  # type: ignore[attr-defined]
 
 
 async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
@@ -694,7 +696,7 @@ async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
                 await bob.forward(input_ids=IDS)
 
 
-async def test_who_has_too_much_outstanding_waits_and_others_do_not(base: Any) -> None:
+async def test_a_client_at_its_limits_waits_and_other_clients_do_not(base: Any) -> None:
     """A client of ours keeps to the limits: it may ask for any number of calls, and gets them one after another."""
     limits = Limits(calls=4, rows=64)
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
@@ -713,7 +715,7 @@ async def test_who_has_too_much_outstanding_waits_and_others_do_not(base: Any) -
 
 
 @pytest.mark.parametrize("reads", [True, False], ids=["reads", "does not read"])
-async def test_who_floods_is_shown_out_and_others_are_not_hindered(base: Any, reads: bool) -> None:
+async def test_a_client_that_floods_is_disconnected_and_other_clients_are_served(base: Any, reads: bool) -> None:
     limits = Limits(calls=4, arena_bytes=64 << 20)
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
         listener = await executor.listen(LOCAL, limits=limits)
@@ -728,7 +730,7 @@ async def test_who_floods_is_shown_out_and_others_are_not_hindered(base: Any, re
                     try:
                         socket.send_multipart([a_call(sent, 200), rows(200)])
                     except zmq.Again:
-                        break  # nobody listens: that is the point
+                        break  # the executor has stopped reading, as it must
                     sent += 1
                     if reads and socket.poll(0):
                         socket.recv_multipart()
@@ -803,5 +805,5 @@ async def test_training_leaves_nothing_behind(base: Any) -> None:
                 optimizer = adamw(client.model)
                 for _ in range(3):
                     await client.train_step(BATCH, optimizer)
-        await until(lambda: not listener.peers and not listener.links)  # type: ignore[attr-defined]
+        await until(lambda: not listener.lines and not listener.accepted)  # type: ignore[attr-defined]
         await asyncio.sleep(0)

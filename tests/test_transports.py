@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from symbiosis.testing.transport import TransportConformance
-from symbiosis.transports import rendezvous
+from symbiosis.transports import lanes
 from symbiosis.transports.keys import new_key
-from symbiosis.transports.lane_process import LaneProcesses
 
 _names = itertools.count(1)
 
@@ -71,19 +69,11 @@ class TestTcpWithKeys(TestTcp):
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane whose other side was killed while it opened ends within the test."""
-    monkeypatch.setattr(rendezvous, "WITHIN_S", 10.0)
-    monkeypatch.setattr(rendezvous, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
+    monkeypatch.setattr(lanes, "WITHIN_S", 10.0)
+    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[None]:
-    """The process that forks lanes stays from one test to the next: it takes a second to load torch."""
-    processes = LaneProcesses.take()
-    yield
-    processes.close()
-
-
-@pytest.mark.usefixtures("impatient", "forks")
+@pytest.mark.usefixtures("impatient")
 class TestDist(TestTcp):
     """Over gloo; NCCL takes two GPUs."""
 
@@ -94,7 +84,7 @@ class TestDist(TestTcp):
         return {"insecure": True}
 
 
-@pytest.mark.usefixtures("impatient", "forks")
+@pytest.mark.usefixtures("impatient")
 class TestDistWithKeys(TestTcpWithKeys):
     def address(self, folder: Path) -> str:
         return "dist://127.0.0.1:0"

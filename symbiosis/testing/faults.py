@@ -1,7 +1,7 @@
-"""A bad connection, for tests of transports: latency, cuts, answers out of order, flipped bits.
+"""Faulty connections for tests of transports: latency, lost connections, answers out of order, flipped bits.
 
-A :class:`FaultyProxy` stands between clients and an executor whose transport runs on a stream socket (``shm://``,
-``tcp://``), passes on what it hears, descriptors included, and now and then does not.
+A :class:`FaultyProxy` stands between clients and an executor whose transport uses a stream socket (``shm://``,
+``tcp://``). It forwards data and descriptors in both directions and injects faults at random.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from types import TracebackType
 
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.wire import Frames, Type
+from symbiosis.transports.stream import MessageBuffer, frame
+from symbiosis.transports.wire import Type
 
 __all__ = ["Faults", "FaultyProxy"]
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong, and how often.
+    """Kinds of faults and their probabilities. A *piece* is the data of one read from a socket.
 
     Args:
-        latency_s: added to each piece of data on its way, on average, in seconds.
-        cut: probability that a piece of data cuts its connection instead of arriving.
-        corrupt: probability that a bit of a piece of data is flipped.
-        reorder: answers that come close together are handed on in any order (``shm://`` only).
-        spare: pieces of data at the start of each connection that nothing happens to, so that it comes about at all.
-        seed: of all this chance.
+        latency_s: average delay of each piece, in seconds.
+        cut: probability that a connection ends instead of forwarding a piece.
+        corrupt: probability that one bit of a piece is flipped.
+        reorder: whether answers that come close together are forwarded in any order (``shm://`` only).
+        spare: pieces at the start of each connection that are forwarded without faults, so that clients can join.
+        seed: seed of the random choices.
     """
 
     latency_s: float = 0.0
@@ -44,23 +45,26 @@ class Faults:
 
 
 class FaultyProxy:
-    """Listens on an address of its own and passes data on to ``target``; ``with`` starts and ends it.
+    """Listens on ``address`` and forwards data to ``target`` and back. ``with`` starts and ends it.
 
     Args:
-        target: the executor's address, ``shm://`` or ``tcp://``.
-        address: of the proxy, of the same kind.
-        faults: see :class:`Faults`.
+        target: address of the executor, ``shm://`` or ``tcp://``.
+        address: address of the proxy, of the same scheme.
+        faults: the faults to inject.
+
+    Raises:
+        UsageError: the addresses have different schemes, or one that the proxy does not know.
     """
 
     def __init__(self, target: str, address: str, faults: Faults) -> None:
         self.address = address
         self.faults = faults
         self.cuts = 0
-        """Connections that were cut so far."""
+        """Connections ended by a fault so far."""
         self._target = _endpoint(target)
         self._own = _endpoint(address)
         if self._own[0] != self._target[0]:
-            raise UsageError(f"{address} and {target} are of different kinds; a proxy passes on what it hears")
+            raise UsageError(f"{address} and {target} are of different kinds; a proxy forwards data unchanged")
         self._rng = random.Random(faults.seed)
         self._open: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -77,10 +81,10 @@ class FaultyProxy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        for one in (self._listening, *self._open):
+        for open_ in (self._listening, *self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                open_.shutdown(socket.SHUT_RDWR)
+            open_.close()
         for thread in self._threads:
             thread.join(10)
         if self._own[0] == socket.AF_UNIX:
@@ -100,16 +104,16 @@ class FaultyProxy:
             far = socket.socket(self._target[0], socket.SOCK_STREAM)
             try:
                 far.connect(self._target[1])
-            except OSError:  # nobody there: neither are we
+            except OSError:  # the target does not listen
                 near.close()
                 far.close()
                 continue
             self._open |= {near, far}
             self._start(self._pump, near, far, None)
-            self._start(self._pump, far, near, Frames(wire.MAX_TO_CLIENT) if self.faults.reorder else None)
+            self._start(self._pump, far, near, MessageBuffer(wire.MAX_TO_CLIENT) if self.faults.reorder else None)
 
-    def _pump(self, source: socket.socket, sink: socket.socket, frames: Frames | None) -> None:
-        """Pass on what comes from ``source``; ``frames``: put answers out of order."""
+    def _pump(self, source: socket.socket, sink: socket.socket, buffer: MessageBuffer | None) -> None:
+        """Forward data from ``source`` to ``sink``; with ``buffer``, put answers out of order."""
         faults, pieces = self.faults, 0
         with contextlib.suppress(OSError):
             while True:
@@ -126,33 +130,33 @@ class FaultyProxy:
                             break
                         if self._rng.random() < faults.corrupt:
                             data = _flip(data, self._rng)
-                        if frames is not None:
-                            data = self._shuffle(data, frames, source)
+                        if buffer is not None:
+                            data = self._shuffle(data, buffer, source)
                     _send(sink, data, descriptors)
                 finally:
                     for descriptor in descriptors:
                         socket.close(descriptor)
-        for one in (source, sink):
+        for end in (source, sink):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
-            self._open.discard(one)
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+            self._open.discard(end)
 
-    def _shuffle(self, data: bytes, frames: Frames, source: socket.socket) -> bytes:
-        """Answers that are here, or come within a moment, in any order."""
-        frames.feed(data)
+    def _shuffle(self, data: bytes, buffer: MessageBuffer, source: socket.socket) -> bytes:
+        """Return ``data`` and the answers that come within 2 ms, in any order."""
+        buffer.feed(data)
         source.settimeout(0.002)
         with contextlib.suppress(TimeoutError):
             for _ in range(4):
-                frames.feed(source.recv(1 << 16))
+                buffer.feed(source.recv(1 << 16))
         source.settimeout(None)
         messages = []
         with contextlib.suppress(WireError):
-            while (message := frames.next()) is not None:
+            while (message := buffer.next()) is not None:
                 messages.append(message)
         if all(wire.unpack_answer(message)[0] in (Type.RESULT, Type.FAILED) for message in messages):
             self._rng.shuffle(messages)
-        return b"".join(map(wire.frame, messages))
+        return b"".join(map(frame, messages))
 
 
 Endpoint = tuple[socket.AddressFamily, str | tuple[str, int]]

@@ -1,4 +1,4 @@
-"""A conformance kit for transports: subclass it, say where to listen, and inherit the tests.
+"""A conformance kit for transports: subclass :class:`TransportConformance`, define an address, and inherit the tests.
 
 ::
 
@@ -6,8 +6,8 @@
         def address(self, folder: Path) -> str:
             return f"mine://{folder}/socket"
 
-Run it with pytest and ``pytest-asyncio`` in auto mode. Behind the address is a real executor with layers of several
-dtypes and widths; calls go through the transport's own channels and are compared with the layers themselves.
+Run it with pytest and ``pytest-asyncio`` in auto mode. The tests start a real executor with layers of several dtypes
+and widths at the address, make calls through the transport's channels, and compare the results with the layers.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _names = itertools.count(1)
 
 
 def assert_same(result: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Shape, dtype and values; not to the last bit, because another thread may multiply in another order."""
+    """Compare shape, dtype and values, to a tolerance: another thread may multiply in another order."""
     torch.testing.assert_close(result, wanted)
 
 
 def _model() -> Any:
-    """A model whose linear layers have all the dtypes in turn."""
+    """Return a model whose linear layers have all dtypes in turn."""
     model = tiny_model("llama", num_hidden_layers=2)
     block = model.model.layers[1]
     linears = (block.self_attn.q_proj, block.self_attn.o_proj, block.mlp.gate_proj, block.mlp.down_proj)
@@ -58,30 +58,30 @@ def _model() -> Any:
 
 
 class TransportConformance:
-    """What every transport must do. Override :meth:`address` and, where needed, the options."""
+    """Tests that every transport must pass. Override :meth:`address` and, if needed, the options."""
 
     blocking = True
-    """Whether it has channels for synchronous code, and for other processes."""
+    """Whether the transport has channels for synchronous code and for other processes."""
     reconnects = True
     """Whether a client waits, ``retry`` seconds, for an executor that was lost."""
 
     def address(self, folder: Path) -> str:
-        """A free address; ``folder`` is the test's own."""
+        """Return a free address. ``folder`` belongs to the test alone."""
         raise NotImplementedError
 
     def listen_options(self, folder: Path) -> dict[str, Any]:
-        """For the listening side."""
+        """Return the options of the listening side."""
         return {}
 
     def connect_options(self, folder: Path) -> dict[str, Any]:
-        """For clients. A transport whose channels do not reconnect returns what else they need, without ``retry``."""
+        """Return the options of clients. A transport whose channels do not reconnect leaves out ``retry``."""
         return {"retry": 0.0}
 
     async def throw(self, address: str, data: bytes) -> None:
-        """Send bytes to the listener's door, as a stranger would, and hang up."""
+        """Connect to the listener as an unauthenticated peer, send bytes and disconnect."""
         raise NotImplementedError
 
-    # ----------------------------------------------------------------------------------------------------------- parts
+    # Helpers
 
     @asynccontextmanager
     async def _executor(self, folder: Path) -> AsyncIterator[tuple[Executor, str]]:
@@ -130,7 +130,7 @@ class TransportConformance:
             while not condition():  # noqa: ASYNC110 (what is waited for has no event)
                 await asyncio.sleep(0.01)
 
-    # ----------------------------------------------------------------------------------------------------------- tests
+    # Tests
 
     async def test_every_layer_dtype_and_pass(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
@@ -147,7 +147,7 @@ class TransportConformance:
                 await self._check(executor, channel, self._call(executor, (0,), pass_, rows))
 
     async def test_huge_and_small_in_turn(self, tmp_path: Path) -> None:
-        """16 MiB each way, then a row, then more: whatever the transport allocates must grow and go on."""
+        """Send 16 MiB each way, then a row, then more: the memory of the transport must grow and be reused."""
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
             width = executor.layers[0].in_features
             rows = (16 << 20) // (4 * width)
@@ -160,7 +160,7 @@ class TransportConformance:
             await self._check(executor, channel, self._call(executor, group, Pass.FORWARD, 5))
 
     async def test_results_are_the_clients_own(self, tmp_path: Path) -> None:
-        """A result keeps its values while later calls come and go, and may be written to."""
+        """A result keeps its values during later calls, and may be written to."""
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
             call = self._call(executor, (0,), Pass.FORWARD, 4)
             (kept,) = await asyncio.wait_for(channel.send(call), WITHIN_S)
@@ -251,7 +251,7 @@ class TransportConformance:
 
     @pytest.mark.parametrize("ms", [0, 1, 3, 10, 30])
     async def test_cancelled_while_it_opens(self, tmp_path: Path, ms: int) -> None:
-        """No session is left of a client that gave up before it was in."""
+        """A client that gives up while it joins leaves no session behind."""
         async with self._executor(tmp_path) as (executor, address):
             transport = make_transport(address, **self.connect_options(tmp_path))
             for _ in range(5):
@@ -262,7 +262,7 @@ class TransportConformance:
                 await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
 
     async def test_a_killed_client_is_forgotten(self, tmp_path: Path) -> None:
-        """``kill -9`` in the middle of a walk, in which others would wait for it."""
+        """``kill -9`` in the middle of a pass, in which batches would wait for the client."""
         if not self.blocking:
             return
         async with self._executor(tmp_path) as (executor, address):
@@ -296,7 +296,7 @@ class TransportConformance:
                     assert_same(result, self._expected(again, call)[0])
 
     async def test_patience_ends(self, tmp_path: Path) -> None:
-        """An executor that does not come back ends what waits for it, in time and with a reason."""
+        """Calls end in time and with a reason if the executor does not come back."""
         if not self.reconnects:
             return
         async with contextlib.AsyncExitStack() as stack:
@@ -309,17 +309,17 @@ class TransportConformance:
                 await asyncio.wait_for(channel.send(self._call_like(channel)), WITHIN_S)
 
     @pytest.mark.parametrize("data", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000, bytes(range(256)) * 50])
-    async def test_garbage_at_the_door(self, tmp_path: Path, data: bytes) -> None:
+    async def test_malformed_data_from_unauthenticated_peers(self, tmp_path: Path, data: bytes) -> None:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
             try:
                 for _ in range(3):
                     await self.throw(address, data)
             except NotImplementedError:
-                pytest.skip("this transport's test does not say how to throw() bytes at its door")
+                pytest.skip("this transport's test does not implement throw()")
             await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
             await self._until(lambda: executor.status()["clients"] == [_full_name(executor, channel)])
 
-    async def test_nobody_there(self, tmp_path: Path) -> None:
+    async def test_no_executor_at_the_address(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (_, address):
             pass
         with pytest.raises((PeerError, BrokenError)):
@@ -333,11 +333,11 @@ class TransportConformance:
             assert_same(results[0], self._expected(executor, call)[0])
 
     async def test_synchronous_clients(self, tmp_path: Path) -> None:
-        """Calls from plain code, on the thread that makes them, beside a coroutine's."""
+        """Synchronous clients make calls on their own threads, beside a coroutine client."""
         if not self.blocking:
             transport = make_transport(self.address(tmp_path))
             with pytest.raises(UsageError):
-                transport.connect_blocking(self.address(tmp_path), "nobody")
+                transport.connect_blocking(self.address(tmp_path), "client")
             return
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as other:
             failures: list[BaseException] = []
@@ -368,7 +368,7 @@ class TransportConformance:
             assert not failures, failures
 
     async def test_look(self, tmp_path: Path) -> None:
-        """Whoever only looks sees the executor's state and is no client."""
+        """A peer that does not join gets the executor's status and is no client."""
         if not self.blocking:
             return
         async with self._executor(tmp_path) as (executor, address):
@@ -395,12 +395,12 @@ time.sleep(600)
 
 
 def _full_name(executor: Executor, channel: Channel) -> str:
-    """What the executor calls a client: with its tenant in front where names are each tenant's own."""
+    """Return the executor's name of a client, which begins with the tenant if each tenant has names of its own."""
     return next(str(name) for name in executor.status()["clients"] if name.rpartition("/")[2] == channel.client)
 
 
 def _siblings(layers: Any) -> tuple[int, ...]:
-    """Two layers that could read the same rows."""
+    """Return two layers that can read the same rows."""
     first: LayerSpec = layers[0]
     second = next(spec for spec in layers[1:] if (spec.in_features, spec.dtype) == (first.in_features, first.dtype))
     return first.layer, second.layer

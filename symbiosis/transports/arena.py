@@ -1,9 +1,9 @@
 """The memory that carries a client's tensors between two processes of one host.
 
-An arena is a ``memfd``: memory with a descriptor and no name, gone with its last user. The executor makes it, with all
-the address space that the client may use and no memory; pages come as they are touched. Its size is sealed, so that
-neither side can cut it short under the other (which would be a SIGBUS). The client alone decides what lies where: each
-call says where its matrices are and where the answer belongs, and the executor checks that both lie inside.
+An arena is a ``memfd``: memory with a descriptor and no name, freed with its last user. The executor makes it with all
+the address space that the client may use; the kernel allocates pages when they are touched. The size is sealed:
+otherwise one side could truncate the arena and the other would get SIGBUS. The client alone decides what lies where.
+Each call says where its matrices are and where its results belong, and the executor checks that both lie inside.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from symbiosis.transports.wire import ALIGN, align
 __all__ = ["Arena", "Memory", "Places", "seal", "sealed_copy", "spread"]
 
 _VIEWS = 512
-"""That are kept."""
+"""Views of matrices that are kept. A model has fewer distinct calls than that."""
 _SEALS = 1033  # F_ADD_SEALS
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE = 1, 2, 4, 8
 
 
 def seal(descriptor: int, seals: int) -> None:
-    """Forbid changes to a memfd for ever, to everybody."""
+    """Forbid changes to a memfd, permanently and for all processes."""
     fcntl.fcntl(descriptor, _SEALS, seals)
 
 
 def sealed_copy(data: bytes, name: str) -> int:
-    """A memfd with these bytes that nobody can change any more; its descriptor."""
+    """Return the descriptor of a memfd with these bytes that no process can change."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -47,17 +47,17 @@ def sealed_copy(data: bytes, name: str) -> int:
 
 
 class Memory(ABC):
-    """Memory that two processes map. Calls come back to the same places, and making a view costs two calls of torch: so
-    views are kept."""
+    """Memory that two processes map. It keeps views of matrices, because calls reuse places and making a view takes two
+    calls of torch."""
 
     def __init__(self) -> None:
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Views of matrices [rows, width] that lie one after another from ``place``.
+        """Return views of matrices [rows, width] that lie one after another from ``place``.
 
         Raises:
-            WireError: they are not wholly inside.
+            WireError: a matrix does not lie inside the memory.
         """
         key = place, rows, widths, dtype
         views = self._views.get(key)
@@ -72,7 +72,7 @@ class Memory(ABC):
 
 
 class Arena(Memory):
-    """A mapped arena. ``descriptor`` stays the caller's to close; the mapping lives as long as tensors in it do."""
+    """A mapped arena. The caller closes ``descriptor``; the mapping lives as long as tensors in it."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Arena(Memory):
 
     @classmethod
     def create(cls, size: int) -> tuple[Arena, int]:
-        """A new arena of ``size`` bytes of address space, and its descriptor."""
+        """Return a new arena of ``size`` bytes of address space, and its descriptor."""
         descriptor = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size)
@@ -90,15 +90,6 @@ class Arena(Memory):
         except BaseException:
             os.close(descriptor)
             raise
-
-    @property
-    def address(self) -> int:
-        """Where it begins, in this process."""
-        return torch.frombuffer(self._map, dtype=torch.uint8, count=1).data_ptr()
-
-    def region(self, place: int, size: int) -> memoryview:
-        """A part of it."""
-        return memoryview(self._map)[place : place + size]
 
     def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         itemsize = dtype.itemsize
@@ -114,13 +105,12 @@ class Arena(Memory):
 
 @lru_cache(4096)
 def spread(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes that matrices [rows, width] take in an arena, one after another."""
+    """Return the bytes that matrices [rows, width] take in an arena, one after another."""
     return sum(align(rows * width * dtype.itemsize) for width in widths)
 
 
 class Places:
-    """Which parts of the memory from ``start`` to ``end`` are in use: first fit, neighbours joined. The client's side
-    only."""
+    """Allocates parts of the memory from ``start`` to ``end``, first fit. Used on the client's side only."""
 
     def __init__(self, start: int, end: int) -> None:
         self.start = start
@@ -133,7 +123,7 @@ class Places:
         return self.end - self.start
 
     def take(self, size: int) -> int | None:
-        """A place of at least ``size`` bytes, if there is one."""
+        """Return a place of at least ``size`` bytes, or None if there is none."""
         size = max(align(size), ALIGN)
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
@@ -145,17 +135,21 @@ class Places:
         return None
 
     def give_back(self, start: int, size: int) -> None:
-        """Free what :meth:`take` gave for ``size`` bytes."""
+        """Free a place that :meth:`take` returned for ``size`` bytes."""
+        free = self._free
         end = start + max(align(size), ALIGN)
-        index = bisect.bisect(self._free, (start, end))
-        if index < len(self._free) and self._free[index][0] == end:
-            end = self._free.pop(index)[1]
-        if index and self._free[index - 1][1] == start:
+        if free and free[0][0] == end:  # the common case: a client with one call outstanding
+            free[0] = (start, free[0][1])
+            return
+        index = bisect.bisect(free, (start, end))
+        if index < len(free) and free[index][0] == end:
+            end = free.pop(index)[1]
+        if index and free[index - 1][1] == start:
             index -= 1
-            start = self._free.pop(index)[0]
-        self._free.insert(index, (start, end))
+            start = free.pop(index)[0]
+        free.insert(index, (start, end))
 
     @property
     def in_use(self) -> int:
-        """Bytes taken."""
+        """Bytes allocated."""
         return self.size - sum(end - start for start, end in self._free)

@@ -1,4 +1,4 @@
-"""How long to wait between attempts to reach an executor that was lost."""
+"""Delays between attempts to reach an executor that was lost."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import random
 import time
 from collections.abc import Iterator
 
-from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
-
-__all__ = ["MAY_RETURN", "backoff"]
+__all__ = ["backoff"]
 
 FIRST_S, LONGEST_S = 0.05, 2.0
-MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError)
-"""What an attempt to come back may meet and still be worth another. Busy: it may not have noticed yet that we had
-gone."""
+"""Seconds of the first and of the longest delay. A local executor restarts in about a second."""
 
 
 def backoff(patience_s: float) -> Iterator[float]:
-    """Delays in seconds before each attempt, doubling and jittered (so that tenants do not come back all at once),
-    until ``patience_s`` has passed since the first."""
+    """Yield the delay in seconds before each attempt, until ``patience_s`` seconds have passed.
+
+    Delays double, with a random factor so that tenants do not all reconnect at the same moment.
+    """
     end = time.monotonic() + patience_s
     delay = FIRST_S
     while (left := end - time.monotonic()) > 0:

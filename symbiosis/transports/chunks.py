@@ -1,4 +1,4 @@
-"""A client's share of the model in safetensors format, chunk by chunk: never a second time in memory as a whole."""
+"""A client's share of the model in safetensors format, in chunks, so that no second copy of it is in memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from symbiosis.errors import WireError
 __all__ = ["CHUNK", "Chunks", "Progress", "ShareFile", "bar_unless"]
 
 CHUNK = 1 << 20
-"""Bytes."""
+"""Bytes of a chunk."""
 _SHOW_FROM = 8 << 20
+"""Bytes of a share from which a bar is shown: smaller ones arrive in less than a second."""
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,16 +36,16 @@ _DTYPES = {
 }
 
 Progress = Callable[[int, int], None]
-"""Called with how many bytes have come, and of how many."""
+"""Called with the number of bytes received, and the total."""
 
 
 class Chunks:
-    """The executor's side: what a safetensors file of these tensors would be, in pieces of :data:`CHUNK` bytes."""
+    """The executor's side: a safetensors file of the tensors, in pieces of :data:`CHUNK` bytes."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         header: dict[str, Any] = {}
         self._parts: list[torch.Tensor] = []
-        """Flat bytes, where the tensors are."""
+        """Bytes of the header and of each tensor, flat, on the tensor's device."""
         self._starts: list[int] = []
         end = 0
         for name, tensor in tensors.items():
@@ -66,10 +67,10 @@ class Chunks:
                 self.size += part.numel()
 
     def at(self, start: int) -> torch.Tensor:
-        """The bytes [CHUNK] from ``start`` on, or what is left of them; on the CPU, shared where possible.
+        """Return the chunk that begins at ``start``, as uint8 on the CPU, without a copy where possible.
 
         Raises:
-            WireError: no chunk starts there.
+            WireError: no chunk begins there.
         """
         if start % CHUNK or not 0 <= start < self.size:
             raise WireError(f"no chunk of the share starts at {start}")
@@ -88,7 +89,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShareFile:
-    """The tenant's side: a temporary file, gone with the process at the latest, from which tensors are mapped."""
+    """The client's side: a temporary file from which tensors are mapped. It is removed at the end of the process."""
 
     def __init__(self, size: Any) -> None:
         if type(size) is not int or not 8 < size < 1 << 44:
@@ -100,10 +101,10 @@ class ShareFile:
         self._file = self._path.open("wb")
 
     def add(self, start: int, data: Any) -> None:
-        """Put down the next chunk.
+        """Write the next chunk.
 
         Raises:
-            WireError: it is not the next, or not as long as it must be.
+            WireError: it is not the next chunk, or has another length.
         """
         if start != self.done or len(data) != min(CHUNK, self.size - start):
             raise WireError(f"{len(data)} bytes of the share at {start} have come, not those at {self.done}")
@@ -111,7 +112,7 @@ class ShareFile:
         self.done += len(data)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is in it, mapped: pages are read when they are touched."""
+        """Return the tensors, mapped: pages are read when they are touched."""
         self._file.close()
         try:
             with safe_open(self._path, "pt") as file:
@@ -120,15 +121,14 @@ class ShareFile:
             raise WireError(f"the executor's share cannot be read: {error}") from error
 
     def close(self) -> None:
-        """Remove the file; what is mapped stays."""
+        """Remove the file. Mapped tensors stay valid."""
         self._file.close()
         self._folder.cleanup()
 
 
 @contextlib.contextmanager
 def bar_unless(progress: Progress | None, address: str) -> Iterator[Progress | None]:
-    """``progress`` if there is one; else, for a person who waits at a terminal, a bar on standard error while a large
-    share comes in."""
+    """Yield ``progress`` if it is given; otherwise, at a terminal, a function that shows a bar for a large share."""
     if progress is not None or not sys.stderr.isatty():
         yield progress
         return

@@ -1,18 +1,17 @@
 """GPU memory that carries a client's tensors between two processes of one host: the arena of ``shm://`` on CUDA.
 
-It is made of *segments*, which the executor allocates as the client asks for them, within its limits, and which both
-processes map (CUDA IPC). Places count on from the end of the arena in host memory, which a client without this GPU
-goes on using. As there, the client alone decides what lies where, and the executor checks it.
+The arena consists of *segments*, which the executor allocates at the client's request, within its limits, and which
+both processes map (CUDA IPC). Their places continue after the end of the arena in host memory, which clients without
+this GPU use. The client alone decides what lies where, and the executor checks it.
 
-Nobody waits for the GPU (D12). Two interprocess events order the work: ``called`` is recorded by the client when its
-rows are written, ``answered`` by the executor when its results are; each side has its stream wait for the other's
-event when the message comes that says so. By then the event may stand for a later call already; waiting for that one
-is waiting for more than needed, and never in a circle, because a call's message follows its record, and its answer's
-message the executor's wait.
+Neither process waits for the GPU (D12). Two interprocess events order the work: the client records ``called`` when its
+rows are written, the executor records ``answered`` when its results are written. Each side has its stream wait for the
+other's event when the corresponding message comes. The event may stand for a later call by then. Waiting for that one
+is longer than necessary, but never circular: a call's message follows its record, and the answer's message follows the
+executor's wait.
 
-Memory comes from the driver and not from torch's allocator, whose blocks hold other tensors as well. Segments are
-multiples of 2 MiB, because an IPC handle opens the whole block that an allocation lies in, and are zeroed before
-anybody sees them.
+Memory comes from the driver and not from torch's allocator, whose blocks contain other tensors. Segments are multiples
+of 2 MiB, because an IPC handle opens the whole block that contains an allocation, and are zeroed before use.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ __all__ = ["DeviceArena", "Handles", "find", "identity"]
 
 BLOCK = 2 << 20
 FIRST = 32 << 20
-"""Bytes of a client's first segment, or more if it asks for more; each next one is twice as large."""
+"""Bytes of a client's first segment, unless it asks for more. Each following segment is twice as large."""
 HANDLE = 64
-"""Bytes of an IPC handle."""
+"""Size of an IPC handle, in bytes."""
 
 
 class Handles(NamedTuple):
-    """What a client needs to map a segment."""
+    """The data with which a client maps a segment."""
 
     start: int
-    """The place where it begins."""
+    """Place at which the segment begins."""
     size: int
     memory: bytes
     called: bytes
@@ -59,13 +58,12 @@ class _Segment(NamedTuple):
 
 
 class DeviceArena(Memory):
-    """The segments of one client. On the executor's side :meth:`grow` makes them, on the client's :meth:`open` maps
-    them.
+    """The segments of one client. The executor makes them with :meth:`grow`, the client maps them with :meth:`open`.
 
     Args:
         device: a CUDA device.
-        start: the first place.
-        limit: bytes, of all segments together.
+        start: place of the first segment.
+        limit: bytes of all segments together.
     """
 
     def __init__(self, device: torch.device, start: int, limit: int) -> None:
@@ -77,14 +75,14 @@ class DeviceArena(Memory):
         self.segments: list[_Segment] = []
         self._limit = start + limit
 
-    # ---------------------------------------------------------------------------------------------- the executor's side
+    # The executor's side
 
     def grow(self, size: int) -> Handles:
         """Make a segment of at least ``size`` bytes.
 
         Raises:
-            WireError: the client would have more than its limit.
-            UsageError: the GPU has no room for it.
+            WireError: the client would exceed its limit.
+            UsageError: the GPU has no room.
         """
         most = self._limit - self.end
         if not 0 < size <= most:
@@ -97,13 +95,13 @@ class DeviceArena(Memory):
         self._add(memory)
         return Handles(self.segments[-1].start, wanted, handle, self.called.ipc_handle(), self.answered.ipc_handle())
 
-    # ------------------------------------------------------------------------------------------------ the client's side
+    # The client's side
 
     def open(self, handles: Handles) -> int:
-        """Map a segment that the executor has made; where it begins.
+        """Map a segment that the executor has made. Return the place at which it begins.
 
         Raises:
-            WireError: it is not the next one.
+            WireError: it does not follow the last segment.
         """
         sound = handles.start == self.end and 0 < handles.size <= self._limit - self.end + BLOCK
         if not sound or any(len(handle) != HANDLE for handle in handles[2:]):
@@ -114,22 +112,22 @@ class DeviceArena(Memory):
         self._add(map_(self.device, handles.memory, handles.size))
         return handles.start
 
-    # ------------------------------------------------------------------------------------------------------- both sides
+    # Both sides
 
     def _add(self, memory: torch.Tensor) -> None:
         self.segments.append(_Segment(self.end, memory))
         self.end = self.segments[-1].end
 
     def wait(self, event: Any) -> None:
-        """Have this thread's stream wait for ``called`` or ``answered``; this thread goes on."""
+        """Have this thread's stream wait for ``called`` or ``answered``. The thread does not wait."""
         event.wait(stream(self.device))
 
     def record(self, event: Any) -> None:
-        """What this thread's stream has done so far is what ``called`` or ``answered`` stands for."""
+        """Have ``called`` or ``answered`` stand for the work of this thread's stream so far."""
         event.record(stream(self.device))
 
     def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        segment = next((one for one in self.segments if one.start <= place < one.end), None)
+        segment = next((segment for segment in self.segments if segment.start <= place < segment.end), None)
         found = []
         for width in widths:
             size = rows * width * dtype.itemsize
@@ -141,16 +139,16 @@ class DeviceArena(Memory):
         return tuple(found)
 
 
-# ----------------------------------------------------------------------------------------------------------- the device
+# The device
 
 
 def identity(device: torch.device) -> str | None:
-    """What both processes call this GPU; None if it is none."""
+    """Return the UUID of a GPU, the same in all processes; None for another device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def find(gpu: object) -> torch.device | None:
-    """The GPU of that identity, as this process numbers it; None if it has none such."""
+    """Return the GPU with this identity, as this process numbers it; None if the process does not have it."""
     if not isinstance(gpu, str) or not torch.cuda.is_available():
         return None
     numbers = range(torch.cuda.device_count())
@@ -159,12 +157,12 @@ def find(gpu: object) -> torch.device | None:
 
 
 def stream(device: torch.device) -> Any:
-    """This thread's."""
+    """Return the current stream of this thread."""
     return torch.cuda.current_stream(device)
 
 
 def event(device: torch.device, handle: bytes | None = None) -> Any:
-    """An interprocess event, new or another process's."""
+    """Return an interprocess event: a new one, or that of another process by its handle."""
     if handle is not None:
         return torch.cuda.Event.from_ipc_handle(device, handle)  # type: ignore[no-untyped-call]
     made = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]
@@ -173,7 +171,11 @@ def event(device: torch.device, handle: bytes | None = None) -> Any:
 
 
 def allocate(device: torch.device, size: int) -> tuple[torch.Tensor, bytes]:
-    """New memory of ``size`` bytes, zeroed, as uint8 [size], and its handle. It is freed with its last view."""
+    """Return new memory of ``size`` bytes, zeroed, as uint8 [size], and its handle. It is freed with its last view.
+
+    Raises:
+        UsageError: the GPU has no room.
+    """
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the driver's context this thread's
         address = ctypes.c_uint64()
@@ -191,7 +193,7 @@ def allocate(device: torch.device, size: int) -> tuple[torch.Tensor, bytes]:
 
 
 def map_(device: torch.device, handle: bytes, size: int) -> torch.Tensor:
-    """Another process's memory as uint8 [size]; unmapped with its last view."""
+    """Return another process's memory as uint8 [size]. It is unmapped with its last view."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         address = ctypes.c_uint64()
@@ -205,7 +207,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Memory:
-    """Device memory that is not torch's; given back when the tensor made of it, and its views, are gone."""
+    """Device memory from the driver. It is given back when the tensor made of it, and its views, are gone."""
 
     def __init__(self, address: int, size: int, device: torch.device, give_back: str) -> None:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
@@ -214,9 +216,9 @@ class _Memory:
         self._give_back = give_back
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():  # at its end the driver takes all back by itself
+        if not sys.is_finalizing():  # at the end of a process the driver frees all memory
             with torch.cuda.device(self._device):
-                torch.cuda.synchronize()  # what is under way may still use it
+                torch.cuda.synchronize()  # operations in progress may still use it
                 getattr(_driver(), self._give_back)(ctypes.c_uint64(self._address))
 
 

@@ -1,20 +1,17 @@
 """``dist://host:port``: tensors by ``torch.distributed``, point to point: NCCL between GPUs, gloo between CPUs.
 
-All but the tensors is as over ``tcp://``: ZeroMQ carries the messages, CURVE keys say which tenant one comes from, the
-limits are the same. The tensors travel by :mod:`symbiosis.transports.lanes`: of a CALL after its message, of a RESULT
-too.
+All but the tensors is as over ``tcp://``: ZeroMQ carries the messages, CURVE keys tell which tenant a message comes
+from, the limits are the same. The tensors of a CALL and of a RESULT follow their message on a lane
+(:mod:`symbiosis.transports.lanes`).
 
-torch.distributed encrypts nothing and does not ask who it talks to, so a listener must be told ``insecure=True``, keys
-or not, and so must a client whose executor is on another host. A tenant who answers gloo with the wrong bytes ends the
-process it runs in: the executor has it in processes of their own, two a client (:mod:`~symbiosis.transports
-.lane_process`), and it is that client's connection that ends. NCCL is in the executor's own process.
+It is for hosts of one cluster that trust each other (decision 0021). torch.distributed encrypts nothing and does not
+authenticate its peers, so a listener must be told ``insecure=True``, with or without keys, and so must a client whose
+executor is on another host.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,281 +19,41 @@ from typing import Any
 import torch
 
 from symbiosis.core.terms import NO_TERMS, Terms
-from symbiosis.core.transport import Channel, Service, Session
-from symbiosis.errors import (
-    BrokenError,
-    BusyError,
-    ClientClosedError,
-    RefusedError,
-    SymbiosisError,
-    UsageError,
-    WireError,
-)
+from symbiosis.core.transport import Channel, Listener, Service, Session
+from symbiosis.errors import RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
+from symbiosis.transports.carrier import Arrived
+from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.chunks import Progress, bar_unless
-from symbiosis.transports.keys import Keyring
-from symbiosis.transports.lane_process import LaneProcesses
-from symbiosis.transports.lanes import Lanes
-from symbiosis.transports.rendezvous import BACKENDS, EXECUTOR, TENANT, Note
-from symbiosis.transports.sockets import Endpoint, Frames, local_ip
-from symbiosis.transports.tcp import TcpListener, TcpTransport
-from symbiosis.transports.tcp_client import Pending, TcpChannel
-from symbiosis.transports.tcp_connection import Connection, Message
-from symbiosis.transports.tcp_peer import Link, TcpPeer
+from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
+from symbiosis.transports.outstanding import Pending, Results
+from symbiosis.transports.sockets import local_ip, resolve
+from symbiosis.transports.tcp import TcpTransport
+from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, Options, TcpConnection, TcpConnector
+from symbiosis.transports.tcp_listener import TcpListener
+from symbiosis.transports.tcp_peer import ShareCourier, TcpLine
 from symbiosis.transports.threads import LoopThread, ThreadedChannel
-from symbiosis.transports.welcome import Welcome
 from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
-__all__ = ["DistChannel", "DistPeer", "DistTransport"]
+__all__ = ["DistTransport"]
 
 MAX_FAILURES = 5
-
-
-class DistPeer(TcpPeer):
-    """The executor's side of one connection."""
-
-    _listener: DistListener
-
-    def __init__(self, listener: DistListener, identity: bytes, link: Link, user: str | None, tenant: str) -> None:
-        super().__init__(listener, identity, link, user, tenant)
-        self._backend = listener.backend
-        self._lanes: Lanes | None = None
-        self._arriving: dict[int, bool] = {}
-        """Calls whose tensors are on their way, by id: whether they were cancelled."""
-
-    def welcome(self, session: bool) -> dict[str, Any]:
-        return {**super().welcome(session), "backend": self._backend}
-
-    def received(self, data: bytes | memoryview) -> None:
-        try:
-            super().received(data)
-        except BusyError as error:
-            self.refuse(error)
-
-    def _control(self, type_: Type, content: Sequence[Any]) -> None:
-        if type_ is Type.RENDEZVOUS and self.session is not None:
-            self._open().met(Note(*wire.read_rendezvous(content)))
-        else:
-            super()._control(type_, content)
-
-    def _open(self) -> Lanes:
-        if self._lanes is None:
-            # NCCL's may outlast their session: they count as well.
-            listener = self._listener
-            waiting = listener.lanes[self.tenant]
-            waiting[:] = [lanes for lanes in waiting if lanes.alive]
-            if len(waiting) >= self._limits.clients:
-                raise BusyError(
-                    f"{self.tenant} has {len(waiting)} connections whose lanes are not closed yet; try later"
-                )
-            try:
-                ends = local_ip(self.link.descriptor), self.link.remote[0]
-            except OSError as error:
-                raise WireError("its connection has ended") from error
-            memory = 2 * self._limits.arena_bytes
-            try:
-                self._lanes = Lanes(
-                    self._backend, EXECUTOR, self._device, *ends, self._tell, self._broken, listener.processes, memory
-                )
-            except (OSError, BrokenError) as error:
-                raise BusyError(f"the executor cannot open lanes for {self.tenant}: {error}; try later") from error
-            waiting.append(self._lanes)
-        return self._lanes
-
-    @property
-    def _device(self) -> torch.device:
-        return self._service.device if self._backend == "nccl" else torch.device("cpu")
-
-    def _tell(self, note: Note) -> None:
-        self.send(wire.pack(Type.RENDEZVOUS, *note))
-
-    def _broken(self, error: SymbiosisError) -> None:
-        self._drop(str(error))
-
-    def _call(self, session: Session, message: CallMessage) -> None:
-        if self._frames:
-            raise WireError("over dist:// a CALL brings no frames")
-        if message.id in self._calls or message.id in self._arriving:
-            raise WireError(f"call {message.id} is outstanding already")
-        try:
-            widths, dtype, _ = session.expects(message.key)
-        except SymbiosisError as error:
-            raise WireError(str(error)) from error  # what comes next on the lane nobody could tell
-        size = message.rows * sum(widths) * dtype.itemsize
-        if not size:
-            raise WireError("a CALL has 1 row at least")
-        if self._held_bytes + size > self._limits.arena_bytes:
-            raise self._too_much(self._held_bytes + size)
-        lanes = self._open()
-        try:
-            tensors = tuple([lanes.empty(message.rows, width, dtype) for width in widths])
-        except BrokenError as error:
-            raise WireError(str(error)) from error
-        self._arriving[message.id] = False
-        self._sizes[message.id] = size
-        self._held_bytes += size
-        self._rows += message.rows
-        self._pause_if_full()
-        lanes.receive(tensors, partial(self._arrived, message, tensors))
-
-    def _arrived(self, message: CallMessage, tensors: tuple[torch.Tensor, ...]) -> None:
-        if self._gone or self.session is None:
-            return
-        cancelled = self._arriving.pop(message.id)
-        self._rows -= message.rows
-        if cancelled:
-            self.send(wire.pack_error(message.id, ClientClosedError("the call was cancelled")))
-        else:
-            device = self._service.device
-            self._submit(self.session, message, tuple([tensor.to(device) for tensor in tensors]))
-        if message.id not in self._calls:  # answered already
-            self._held_bytes -= self._sizes.pop(message.id, 0)
-        self._pause_if_full()
-
-    def _outstanding(self) -> int:
-        return len(self._calls) + len(self._arriving)
-
-    def _cancel(self, id_: int) -> None:
-        if id_ in self._arriving:
-            self._arriving[id_] = True
-        else:
-            super()._cancel(id_)
-
-    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
-        lanes = self._lanes
-        if self._gone or lanes is None:
-            return
-        size = sum(result.nbytes for result in results)
-        self._unsent_bytes += size
-        self._send([wire.pack(Type.RESULT, message.id)])
-        if self._lanes is not lanes:  # that found out that the client is gone
-            return
-        sent = partial(self._sent, size)
-        try:
-            lanes.send([result.to(self._device).contiguous() for result in results], sent)
-        except BrokenError as error:
-            self._broken(error)
-
-    def _sent(self, size: int) -> None:
-        self._unsent_bytes -= size
-
-    def gone(self, why: str) -> None:
-        super().gone(why)
-        self._arriving.clear()
-        if self._lanes is not None:
-            self._lanes.close()
-            if not self._lanes.alive:
-                self._listener.lanes[self.tenant].remove(self._lanes)
-            self._lanes = None
-
-
-class DistListener(TcpListener):
-    """A bound port, the clients that came through it, and what their lanes run in."""
-
-    _peer = DistPeer
-    _encrypts = False
-    processes: LaneProcesses | None = None
-    """Where gloo's lanes run."""
-    _taken = False
-
-    def __init__(
-        self, endpoint: Endpoint, service: Service, limits: Limits, keys: Keyring | None, backend: str
-    ) -> None:
-        super().__init__(endpoint, service, limits, keys)
-        self.backend = backend
-        self.lanes: defaultdict[str, list[Lanes]] = defaultdict(list)
-        """By tenant."""
-
-    def open(self, address: str) -> None:
-        super().open(address)
-        if self.backend == "gloo":
-            self.processes = LaneProcesses.take()
-            self._taken = True
-
-    async def close(self) -> None:
-        await super().close()
-        taken, self._taken = self._taken, False
-        if taken and self.processes is not None:
-            await asyncio.to_thread(self.processes.close)
-
-
-class DistChannel(TcpChannel):
-    """The client's side."""
-
-    _lanes: Lanes | None = None
-    _failures = 0
-    """Of lanes, in a row."""
-
-    @staticmethod
-    def device_for(welcome: Welcome) -> torch.device:
-        backend = welcome.content.get("backend")
-        if backend == "gloo":
-            return torch.device("cpu")
-        if backend != "nccl":
-            raise WireError(f"the executor wants to send tensors by {backend!r}")
-        if not torch.cuda.is_available():
-            raise RefusedError("this executor's tensors travel by NCCL, and there is no GPU here; use tcp://")
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def _use(self, connection: Connection) -> None:
-        local, remote = connection.ends
-        backend = self.welcome.content["backend"]
-
-        def tell(note: Note) -> None:
-            connection.send([wire.pack(Type.RENDEZVOUS, *note)])
-
-        self._close_lanes()
-        self._lanes = Lanes(backend, TENANT, self.device, local, remote, tell, self._broken)
-        super()._use(connection)
-
-    def _broken(self, error: SymbiosisError) -> None:
-        self._failures += 1
-        if self._failures > MAX_FAILURES:  # messages come through, tensors do not: no use in another connection
-            self._end(error)
-        else:
-            self._lost(error)
-
-    def _transmit(self, connection: Connection, pending: Pending) -> None:
-        assert self._lanes is not None
-        call = pending.call
-        connection.send([wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))])
-        self._lanes.send([tensor.detach().to(self.device).contiguous() for tensor in call.tensors])
-
-    def _received(self, message: Message) -> None:
-        if message.type is Type.RENDEZVOUS and self._lanes is not None:
-            self._lanes.met(Note(*wire.read_rendezvous(message.content)))
-        else:
-            super()._received(message)
-
-    def _take_results(self, pending: Pending, frames: Frames) -> None:
-        assert self._lanes is not None
-        _, dtype, widths = self._expects(pending.call.key)
-        self._failures = 0
-        results = tuple([torch.empty(pending.rows, width, dtype=dtype, device=self.device) for width in widths])
-        self._lanes.receive(results, partial(self._settle, pending, results))
-
-    def _lost(self, error: SymbiosisError) -> None:
-        self._close_lanes()
-        super()._lost(error)
-
-    def _end(self, error: SymbiosisError) -> None:
-        self._close_lanes()
-        super()._end(error)
-
-    def _close_lanes(self) -> None:
-        if self._lanes is not None:
-            self._lanes.close()
+"""Lanes that may break one after another without a result in between. Messages come through then and tensors do not;
+another connection does not help."""
 
 
 class DistTransport(TcpTransport):
-    """Listen on, or connect to, a TCP port; the options are those of ``tcp://``, and one more.
+    """Listen on, or connect to, a TCP port.
 
     Args:
-        backend: "nccl" or "gloo", for a listener; by default NCCL where the executor is on CUDA. Over gloo, tensors on
+        key, keys, retry, limits, progress: as for :class:`~symbiosis.transports.tcp.TcpTransport`.
+        insecure: confirms that every host on the network is trusted.
+        backend: "nccl" or "gloo", for a listener; by default NCCL if the executor is on CUDA. Over gloo, tensors on
             CUDA go through host memory.
-    """
 
-    _channel = DistChannel
+    Raises:
+        UsageError: an option has no valid value, or this build of torch has no torch.distributed.
+    """
 
     def __init__(
         self,
@@ -315,27 +72,194 @@ class DistTransport(TcpTransport):
             raise UsageError("this build of torch has no torch.distributed; use tcp://")
         self._backend = backend
 
-    async def listen(self, address: str, service: Service) -> TcpListener:
+    async def listen(self, address: str, service: Service) -> Listener:
         if not self._insecure:
             raise UsageError(
-                f"{address}: what torch.distributed sends is not encrypted, keys or not, and it does not ask who it "
-                "talks to; give insecure=True (--insecure) if all on this network may be trusted, or use tcp://"
+                f"{address}: torch.distributed encrypts nothing, keys or not, and does not authenticate its peers; "
+                "give insecure=True (--insecure) if every host on this network is trusted, or use tcp://"
             )
-        return await super().listen(address, service)
+        backend = self._backend or ("nccl" if service.device.type == "cuda" else "gloo")
+        courier = partial(LaneCourier, backend)
+        listener = TcpListener(await resolve(address), service, self._limits, self._keys, courier, encrypted=False)
+        listener.open(address)
+        return listener
+
+    async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
+        return await self._open(address, Hello(client, terms), self._progress)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        # Lanes live on an event loop; so does this client's end of them, in a thread of its own.
-        options = self._options()
-        thread = LoopThread()
+        thread = LoopThread()  # lanes need an event loop
         try:
-            with bar_unless(options.progress, address) as progress:
-                hello = Hello(client, terms)
-                channel = thread.run(DistChannel.open(address, hello, options._replace(progress=progress)))
+            with bar_unless(self._progress, address) as progress:
+                channel = thread.run(self._open(address, Hello(client, terms), progress))
             return ThreadedChannel(thread, channel)
         except BaseException:
             thread.close()
             raise
 
-    def _listener(self, endpoint: Endpoint, service: Service) -> TcpListener:
-        backend = self._backend or ("nccl" if service.device.type == "cuda" else "gloo")
-        return DistListener(endpoint, service, self._limits, self._keys, backend)
+    async def _open(self, address: str, hello: Hello, progress: Progress | None) -> AsyncChannel:
+        connector = TcpConnector(address, Options(self._key, self._insecure, progress), LaneCarrierMaker())
+        return await AsyncChannel.open(connector, address, hello, self._retry_s)
+
+
+class LaneCourier:
+    """The executor's end of a connection's lanes.
+
+    The lanes open when the client has sent the first message that needs them: a client that only looks has none.
+    """
+
+    def __init__(self, backend: str, line: TcpLine, share: ShareCourier) -> None:
+        self.free = line.budget.free
+        self._backend = backend
+        self._line = line
+        self._share = share
+        self._home = line.service.device
+        self._device = self._home if backend == "nccl" else torch.device("cpu")
+        self._lanes: Lanes | None = None
+
+    def welcome(self, joined: bool) -> dict[str, Any]:
+        return {**self._share.welcome(joined), "backend": self._backend}
+
+    def control(self, type_: Type, content: Sequence[Any]) -> bool:
+        if type_ is Type.RENDEZVOUS:
+            self._open().met(*wire.read_rendezvous(content))
+            return True
+        return self._share.control(type_, content)
+
+    def _open(self) -> Lanes:
+        if self._lanes is None:
+            try:
+                local = local_ip(self._line.accepted.descriptor)
+            except OSError as error:
+                raise WireError("its connection has ended") from error
+            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self._publish, self._broken)
+        return self._lanes
+
+    def _publish(self, lane: int, key: str, value: bytes) -> None:
+        self._line.send(wire.pack(Type.RENDEZVOUS, lane, key, value))
+
+    def _broken(self, error: SymbiosisError) -> None:
+        self._line.drop(str(error))
+
+    def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
+        if frames:
+            raise WireError("over dist:// a CALL brings no frames")
+        try:
+            widths, dtype, _ = session.expects(message.key)
+        except SymbiosisError as error:  # its tensors would be taken for those of the next call
+            raise WireError(str(error)) from error
+        size = message.rows * sum(widths) * dtype.itemsize
+        if not size:
+            raise WireError("a CALL has at least 1 row")
+        self._line.budget.hold(message.id, size)
+        tensors = tuple([torch.empty(message.rows, width, dtype=dtype, device=self._device) for width in widths])
+        self._open().receive(tensors, partial(self._arrived, message, tensors))
+        return None
+
+    def _arrived(self, message: CallMessage, tensors: Results) -> None:
+        if not self._line.peer.arrived(message, tuple([tensor.to(self._home) for tensor in tensors])):
+            self.free(message.id)  # cancelled on its way
+
+    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
+        lanes = self._open()
+        size = sum(result.nbytes for result in results)
+        self._line.count_unsent(size)
+        self._line.send_parts([wire.pack_result(message.id)])
+        if not self._line.peer.gone:
+            tensors = [result.to(self._device).contiguous() for result in results]
+            lanes.send(tensors, partial(self._line.count_unsent, -size))
+
+    def close(self) -> None:
+        if self._lanes is not None:
+            self._lanes.close()
+
+
+class LaneCarrierMaker:
+    """Makes a carrier for each connection of a client, until lanes fail again and again."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._error: SymbiosisError | None = None
+
+    def __call__(self, connection: TcpConnection) -> LaneCarrier:
+        if self._failures > MAX_FAILURES and self._error is not None:
+            raise self._error
+        return LaneCarrier(connection, self._failed, self._worked)
+
+    def _failed(self, error: SymbiosisError) -> None:
+        self._failures += 1
+        self._error = error
+
+    def _worked(self) -> None:
+        self._failures = 0
+
+
+class LaneCarrier:
+    """The client's end of a connection's lanes.
+
+    Args:
+        connection: the control connection.
+        failed: called when a lane has broken.
+        worked: called when results have arrived.
+    """
+
+    most_bytes = MAX_FRAME_BYTES
+
+    def __init__(
+        self, connection: TcpConnection, failed: Callable[[SymbiosisError], None], worked: Callable[[], None]
+    ) -> None:
+        backend = connection.welcome.content.get("backend")
+        self.device = _device(backend)
+        self._connection = connection
+        self._failed = failed
+        self._worked = worked
+        self._arrived: Arrived | None = None
+        self._lanes = Lanes(str(backend), TENANT, self.device, connection.ends[0], self._publish, self._broken)
+
+    def start(self, arrived: Arrived) -> None:
+        self._arrived = arrived
+
+    def _publish(self, lane: int, key: str, value: bytes) -> None:
+        self._connection.send([wire.pack(Type.RENDEZVOUS, lane, key, value)])
+
+    def _broken(self, error: SymbiosisError) -> None:
+        self._failed(error)
+        self._connection.lose(error)
+
+    def put(self, pending: Pending) -> list[Any] | None:
+        call = pending.call
+        self._lanes.send([tensor.detach().to(self.device).contiguous() for tensor in call.tensors])
+        return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))]
+
+    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+        _, dtype, widths = pending.expected
+        results = tuple([torch.empty(pending.rows, width, dtype=dtype, device=self.device) for width in widths])
+        self._lanes.receive(results, partial(self._took, pending, results))
+        return None
+
+    def _took(self, pending: Pending, results: Results) -> None:
+        self._worked()
+        if self._arrived is not None:
+            self._arrived(pending, results)
+
+    def free(self, pending: Pending) -> None:
+        pass  # the lane keeps a tensor until it is sent
+
+    def control(self, type_: Type, content: Sequence[Any]) -> None:
+        if type_ is not Type.RENDEZVOUS:
+            raise WireError(f"{type_.name} is not for clients of dist://")
+        self._lanes.met(*wire.read_rendezvous(content))
+
+    def close(self) -> None:
+        self._lanes.close()
+
+
+def _device(backend: object) -> torch.device:
+    """Return the device of a client's tensors."""
+    if backend == "gloo":
+        return torch.device("cpu")
+    if backend != "nccl":
+        raise WireError(f"the executor wants to send tensors by {backend!r}; this client knows gloo and nccl")
+    if not torch.cuda.is_available():
+        raise RefusedError("this executor's tensors travel by NCCL, and there is no GPU here; use tcp://")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""``inproc://name``: clients that are coroutines in the executor's own process. The tensor itself is the message."""
+"""``inproc://name``: clients that are coroutines in the executor's process. A call passes tensors by reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from symbiosis.transports.threads import ThreadCalls
 __all__ = ["InProcTransport"]
 
 _listeners: dict[str, InProcListener] = {}
-"""Open addresses of this process."""
+"""Open listeners of this process, by address."""
 
 
 class InProcTransport:
@@ -25,7 +25,7 @@ class InProcTransport:
 
     async def listen(self, address: str, service: Service) -> InProcListener:
         if address in _listeners:
-            raise UsageError(f"{address} is in use already in this process; choose another name")
+            raise UsageError(f"{address} is in use in this process; choose another name")
         listener = _listeners[address] = InProcListener(address, service)
         return listener
 
@@ -46,7 +46,7 @@ class InProcTransport:
 
 
 class InProcListener:
-    """An open address: hands the executor's sessions to channels of the same process."""
+    """An open address. It gives the executor's sessions to channels of the same process."""
 
     def __init__(self, address: str, service: Service) -> None:
         self.address = address
@@ -67,7 +67,7 @@ class InProcListener:
 
 
 class InProcChannel:
-    """A client's end. Calls from the loop go straight to the session; calls from a thread go over the loop."""
+    """A client's end. Calls on the event loop go to the session directly; calls from threads go through the loop."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class InProcChannel:
         return self._service.identity()
 
     def before_return(self, check: Check) -> None:
-        pass  # who is lost is lost
+        pass  # this channel does not reconnect
 
     def call(self, call: Call) -> tuple[torch.Tensor, ...]:
         if self._ended is not None:
@@ -114,7 +114,7 @@ class InProcChannel:
         self._forget(self)
 
     def end(self, error: BaseException) -> None:
-        """The executor ends this channel."""
+        """End the channel with ``error``, from the executor's side."""
         self._ended = error
         self._session.close(error)
         self.interrupt(error)

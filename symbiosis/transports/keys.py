@@ -1,9 +1,9 @@
-"""CURVE keys for ``tcp://``: a folder of key files on the executor's side, one file on each tenant's.
+"""CURVE keys for ``tcp://``: a folder of key files on the executor's side, one file on each tenant's side.
 
-``server.secret`` and ``server.public`` are the executor's own pair. Every other ``name.public`` in the folder lets one
-tenant in: a tenant is its public key, and ``name`` is what logs call it. A tenant's ``name.secret`` also holds the
-executor's public key, so that this one file is all a tenant needs. A tenant who does not want to let the secret out of
-its hands makes the pair itself and hands in the public file.
+``server.secret`` and ``server.public`` are the executor's own pair. Every other ``name.public`` in the folder admits
+one tenant: the public key identifies the tenant, and ``name`` appears in logs. A tenant's ``name.secret`` also contains
+the executor's public key, so a tenant needs only this file. A tenant that wants to keep its secret to itself makes the
+pair and gives the provider the public file.
 
 The files have the form of ZeroMQ certificates (``zmq.auth.load_certificate`` reads them).
 Keys are in Z85: 40 characters.
@@ -22,37 +22,37 @@ from zmq.utils import z85
 
 from symbiosis.errors import UsageError
 
-__all__ = ["SERVER", "Key", "Keyring", "load_key", "new_key"]
+__all__ = ["SERVER", "KeyPair", "Keyring", "load_key", "new_key"]
 
 SERVER = "server"
-"""The name of the executor's own pair."""
+"""Name of the executor's own pair."""
 MAX_FILE_BYTES = 64 << 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(r'^\s*(public-key|secret-key|server-key)\s*=\s*"([^"\s]{40})"\s*$', re.MULTILINE)
 
 
-class Key(NamedTuple):
-    """A key pair, and the executor's public key where it is known; all in Z85."""
+class KeyPair(NamedTuple):
+    """A key pair, and the executor's public key if it is known; all in Z85."""
 
     public: bytes
     secret: bytes
     server: bytes | None
 
     def __repr__(self) -> str:
-        return f"<Key {self.public.decode()}>"
+        return f"<KeyPair {self.public.decode()}>"
 
 
 def new_key(folder: str | Path, name: str) -> Path:
-    """Make a pair: ``name.secret``, which only its owner can read, and ``name.public``; the path of the former.
+    """Make a pair, ``name.secret`` (readable by its owner only) and ``name.public``. Return the path of the secret.
 
     The pair called ``server`` is the executor's own and must come first: its public key goes into each tenant's file.
 
     Raises:
-        UsageError: the name cannot be one, or is taken; there is no ``server`` yet; the folder cannot be written to.
+        UsageError: the name is not valid or in use, there is no ``server`` pair, or the folder is not writable.
     """
     folder = Path(folder)
     if not _NAME.fullmatch(name):
-        raise UsageError(f"a key cannot be called {name!r}; take up to 64 of the characters A-Z a-z 0-9 . _ -")
+        raise UsageError(f"a key cannot be called {name!r}; a name has up to 64 of the characters A-Z a-z 0-9 . _ -")
     server = None
     if name != SERVER:
         if not (folder / f"{SERVER}.public").exists():
@@ -62,7 +62,7 @@ def new_key(folder: str | Path, name: str) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lines = {"public-key": public, "secret-key": secret} | ({} if server is None else {"server-key": server})
-        path = _write(folder / f"{name}.secret", 0o600, f"The SECRET key of {name}: for nobody else's eyes.", lines)
+        path = _write(folder / f"{name}.secret", 0o600, f"The SECRET key of {name}: keep it private.", lines)
         _write(folder / f"{name}.public", 0o644, f"The public key of {name}.", {"public-key": public})
     except FileExistsError as error:
         raise UsageError(f"{error.filename} exists; remove it first if this key is to be replaced") from error
@@ -78,27 +78,27 @@ def _write(path: Path, mode: int, title: str, lines: dict[str, bytes]) -> Path:
     return path
 
 
-def load_key(path: str | Path) -> Key:
-    """The pair in a ``.secret`` file.
+def load_key(path: str | Path) -> KeyPair:
+    """Return the pair in a ``.secret`` file.
 
     Raises:
-        UsageError: there is none, or others can read it too. No message shows a secret.
+        UsageError: the file is no such file, or other users can read it. No message shows a secret.
     """
     path = Path(path)
     found = _read(path)
     if "secret-key" not in found:
         raise UsageError(f"{path} has no secret key; give the file whose name ends in .secret")
     if path.stat().st_mode & 0o077:
-        raise UsageError(f"{path} can be read by others than its owner; chmod 600 it")
+        raise UsageError(f"{path} can be read by other users than its owner; chmod 600 it")
     public, secret = found["public-key"], found["secret-key"]
     if zmq.curve_public(secret) != public:
         raise UsageError(f"the two keys in {path} do not belong together")
-    return Key(public, secret, found.get("server-key"))
+    return KeyPair(public, secret, found.get("server-key"))
 
 
 def _read(path: Path) -> dict[str, bytes]:
     try:
-        if not path.is_file():  # and nothing that one would wait for
+        if not path.is_file():  # opening a pipe would block
             raise FileNotFoundError("there is no such file")
         with path.open(encoding="ascii") as file:
             found = {name: key.encode() for name, key in _LINE.findall(file.read(MAX_FILE_BYTES))}
@@ -114,9 +114,9 @@ def _read(path: Path) -> dict[str, bytes]:
 
 
 class Keyring:
-    """The executor's keys: its own pair and those of the tenants it lets in.
+    """The executor's keys: its own pair and the public keys of the tenants that it admits.
 
-    The folder is looked at again at each log-in, so that tenants come and go without a restart.
+    The folder is read again at each handshake if it has changed, so no restart is needed to add or remove a tenant.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -125,10 +125,10 @@ class Keyring:
         self._seen: dict[str, tuple[int, int]] = {}
         self._names: dict[bytes, str] = {}
         self.broken: dict[str, str] = {}
-        """Files that are no key, and why; their tenants are kept out."""
+        """Malformed key files and the reasons. Their tenants are not admitted."""
 
     def name_of(self, public: bytes) -> str | None:
-        """The tenant with this public key (Z85); None if it is not let in.
+        """Return the tenant with this public key (Z85); None if it is not admitted.
 
         Raises:
             OSError: the folder cannot be read.
@@ -136,22 +136,22 @@ class Keyring:
         return self.names().get(public)
 
     def names(self) -> Mapping[bytes, str]:
-        """The tenants that are let in, by public key (Z85).
+        """Return the tenants that are admitted, by public key (Z85).
 
         Raises:
             OSError: the folder cannot be read.
         """
-        self._look()
+        self._read_folder()
         return self._names
 
-    def _look(self) -> None:
+    def _read_folder(self) -> None:
         seen = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if entry.name.endswith(".public") and entry.name != f"{SERVER}.public":
                     try:
                         state = entry.stat()
-                    except OSError:  # a link to nowhere, or taken away just now
+                    except OSError:  # a dangling link, or removed just now
                         seen[entry.name] = (0, 0)
                     else:
                         seen[entry.name] = (state.st_mtime_ns, state.st_size)

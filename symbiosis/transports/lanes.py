@@ -1,11 +1,16 @@
 """Tensors by ``torch.distributed``, point to point: what ``dist://`` adds to ``tcp://``.
 
-A client and the executor have two process groups of their own, of two ranks: one carries calls up, the other results
-down. Each lane goes one way and keeps its order, so nothing needs a tag (NCCL has none), and neither side can wait
-for the other in a circle. Whoever sends also sends a message over the control connection; the receiver allocates,
-after its checks, when it has read that message. Waiting is done on a thread a lane; with NCCL, whose waiting means
-that a stream waits, threads hand events over (D12). On the executor's side, gloo's lanes are processes
-(:mod:`symbiosis.transports.lane_process`): a tenant can end what gloo runs in.
+A client and the executor have two *lanes*: process groups of two ranks, one for each direction. A lane keeps the order
+of its matrices, so they need no tag (NCCL has none), and neither side can wait for the other in a circle. The sender
+also sends a message over the control connection; the receiver allocates, after its checks, when it has read that
+message. Sender and receiver match by order alone.
+
+Each lane has a thread, because an operation of gloo blocks, and on CUDA a stream of its own: the current stream of a
+new thread is the default stream, on which all lanes would wait for one another. Streams wait for events; threads do not
+wait for the GPU (D12).
+
+A peer that dies ends its own lanes only: gloo raises an error in the thread that waits, at once or, in the middle of a
+matrix, after :data:`WITHIN_S` (decision 0021). Peers are trusted: what a peer sends on a lane is not checked.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -22,30 +28,102 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from symbiosis.errors import BrokenError, SymbiosisError
-from symbiosis.transports import rendezvous
-from symbiosis.transports.lane_process import LaneProcess, LaneProcesses
-from symbiosis.transports.rendezvous import DOWN, TENANT, UP, GlooStore, NcclStore, Note, Store
 
-__all__ = ["Lanes"]
+__all__ = ["BACKENDS", "EXECUTOR", "TENANT", "Lanes"]
 
+BACKENDS = ("gloo", "nccl")
+EXECUTOR, TENANT = 0, 1
+"""Ranks."""
+UP, DOWN = 0, 1
+"""Lanes: from the client, to the client."""
+WITHIN_S = 60.0
+"""Seconds within which the peer must come to the rendezvous, and within which one matrix must arrive or be taken. A
+matrix of 1 GiB takes 9 s at 1 Gbit/s; a peer that dies in the middle of one is noticed after this time."""
+MEET_WITHIN_S = 4.0
+"""Seconds that one attempt of gloo to connect may take; it makes five."""
 END_WITHIN_S = 5.0
-"""At the end of the process."""
+"""Seconds to wait for the threads of lanes at the end of the process."""
+
+
+class _Store(dist.Store):  # type: ignore[misc, name-defined]
+    """The rendezvous of one lane: what one side sets, the other side can get.
+
+    torch.distributed's own stores open a port for it; here the control connection carries each value. Called by the
+    thread that makes the process group, and :meth:`met` and :meth:`close` by the event loop.
+    """
+
+    def __init__(self, publish: Callable[[str, bytes], None]) -> None:
+        super().__init__()
+        self._publish = publish
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def met(self, key: str, value: bytes) -> None:
+        """Take a value that the other side has set."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End every wait."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self.met(key, data)
+        self._publish(key, data)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        with self._changed:
+            found = self._changed.wait_for(lambda: self._closed or all(key in self._values for key in keys), WITHIN_S)
+            if self._closed or not found:
+                raise TimeoutError(f"the other side did not come to the rendezvous within {WITHIN_S:.0f} s")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        with self._changed:
+            return all(key in self._values for key in keys)
+
+
+def gloo(store: _Store, rank: int, local: str) -> Any:
+    """Return a process group of two ranks over TCP that listens on the IP address ``local``."""
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # A device for each group: gloo numbers the pairs of a device, and both sides must number them the same.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local)]
+    options._timeout = timedelta(seconds=MEET_WITHIN_S)
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, 2, options)
+
+
+def nccl(store: _Store, rank: int) -> Any:
+    """Return a process group of two ranks between GPUs."""
+    # By default torch ends the process when an operation takes too long: one dead peer would end all clients.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=WITHIN_S)
+    return dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
 class Lanes:
-    """Both lanes of one client, on either side. All methods, and all callbacks, are the event loop's.
+    """Both lanes of one client, on either side. Methods are called, and callbacks come, on the event loop.
 
     Args:
         backend: "gloo" for tensors on the CPU, "nccl" for tensors on CUDA.
         rank: ``EXECUTOR`` or ``TENANT``.
-        device: where the tensors are.
-        local, remote: IP addresses of both ends.
-        publish: sends a note to the other side.
+        device: device of the tensors.
+        local: IP address of this side, for gloo.
+        publish: sends lane, key and value of a rendezvous to the other side.
         lost: called once, with the reason, when a lane has broken.
-        processes: where gloo's lanes run; on threads of this process if None.
-        memory: bytes of address space of such a process.
     """
 
     def __init__(
@@ -54,158 +132,123 @@ class Lanes:
         rank: int,
         device: torch.device,
         local: str,
-        remote: str,
-        publish: Callable[[Note], None],
+        publish: Callable[[int, str, bytes], None],
         lost: Callable[[SymbiosisError], None],
-        processes: LaneProcesses | None = None,
-        memory: int = 0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._publish = publish
-        self._lost = lost
         self._closed = False
-        self._lanes: list[_Lane | LaneProcess] = []
-        try:
-            for number in (UP, DOWN):
-                sends = (number == UP) == (rank == TENANT)
-                if processes is not None and backend == "gloo":
-                    self._lanes.append(
-                        LaneProcess(number, sends, local, remote, memory, processes, self._publish, self._broken)
-                    )
-                    continue
-                store: Store
-                if backend == "nccl":
-                    store = NcclStore(number, rank, self._note)
-                    make = partial(rendezvous.nccl, store, rank, device)
-                else:
-                    store = GlooStore(number, rank, remote, self._note)
-                    make = partial(rendezvous.gloo, store, rank, local)
-                self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self))
-        except BaseException:
-            self.close()
-            raise
+        self._lanes: list[_Lane] = []
+        for number in (UP, DOWN):
+            store = _Store(partial(self._from_thread, publish, number))
+            make = partial(nccl, store, rank) if backend == "nccl" else partial(gloo, store, rank, local)
+            sends = (number == UP) == (rank == TENANT)
+            self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self._from_thread, lost))
         self._out, self._in = self._lanes if rank == TENANT else reversed(self._lanes)
 
-    def met(self, note: Note) -> None:
-        """The other side has sent a note."""
-        self._lanes[note.lane].met(note)
+    def met(self, lane: int, key: str, value: bytes) -> None:
+        """Take a value of a lane's rendezvous from the other side."""
+        self._lanes[lane].met(key, value)
 
     def send(self, tensors: Sequence[torch.Tensor], sent: Callable[[], None] | None = None) -> None:
-        """Send matrices, one after another; ``sent`` is called when they are on their way."""
+        """Send contiguous matrices, one after another; ``sent`` is called when they are on their way."""
         self._out.work(tensors, sent)
-
-    def empty(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """A matrix to receive into.
-
-        Raises:
-            BrokenError: there is no memory for it.
-        """
-        return self._in.empty(rows, width, dtype)
 
     def receive(self, tensors: Sequence[torch.Tensor], arrived: Callable[[], None]) -> None:
         """Receive into ``tensors`` what the other side sends next; ``arrived`` is called when it is there."""
         self._in.work(tensors, arrived)
 
     def close(self) -> None:
-        """No callback comes any more. What is under way on a thread may take its time to end."""
+        """End the lanes. No callback comes any more. An operation in progress on a thread may take WITHIN_S to end."""
         self._closed = True
         for lane in self._lanes:
             lane.close()
 
-    @property
-    def alive(self) -> bool:
-        """Whether a thread of it still waits for something."""
-        return any(lane.alive for lane in self._lanes)
+    def _from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
+        """Have the event loop call ``callback``, unless the lanes are closed by then."""
 
-    # From the lanes' threads.
+        def unless_closed() -> None:
+            if not self._closed:
+                callback(*arguments)
 
-    def call_soon(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._unless_closed, callback)
-
-    def _unless_closed(self, callback: Callable[[], None]) -> None:
-        if not self._closed:
-            callback()
-
-    def _note(self, note: Note) -> None:
-        self.call_soon(partial(self._publish, note))
-
-    def broken(self, error: SymbiosisError) -> None:
-        self.call_soon(partial(self._broken, error))
-
-    def _broken(self, error: SymbiosisError) -> None:
-        if not self._closed:
-            self._lost(error)
+            self._loop.call_soon_threadsafe(unless_closed)
 
 
 class _Job(NamedTuple):
     tensors: Sequence[torch.Tensor]
     done: Callable[[], None] | None
     ready: torch.cuda.Event | None
-    """When the tensors may be read, or written to."""
+    """Recorded when the tensors may be read, or written to; None on the CPU."""
 
 
 class _Lane:
-    """A process group and the thread that waits for it."""
+    """One process group and the thread that uses it."""
 
     def __init__(
-        self, store: Store, make: Callable[[], Any], device: torch.device, other: int, sends: bool, lanes: Lanes
+        self,
+        store: _Store,
+        make: Callable[[], Any],
+        device: torch.device,
+        other: int,
+        sends: bool,
+        on_loop: Callable[..., None],
+        lost: Callable[[SymbiosisError], None],
     ) -> None:
         self._store = store
         self._device = device
         self._other = other
         self._sends = sends
-        self._lanes = lanes
+        self._on_loop = on_loop
+        self._lost = lost
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._closed = False
         self._group: Any = None
         self._thread = threading.Thread(target=self._run, args=(make,), name="symbiosis-dist", daemon=True)
-        _threads.add(self)
+        _lanes.add(self)
         self._thread.start()
 
-    def met(self, note: Note) -> None:
-        self._store.met(note)
-
-    def empty(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(rows, width, dtype=dtype, device=self._device)
+    def met(self, key: str, value: bytes) -> None:
+        """Take a value of the rendezvous from the other side."""
+        self._store.met(key, value)
 
     def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
+        """Send or receive tensors, after everything asked for before."""
         self._jobs.put(_Job(tensors, done, _event(self._device)))
 
     def close(self) -> None:
+        """Have the thread end."""
         self._closed = True
         self._store.close()
         if self._group is not None:
-            self._group.abort()  # NCCL's; gloo's wait for the connection to end, or for their time
+            self._group.abort()  # ends operations of NCCL; gloo's end with the connection, or after WITHIN_S
         self._jobs.put(None)
 
+    def end(self, within_s: float) -> None:
+        """Close the lane and wait for its thread."""
+        self.close()
+        self._thread.join(within_s)
+
     def _run(self, make: Callable[[], Any]) -> None:
-        self._work(make)
-        _threads.discard(self)  # now that the group is gone, with its own threads
+        try:
+            if self._device.type == "cuda":
+                with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
+                    self._work(make)
+            else:
+                self._work(make)
+        finally:
+            _lanes.discard(self)  # the group is gone, with its own threads
 
     def _work(self, make: Callable[[], Any]) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
             group = self._group = make()
             while not self._closed and self._one(group):  # in a frame of its own, which keeps no tensor afterwards
                 pass
-        except Exception as error:  # noqa: BLE001 (whatever torch.distributed raises, it is the end of this lane)
+        except Exception as error:  # noqa: BLE001 (any error of torch.distributed is the end of this lane)
             if not self._closed:
-                if not isinstance(error, SymbiosisError):
-                    error = BrokenError(f"torch.distributed: {rendezvous.first_line(error)}")
-                self._lanes.broken(error)
+                first_line = str(error).strip().partition("\n")[0][:300]  # a stack follows
+                self._on_loop(self._lost, BrokenError(f"torch.distributed: {first_line}"))
         finally:
             self._group = None
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
-    def end(self, within_s: float) -> None:
-        """Close it and wait for its thread."""
-        self.close()
-        self._thread.join(within_s)
 
     def _one(self, group: Any) -> bool:
         job = self._jobs.get()
@@ -216,29 +259,31 @@ class _Lane:
         for tensor in job.tensors:
             work = group.send([tensor], self._other, 0) if self._sends else group.recv([tensor], self._other, 0)
             if self._device.type == "cpu":
-                work.wait(timedelta(seconds=rendezvous.WITHIN_S))
+                work.wait(timedelta(seconds=WITHIN_S))
             else:
-                work.wait()  # has this thread's stream wait; with a limit, NCCL would have this thread wait
+                work.wait()  # has this thread's stream wait; with a limit, NCCL would block this thread
+                tensor.record_stream(torch.cuda.current_stream(self._device))
         if job.done is not None:
-            self._lanes.call_soon(partial(_after, _event(self._device), job.done))
+            self._on_loop(_after, _event(self._device), job.done)
         return True
 
 
-_threads: set[_Lane] = set()
+_lanes: set[_Lane] = set()
+"""Lanes whose threads run, for the end of the process."""
 
 
 @atexit.register
 def _end_all() -> None:
-    """gloo's threads must not see the interpreter go down: C++ ends the process with an abort then."""
+    """End all lanes before the interpreter goes down: gloo's threads would end the process with an abort then."""
     end = time.monotonic() + END_WITHIN_S
-    for lane in list(_threads):
+    for lane in list(_lanes):
         lane.close()
-    for lane in list(_threads):
+    for lane in list(_lanes):
         lane.end(max(end - time.monotonic(), 0.0))
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:
-    """What this thread's stream has done so far, for another thread's stream to wait for."""
+    """Record what this thread's stream has to do so far, for another thread's stream to wait for."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,124 +1,174 @@
-"""The executor's side of a conversation with one client, whatever carries it.
+"""The executor's side of the wire, without I/O: one :class:`Peer` for each connection of a listener.
 
-A transport subclasses :class:`Peer`, feeds it messages and says how to send, where a call's tensors are and how to stop
-listening for a while. All checks and limits are here, so every transport has the same.
+A transport feeds a peer messages and provides two small objects: a :class:`Line`, which sends messages and ends the
+connection, and a :class:`Courier`, which finds the tensors of a call and delivers its results. All rules of the
+conversation and the limits of calls and rows are here, so every transport has the same.
+
+==========  ===========================  ==========  ==================================================================
+state       message                      next        answer
+==========  ===========================  ==========  ==================================================================
+new         HELLO with a name            joined      WELCOME, or ENDED (the name is in use, too many connections, …)
+new         HELLO without a name         looking     WELCOME
+any         PING, STATUS                 the same    PONG, STATUS
+joined      CALL                         joined      RESULT or FAILED, once
+joined      CANCEL, BEGIN, END           joined      FAILED for a call that was cancelled in time
+joined      the courier's own types      joined      the courier's
+any         anything else                gone        ENDED with WireError
+==========  ===========================  ==========  ==================================================================
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from symbiosis.core.requests import Call, Expected
+from symbiosis.core.requests import Call
 from symbiosis.core.transport import Service, Session
 from symbiosis.errors import BusyError, ClientClosedError, ExecutorClosedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.wire import CallMessage, Limits, Type
 
-__all__ = ["Peer"]
+__all__ = ["Courier", "Line", "Peer"]
 
 log = get_logger(__name__)
 
+HELLO_WITHIN_S = 10.0
+"""Seconds within which a new connection must send HELLO."""
+LOOK_WITHIN_S = 30.0
+"""Seconds for which a connection without a session may stay."""
+GOODBYE_S = 1.0
+"""Seconds for which a rejected client may read the reason before its connection is cut."""
+MAX_CONNECTIONS = 1024
+"""Connections of a listener."""
+_CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
 _KNOWN = 1024
-"""Calls, but for their ids, that a peer remembers to have checked."""
+"""Distinct calls, apart from their ids, that a peer remembers to have checked. A model has fewer."""
+
+Results = tuple[torch.Tensor, ...]
 
 
-class Peer(ABC):
-    """One client of a listener. ``tenant`` is who the transport found it to be."""
+class Line(Protocol):
+    """The executor's end of one connection, as far as messages are concerned."""
 
-    def __init__(self, service: Service, limits: Limits, tenant: str) -> None:
-        self.tenant = tenant
-        self.session: Session | None = None
-        self._service = service
-        self._limits = limits
-        self._calls: dict[int, Call] = {}
-        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-        self._rows = 0
-        self._paused = False
-        self._gone = False
-        self._greeted = False
-
-    # --------------------------------------------------------------------------------------- what a transport provides
-
-    @abstractmethod
     def send(self, message: bytes) -> None:
-        """Send a message to the client, without waiting. May be called when the client is gone."""
+        """Send a message without waiting. Has no effect when the client is gone."""
 
-    @abstractmethod
     def hang_up(self) -> None:
-        """End the connection once what was sent is on its way."""
+        """End the connection when the messages sent have been read, or after :data:`GOODBYE_S`."""
 
-    @abstractmethod
     def listen(self, wanted: bool) -> None:
-        """Stop feeding messages, or go on."""
+        """Stop feeding messages to the peer, or resume."""
 
-    @abstractmethod
-    def welcome(self, session: bool) -> dict[str, Any]:
-        """What this transport adds to the welcome of a client that joins, or that only looks."""
-
-    @abstractmethod
-    def tensors(self, message: CallMessage, expected: Expected) -> tuple[torch.Tensor, ...]:
-        """The call's matrices, [rows, width] each.
+    def admit(self, name: str) -> str:
+        """Return the name under which a client of this name joins.
 
         Raises:
-            WireError: they, or their answer, do not fit where the message says.
+            BusyError: the tenant has too many connections.
         """
 
-    @abstractmethod
+
+class Courier(Protocol):
+    """The executor's end of one connection, as far as tensors are concerned."""
+
+    def welcome(self, joined: bool) -> dict[str, Any]:
+        """Return what this transport adds to WELCOME. ``joined``: the client has joined; else it only looks.
+
+        Raises:
+            WireError: the client does not take what comes with the welcome.
+        """
+
+    def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
+        """Return the matrices of a call, [rows, width] each; None if they arrive later, by :meth:`Peer.arrived`.
+
+        Raises:
+            RequestError: the layer table has no such key. The call fails, and the conversation goes on.
+            WireError: they, or the results, do not fit where the message says, or exceed the limit of bytes.
+        """
+
+    def free(self, id_: int) -> None:
+        """Stop counting the tensors of a call that was answered or cancelled."""
+
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
         """Send RESULT, with the results where the message wants them."""
 
-    def qualified(self, name: str) -> str:
-        """What a client of this name is called here."""
-        return name
+    def control(self, type_: Type, content: Sequence[Any]) -> bool:
+        """Take a message of a type that only this transport has. Return whether it is one."""
 
-    # ------------------------------------------------------------------------------------------------- the conversation
+    def close(self) -> None:
+        """Give up the memory of the connection."""
 
-    def received(self, data: bytes | memoryview) -> None:
-        """A message has come. One that breaks the rules ends the conversation, and nothing else."""
+
+class Peer:
+    """One client of a listener.
+
+    Args:
+        service: the executor.
+        limits: limits of this client.
+        tenant: what the transport knows of the client's owner; for logs.
+    """
+
+    def __init__(self, service: Service, limits: Limits, tenant: str, line: Line, courier: Courier) -> None:
+        self.tenant = tenant
+        self.session: Session | None = None
+        self.gone = False
+        self._service = service
+        self._limits = limits
+        self._line = line
+        self._courier = courier
+        self._calls: dict[int, Call | CallMessage] = {}
+        """Outstanding calls by id; a message while the tensors of its call have not arrived."""
+        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._rows = 0
+        self._paused = False
+        self._greeted = False
+
+    def received(self, data: bytes | memoryview, frames: Sequence[Any] = ()) -> None:
+        """Take a message and its raw frames. A violation of the rules ends this conversation and no other."""
         try:
             type_, content = wire.unpack(data)
-            if type_ is Type.CALL and self.session is not None:
-                self._call(self.session, self._read(content))
+            if type_ is _CALL and self.session is not None:
+                self._call(self.session, self._read(content), frames)
+            elif frames:
+                raise WireError(f"{type_.name} brings no tensors")
             else:
                 self._control(type_, content)
-        except WireError as error:
+        except (WireError, BusyError) as error:
             self.refuse(error)
 
     def _control(self, type_: Type, content: Sequence[Any]) -> None:
+        session = self.session
         if type_ is Type.PING:
-            self.send(wire.pack(Type.PONG))
+            self._line.send(wire.pack(Type.PONG))
         elif type_ is Type.STATUS:
-            self.send(wire.pack(Type.STATUS, self._service.status()))
+            self._line.send(wire.pack(Type.STATUS, self._service.status()))
         elif type_ is Type.HELLO:
             self._hello(wire.read_hello(content))
-        elif self.session is None:
+        elif session is None:
             raise WireError(f"{type_.name} before HELLO")
         elif type_ is Type.BEGIN:
-            self.session.begin_pass()
+            session.begin_pass()
         elif type_ is Type.END:
-            self.session.end_pass()
+            session.end_pass()
         elif type_ is Type.CANCEL:
-            self._cancel(wire.read_id(content))
-        else:
+            self._cancel(session, wire.read_id(content))
+        elif not self._courier.control(type_, content):
             raise WireError(f"{type_.name} is not for executors")
 
     def _hello(self, hello: wire.Hello) -> None:
         if self._greeted:
             raise WireError("a second HELLO")
         self._greeted = True
+        name = self._line.admit(hello.name or "")
         if hello.name is not None:
             try:
-                self.session = self._service.join(self.qualified(hello.name), hello.terms)
+                self.session = self._service.join(name, hello.terms)
             except UsageError as error:  # the name is in use
-                self.refuse(BusyError(str(error)))
-                return
+                raise BusyError(str(error)) from error
             except ExecutorClosedError as error:
                 self.refuse(error)
                 return
@@ -129,15 +179,17 @@ class Peer(ABC):
             "tokenizer": dict(share.tokenizer),
             "limits": self._limits.to_wire(),
             "instance": self._service.identity().instance,
-            **self.welcome(hello.name is not None),
+            **self._courier.welcome(hello.name is not None),
         }
-        self.send(wire.pack(Type.WELCOME, welcome))
+        self._line.send(wire.pack(Type.WELCOME, welcome))
+
+    # Calls
 
     def _read(self, content: Sequence[Any]) -> CallMessage:
-        """Check a CALL. Most repeat an earlier one in all but their id; those were checked already."""
+        """Check a CALL. Most calls repeat an earlier one in all but the id, and that one was checked."""
         try:
             known = self._known.get(content[1:])  # type: ignore[call-overload]
-        except TypeError:  # something in it cannot be a key
+        except TypeError:  # a field is not hashable
             known = None
         if known is not None and type(content[0]) is int:
             return CallMessage(wire.read_id(content), *known)
@@ -147,71 +199,104 @@ class Peer(ABC):
         self._known[tuple(content[1:])] = message[1:]
         return message
 
-    def _call(self, session: Session, message: CallMessage) -> None:
+    def _call(self, session: Session, message: CallMessage, frames: Sequence[Any]) -> None:
         if message.id in self._calls:
             raise WireError(f"call {message.id} is outstanding already")
         try:
-            tensors = self.tensors(message, session.expects(message.key))
+            tensors = self._courier.tensors(message, session, frames)
+        except WireError:
+            raise
         except SymbiosisError as error:
-            if isinstance(error, WireError):
-                raise
-            self.send(wire.pack_error(message.id, error))
+            self._line.send(wire.pack_error(message.id, error))
             return
-        self._submit(session, message, tensors)
+        if tensors is None:
+            self._count(message, message)
+        else:
+            self._submit(session, message, tensors)
 
-    def _submit(self, session: Session, message: CallMessage, tensors: tuple[torch.Tensor, ...]) -> None:
+    def arrived(self, message: CallMessage, tensors: Results) -> bool:
+        """Take the tensors of a call for which :meth:`Courier.tensors` returned None.
+
+        Return False if the call was cancelled meanwhile, or the client is gone.
+        """
+        if self._calls.get(message.id) is not message or self.session is None:
+            return False
+        del self._calls[message.id]
+        self._rows -= message.rows
+        self._submit(self.session, message, tensors)
+        self._pause_if_full()
+        return True
+
+    def _submit(self, session: Session, message: CallMessage, tensors: Results) -> None:
         call = Call(message.key, message.kind, tensors)
         try:
             reply = session.submit(call)
         except SymbiosisError as error:
-            self.send(wire.pack_error(message.id, error))
+            self._courier.free(message.id)
+            self._line.send(wire.pack_error(message.id, error))
             return
-        if reply.done():  # it was run at once
+        if reply.done():  # the executor ran it at once
+            self._courier.free(message.id)
             self._reply(message, reply)
             return
+        self._count(message, call)
+        reply.add_done_callback(partial(self._done, message, call))
+
+    def _count(self, message: CallMessage, call: Call | CallMessage) -> None:
         self._calls[message.id] = call
         self._rows += message.rows
         self._pause_if_full()
-        reply.add_done_callback(partial(self._done, message))
 
-    def _done(self, message: CallMessage, reply: asyncio.Future[tuple[torch.Tensor, ...]]) -> None:
-        if self._calls.pop(message.id, None) is None:
+    def _done(self, message: CallMessage, call: Call, reply: asyncio.Future[Results]) -> None:
+        if self._calls.get(message.id) is not call:  # it was cancelled, or the client is gone
             if not reply.cancelled():
-                reply.exception()  # nobody wants it: it was cancelled, or the client is gone
+                reply.exception()  # asyncio must not log it as never retrieved
             return
+        del self._calls[message.id]
         self._rows -= message.rows
+        self._courier.free(message.id)
         self._reply(message, reply)
         self._pause_if_full()
 
-    def _reply(self, message: CallMessage, reply: asyncio.Future[tuple[torch.Tensor, ...]]) -> None:
+    def _reply(self, message: CallMessage, reply: asyncio.Future[Results]) -> None:
         error = reply.exception()
+        if self.gone:
+            return
         if error is None:
-            self.answer(message, reply.result())
-        elif not self._gone:
-            self.send(wire.pack_error(message.id, error))
+            self._courier.answer(message, reply.result())
+        else:
+            self._line.send(wire.pack_error(message.id, error))
 
-    def _cancel(self, id_: int) -> None:
+    def _cancel(self, session: Session, id_: int) -> None:
         call = self._calls.pop(id_, None)
-        if call is None or self.session is None:
+        if call is None:
             return  # the answer is on its way
-        self._rows -= call.tensors[0].shape[0]
-        self.session.cancel(call)
-        self.send(wire.pack_error(id_, ClientClosedError("the call was cancelled")))
+        if isinstance(call, Call):
+            self._rows -= call.tensors[0].shape[0]
+            self._courier.free(id_)
+            session.cancel(call)
+        else:
+            self._rows -= call.rows  # its tensors are still to arrive: the courier counts them until then
+        self._line.send(wire.pack_error(id_, ClientClosedError("the call was cancelled")))
         self._pause_if_full()
 
-    def _outstanding(self) -> int:
-        return len(self._calls)
-
     def _pause_if_full(self) -> None:
-        """Stop listening to a client at its limits; go on when it is within them."""
-        full = self._outstanding() >= self._limits.calls or self._rows >= self._limits.rows
+        """Stop listening to a client at its limits; resume when it is within them."""
+        full = len(self._calls) >= self._limits.calls or self._rows >= self._limits.rows
         if self._paused != full:
             self._paused = full
-            self.listen(not full)
+            self._line.listen(not full)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call is outstanding."""
+        return bool(self._calls)
+
+    # The end
 
     def refuse(self, error: SymbiosisError) -> None:
-        """Say why, and hang up."""
-        if not self._gone:
+        """Reject the client with a reason, in the log too."""
+        if not self.gone:
             log.warning(
                 "client refused", client=self.session and self.session.client, tenant=self.tenant, why=str(error)
             )
@@ -219,17 +304,18 @@ class Peer(ABC):
 
     def end(self, error: SymbiosisError) -> None:
         """End the conversation with a reason that the client is told."""
-        if not self._gone:
-            self.send(wire.pack(Type.ENDED, type(error).__name__, str(error)[:2000]))
-            self.gone(str(error))
-            self.hang_up()
+        if not self.gone:
+            self._line.send(wire.pack(Type.ENDED, type(error).__name__, str(error)[:2000]))
+            self.leave(str(error))
+            self._line.hang_up()
 
-    def gone(self, why: str) -> None:
-        """The client is gone: its memory here is given up and nobody waits for it any more."""
-        if self._gone:
+    def leave(self, why: str) -> None:
+        """Note that the client is gone: its session ends, and its memory here is given up."""
+        if self.gone:
             return
-        self._gone = True
+        self.gone = True
         self._calls.clear()
+        self._courier.close()
         session, self.session = self.session, None
         if session is not None:
             log.info("client left", client=session.client, tenant=self.tenant, why=why)

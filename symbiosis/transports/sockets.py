@@ -1,12 +1,12 @@
 """ZeroMQ sockets on an event loop, and what both ends of ``tcp://`` do with them.
 
-A ZeroMQ socket has a descriptor that becomes readable when something *happened*, not while something is there to be
-read. So after each wake-up, and after each send, whatever has come must be taken (:class:`Reader`). With plain sockets
-this costs a fifth of what futures for each message do, and works on any loop that has ``add_reader``.
+The descriptor of a ZeroMQ socket becomes readable when an event has *happened*, not while a message can be read. So
+all messages must be taken after each wake-up and after each send (:class:`Reader`). This costs a fifth of pyzmq's
+asyncio sockets, which make a future for each message, and works on every loop with ``add_reader``.
 
-Signs of life are *bytes*, not messages: both ends have ZeroMQ send a heartbeat every second or two from its own thread,
-however busy Python is, and the kernel knows when the last byte came (:func:`received`). A matrix that takes a minute on
-a slow line is no silence; a frozen process is.
+Signs of life are *bytes*, not messages. Both ends have ZeroMQ send heartbeats from its own thread, however busy Python
+is, and the kernel knows when the last byte came (:func:`received`). A matrix that takes a minute on a slow line counts
+as life; a frozen process does not.
 """
 
 from __future__ import annotations
@@ -44,26 +44,27 @@ __all__ = [
 
 HEARTBEAT_MS = 1500
 SILENT_S = 6.0
-"""A connection without a byte for so long is dead: four heartbeats."""
+"""Seconds without a byte after which a connection is dead: four heartbeats."""
 HANDSHAKE_MS = 10_000
 _AT_ONCE = 64
-"""Messages taken before everything else on the loop gets its turn."""
+"""Messages that are read before other callbacks of the loop get their turn."""
 
 Frames = Sequence[zmq.Frame]
+"""Raw frames of a ZeroMQ message."""
 
 
-# ---------------------------------------------------------------------------------------------------------- addresses
+# Addresses
 
 
 class Endpoint(NamedTuple):
-    """Where ``tcp://host:port`` or ``dist://host:port`` is; as text, ``host:port``."""
+    """IP address and port of ``tcp://host:port`` or ``dist://host:port``."""
 
     ip: str
     port: int
 
     @property
     def loopback(self) -> bool:
-        """Whether it can be reached from this host alone."""
+        """Whether only this host can reach the address."""
         return ipaddress.ip_address(self.ip.partition("%")[0]).is_loopback
 
     @property
@@ -75,10 +76,10 @@ class Endpoint(NamedTuple):
 
 
 async def resolve(address: str) -> Endpoint:
-    """``scheme://host:port`` → its IP address and port.
+    """Return the IP address and port of ``scheme://host:port``.
 
     Raises:
-        UsageError: it is not of this form.
+        UsageError: the address does not have this form.
         ConnectionLostError: there is no such host.
     """
     scheme, _, where = address.partition("://")
@@ -93,22 +94,22 @@ async def resolve(address: str) -> Endpoint:
     return Endpoint(str(found[0][4][0]), int(port))
 
 
-# ------------------------------------------------------------------------------------------------------------ sockets
+# Sockets
 
 
 def configure(socket: zmq.Socket[bytes], *, v6: bool, max_frame_bytes: int) -> None:
-    """What both ends set before they bind or connect."""
+    """Set the options that both ends have in common, before binding or connecting."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, int(v6))
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    # ZeroMQ's own patience counts whole messages, and a large one may take long; see the module's documentation.
+    # ZeroMQ's own timeout counts whole messages, and a large one may take long; see the top of this module.
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 600_000)
 
 
 class Reader:
-    """Hands on what a ZeroMQ socket receives, message by message, on an event loop."""
+    """Calls ``received`` with each message of a ZeroMQ socket, on an event loop."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, received: Callable[[list[zmq.Frame]], None]
@@ -120,27 +121,27 @@ class Reader:
         self._soon: asyncio.Handle | None = None
         self._closed = False
         loop.add_reader(self._descriptor, self._ready)
-        self._look_again()
+        self._schedule()
 
     def send(self, parts: Sequence[Any]) -> None:
-        """Send a message of bytes, buffers and frames, without waiting and without copying the large ones.
+        """Send a message of bytes, buffers and frames, without waiting and without copying large parts.
 
         Raises:
-            zmq.Again: the other side does not take what was sent before.
-            zmq.ZMQError: the other side is gone (a ROUTER's).
+            zmq.Again: the queue of unsent messages is full.
+            zmq.ZMQError: the peer is gone (on a ROUTER).
         """
         try:
             self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         finally:
             if self._soon is None and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._look_again()  # sending has eaten the wake-up
+                self._schedule()  # sending has consumed the wake-up
 
     def drain(self) -> None:
-        """Take now what has come."""
+        """Read the messages that have come, now."""
         if not self._closed and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._ready()
 
-    def _look_again(self) -> None:
+    def _schedule(self) -> None:
         if self._soon is None and not self._closed:
             self._soon = self._loop.call_soon(self._ready)
 
@@ -148,7 +149,7 @@ class Reader:
         if self._soon is not None:
             self._soon.cancel()
             self._soon = None
-        more = True  # also if somebody raises
+        more = True  # also if a callback raises
         try:
             for _ in range(_AT_ONCE):
                 if self._closed:
@@ -161,15 +162,15 @@ class Reader:
                 self._received(frames)
         finally:
             if more:
-                self._look_again()
+                self._schedule()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket too; what was sent may linger."""
+        """Close the socket, which may take ``linger_ms`` to send its last messages."""
         if not self._closed:
             self.release().close(linger_ms)
 
     def release(self) -> zmq.Socket[bytes]:
-        """Leave the socket to somebody else."""
+        """Stop reading and return the socket, which the caller owns from now on."""
         self._closed = True
         self._loop.remove_reader(self._descriptor)
         if self._soon is not None:
@@ -178,15 +179,18 @@ class Reader:
 
 
 class Event(NamedTuple):
-    """What ZeroMQ says of a connection. ``value`` is a descriptor, or why a handshake failed."""
+    """An event of a connection. ``value`` is its descriptor, or the reason for which a handshake failed."""
 
     kind: zmq.Event
     value: int
 
 
 def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened: Callable[[Event], None]) -> Reader:
-    """Hear of the connections of a socket. At the end, ``socket.disable_monitor()`` comes first, then this is closed:
-    ZeroMQ waits, for ever, where an event has no receiver. For the same reason there is no bound on events unread."""
+    """Call ``happened`` with the events of a socket's connections.
+
+    At the end, call ``socket.disable_monitor()`` first and close the returned reader second: ZeroMQ waits without end
+    for a receiver of each event. For the same reason the queue of events has no limit.
+    """
     kinds = (
         zmq.Event.ACCEPTED
         | zmq.Event.CONNECTED
@@ -210,7 +214,7 @@ def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened
 
 
 def read_event(events: zmq.Socket[bytes]) -> Event:
-    """The next one, without an event loop."""
+    """Return the next event, without an event loop."""
     return _event(events.recv_multipart(zmq.NOBLOCK))
 
 
@@ -219,11 +223,11 @@ def _event(parts: list[bytes]) -> Event:
     return Event(zmq.Event(message["event"]), int(message["value"]))
 
 
-# -------------------------------------------------------------------------------------------------- the TCP connection
+# The TCP connection
 
 
 def peer_of(descriptor: int) -> tuple[str, int] | None:
-    """IP address and port at the other end of a connection; None if it is no connection, any more."""
+    """Return the IP address and port of the other end of a connection; None if the connection has ended."""
     try:
         with sockets.socket(fileno=os.dup(descriptor)) as connection:
             return tuple(connection.getpeername()[:2])
@@ -232,14 +236,14 @@ def peer_of(descriptor: int) -> tuple[str, int] | None:
 
 
 def local_ip(descriptor: int) -> str:
-    """IP address at our end of a connection."""
+    """Return the IP address of this end of a connection."""
     with sockets.socket(fileno=os.dup(descriptor)) as connection:
         return str(connection.getsockname()[0])
 
 
 @contextlib.contextmanager
 def the_connection(descriptor: int, peer: tuple[str, int]) -> Iterator[sockets.socket | None]:
-    """ZeroMQ's own connection with ``peer``, for what ZeroMQ cannot do; None if the descriptor has become another's."""
+    """Yield the socket of ZeroMQ's connection with ``peer``; None if the descriptor belongs to another connection."""
     try:
         connection = sockets.socket(fileno=os.dup(descriptor))
     except OSError:
@@ -254,19 +258,19 @@ def the_connection(descriptor: int, peer: tuple[str, int]) -> Iterator[sockets.s
 
 
 class Received(NamedTuple):
-    """What the kernel knows of the bytes that came over a connection."""
+    """The bytes received over a connection, by the kernel's count."""
 
     silent_s: float
-    """Seconds since the last one."""
+    """Seconds since the last byte."""
     bytes: int
 
 
 _INFO = struct.Struct("=52xI72xQ")
-"""Of Linux's ``tcp_info``: tcpi_last_data_recv in milliseconds, tcpi_bytes_received."""
+"""Two fields of Linux's ``tcp_info``: tcpi_last_data_recv in milliseconds, tcpi_bytes_received."""
 
 
 def received(descriptor: int, peer: tuple[str, int]) -> Received:
-    """What came from ``peer``; nothing just now if the connection has ended, which ZeroMQ reports by itself."""
+    """Return what came from ``peer``. A connection that has ended counts as alive: ZeroMQ reports its end."""
     with the_connection(descriptor, peer) as connection:
         if connection is None:
             return Received(0.0, 0)
@@ -275,23 +279,23 @@ def received(descriptor: int, peer: tuple[str, int]) -> Received:
     return Received(milliseconds / 1000, count)
 
 
-# ------------------------------------------------------------------------------------------------------------ tensors
+# Tensors
 
 
 def payload(tensor: torch.Tensor) -> Any:
-    """The bytes of a matrix on the CPU, as a buffer that shares its memory where it can."""
+    """Return the bytes of a matrix on the CPU as a buffer, without a copy if the matrix is contiguous."""
     return tensor.detach().contiguous().view(torch.uint8).numpy().reshape(-1)
 
 
 def matrices(frames: Frames, rows: int, widths: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Matrices [rows, width] from a frame each.
+    """Return matrices [rows, width], one from each frame.
 
-    They stay in the frame's memory if it is aligned as torch's own is. Otherwise they are copied once: a matrix product
-    may give other last bits on unaligned rows (5 % of the shapes that were tried), and a client alone would no longer
-    be bit-equal to plain PEFT.
+    They use the frame's memory if it is aligned as torch's own memory. Otherwise they are copied: on unaligned rows a
+    matrix product may differ in the last bits (5 % of the shapes tried), and a client alone would no longer be
+    bit-equal to plain PEFT.
 
     Raises:
-        WireError: another number of frames, or another size.
+        WireError: the number of frames or the size of one is wrong.
     """
     if len(frames) != len(widths):
         raise WireError(f"{len(frames)} matrices have come; {len(widths)} were due")

@@ -1,495 +1,378 @@
-"""The client's side of ``tcp://``: one channel for coroutines, one for plain synchronous code."""
+"""The client's end of ``tcp://`` connections: a DEALER socket on an event loop, or for threads that block."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import zmq
 
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.share import Share
-from symbiosis.core.transport import Check, Identity, Look
-from symbiosis.errors import (
-    ClientClosedError,
-    ConnectionLostError,
-    ExecutorClosedError,
-    RefusedError,
-    RequestError,
-    SymbiosisError,
-    UsageError,
-    WireError,
-)
-from symbiosis.log import get_logger
+from symbiosis.core.transport import Look
+from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.backoff import MAY_RETURN, backoff
-from symbiosis.transports.blocking import BlockingChannel
-from symbiosis.transports.chunks import Progress, ShareFile, bar_unless
-from symbiosis.transports.sockets import Frames, matrices, payload
-from symbiosis.transports.tcp_connection import MAX_FRAME_BYTES, Connection, Line, Message, Options
-from symbiosis.transports.threads import LoopThread, ThreadCalls
+from symbiosis.transports.carrier import Arrived, Carrier, Lost, Message, Received
+from symbiosis.transports.chunks import CHUNK, Progress, ShareFile
+from symbiosis.transports.keys import KeyPair
+from symbiosis.transports.outstanding import Pending, Results
+from symbiosis.transports.sockets import (
+    SILENT_S,
+    Event,
+    Reader,
+    configure,
+    local_ip,
+    matrices,
+    monitor,
+    payload,
+    peer_of,
+    received,
+    resolve,
+)
+from symbiosis.transports.threads import LoopThread
 from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
+from symbiosis.transports.wire import CallMessage, Hello, Type
 
-__all__ = ["Options", "Pending", "TcpBlockingChannel", "TcpChannel", "look"]
+__all__ = ["MAX_FRAME_BYTES", "Options", "TcpConnection", "TcpConnector", "look"]
 
-log = get_logger(__name__)
+ANSWER_WITHIN_S = 30.0
+"""Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
+MAX_FRAME_BYTES = 4 << 30
+CHUNKS_UNDER_WAY = 4
+"""Chunks of the share that a client asks for ahead, so that the line is not idle during a round trip."""
 
-WATCH_S = 1.5
-PING_AFTER_S = 5.0
-SILENT_FOR_S = 120.0
-"""An executor that lives but leaves a call and pings unanswered for so long is given up. Its death shows in seconds."""
-_CPU = torch.device("cpu")
 
-Results = tuple[torch.Tensor, ...]
+class Options(NamedTuple):
+    """Options of a client; see :class:`symbiosis.transports.tcp.TcpTransport`."""
+
+    key: KeyPair | None
+    insecure: bool
+    progress: Progress | None
+
+
+class TcpCarrier(Carrier, Protocol):
+    """Moves the tensors of one ZeroMQ connection."""
+
+    def start(self, arrived: Arrived) -> None:
+        """Begin to call ``arrived`` with results that come later than their message."""
+
+    def close(self) -> None:
+        """End the carrier with its connection."""
+
+
+class FrameCarrier:
+    """Sends tensors as raw frames after their message."""
+
+    device = torch.device("cpu")
+    most_bytes = MAX_FRAME_BYTES
+
+    def __init__(self, connection: TcpConnection) -> None:
+        pass
+
+    def start(self, arrived: Arrived) -> None:
+        pass  # results come with their message
+
+    def put(self, pending: Pending) -> list[Any] | None:
+        call = pending.call
+        message = wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))
+        return [message, *map(payload, call.tensors)]
+
+    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+        return matrices(frames, pending.rows, pending.expected.results, pending.expected.dtype)
+
+    def free(self, pending: Pending) -> None:
+        pass  # ZeroMQ keeps the frames as long as it needs them
+
+    def control(self, type_: Type, content: Sequence[Any]) -> None:
+        raise WireError(f"{type_.name} is not for clients of tcp://")
+
+    def close(self) -> None:
+        pass
+
+
+class Released(NamedTuple):
+    """The parts of a connection that leaves its event loop."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    socket: zmq.Socket[bytes]
+    events: zmq.Socket[bytes]
+    """Events of the connection."""
+    remote: tuple[int, tuple[str, int]] | None
+    """Descriptor, and the executor's IP address and port."""
+    messages: deque[Message]
+    """Messages that came and were not taken."""
+
+
+class TcpConnection:
+    """A connection on an event loop. Messages come one by one from :meth:`next`, after :meth:`start` by callback."""
+
+    welcome: Welcome
+    share: Share | None = None
+
+    def __init__(self, address: str, options: Options) -> None:
+        self.address = address
+        self._options = options
+        self._loop = asyncio.get_running_loop()
+        self._carrier: TcpCarrier | None = None
+        self._messages: deque[Message] = deque()
+        self._arrived: asyncio.Future[None] | None = None
+        self._received: Received | None = None
+        self._lost: Lost | None = None
+        self._error: SymbiosisError | None = None
+        self._remote: tuple[int, tuple[str, int]] | None = None
+        """Descriptor, and the executor's IP address and port."""
+        self._shaken_hands = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._reader: Reader | None = None
+        self._monitor: Reader | None = None
+
+    # The handshake
+
+    async def open(self, hello: Hello) -> None:
+        """Connect and send HELLO; afterwards :attr:`welcome` is there.
+
+        Raises:
+            ConnectionLostError: no executor answers.
+            RefusedError: the executor does not admit the client; why.
+            UsageError: keys are needed.
+        """
+        try:
+            await self._connect()
+            self.send([wire.pack_hello(hello)])
+            message = await self.next()
+            self.welcome = Welcome.read(message.type, message.content, self.address)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _connect(self) -> None:
+        endpoint = await resolve(self.address)
+        key = self._options.key
+        private = key is not None and not self.address.startswith("dist:")
+        if not private and not endpoint.loopback and not self._options.insecure:
+            raise UsageError(
+                f"{self.address} is on another host; give key=file (--key; from the executor's provider), "
+                "or insecure=True (--insecure) if every host on the network may read the data"
+            )
+        socket = self._context.socket(zmq.DEALER)
+        configure(socket, v6=endpoint.v6, max_frame_bytes=MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a new connection has to send HELLO
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(ANSWER_WITHIN_S * 1000))
+        socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the executor's limits
+        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by what this client asks for
+        if key is not None:
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, key.server or b"")
+        self._monitor = monitor(socket, self._loop, self._happened)
+        self._reader = Reader(socket, self._loop, self._take)
+        socket.connect(f"tcp://{endpoint}")
+
+    def _happened(self, event: Event) -> None:
+        kind, value = event
+        if kind is zmq.Event.CONNECTED:
+            peer = peer_of(value)
+            self._remote = None if peer is None else (value, peer)
+        elif kind is zmq.Event.HANDSHAKE_SUCCEEDED:
+            self._shaken_hands = True
+        elif kind is zmq.Event.HANDSHAKE_FAILED_AUTH:
+            self.lose(self._refusal(value))
+        elif kind in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL):
+            self.lose(RefusedError(f"the executor at {self.address} broke off the handshake; {self._mismatch()}"))
+        elif kind is zmq.Event.CLOSED and not self._shaken_hands:
+            self.lose(ConnectionLostError(f"no executor answers on {self.address}"))
+        elif kind is zmq.Event.DISCONNECTED:
+            if self._reader is not None:
+                self._reader.drain()  # the executor may have sent the reason
+            self.lose(ConnectionLostError(f"the executor at {self.address} is gone"))
+
+    def _mismatch(self) -> str:
+        if self._options.key is None:
+            return "this client has no key, and the executor wants one: give key=file (--key)"
+        return "its public key is not the server-key in this client's key file, or it runs without keys"
+
+    def _refusal(self, status: int) -> SymbiosisError:
+        key = self._options.key
+        if status == 400 and key is not None:
+            return RefusedError(
+                f"the executor at {self.address} does not know the public key {key.public.decode()}; "
+                "give its provider your .public file"
+            )
+        return ConnectionLostError(f"the executor at {self.address} cannot check keys now (status {status})")
+
+    @property
+    def carrier(self) -> TcpCarrier:
+        """Carrier of tensors; there after :meth:`join`."""
+        assert self._carrier is not None
+        return self._carrier
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """IP addresses of this end and of the executor's.
+
+        Raises:
+            ConnectionLostError: the connection has ended.
+        """
+        try:
+            assert self._remote is not None
+            return local_ip(self._remote[0]), self._remote[1][0]
+        except OSError as error:
+            raise ConnectionLostError(f"the executor at {self.address} is gone") from error
+
+    async def next(self) -> Message:
+        """Return the next message.
+
+        Raises:
+            ConnectionLostError: the connection has ended, or no message came within ANSWER_WITHIN_S.
+            SymbiosisError: the executor ended the conversation; why.
+        """
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            self._arrived = self._loop.create_future()
+            try:
+                async with asyncio.timeout(ANSWER_WITHIN_S):
+                    await self._arrived
+            except TimeoutError:
+                raise ConnectionLostError(f"no executor answers on {self.address}") from None
+        message = self._messages.popleft()
+        if message.type is Type.ENDED:
+            raise wire.error_of(*message.content[:2])
+        return message
+
+    async def join(self, hello: Hello, again: bool, carrier: Callable[[TcpConnection], TcpCarrier]) -> None:
+        """Connect, get the client's share of the model unless it has joined before (``again``), and make the carrier.
+
+        Raises the errors of :meth:`open`.
+        """
+        await self.open(hello)
+        try:
+            if not again:
+                await self._fetch()
+            self._carrier = carrier(self)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _fetch(self) -> None:
+        """Get the client's share of the model, unless this process has it."""
+        self.share = self.welcome.known()
+        if self.share is not None:
+            return
+        file = ShareFile(self.welcome.content.get("share_bytes"))
+        try:
+            asked = 0
+            while file.done < file.size:
+                while asked < file.size and asked - file.done < CHUNKS_UNDER_WAY * CHUNK:
+                    self.send([wire.pack(Type.SHARE, asked)])
+                    asked += CHUNK
+                message = await self.next()
+                if message.type is not Type.SHARE or len(message.frames) != 1:
+                    raise WireError(f"the executor at {self.address} answered SHARE with {message.type.name}")
+                file.add(wire.read_id(message.content), message.frames[0].buffer)
+                if self._options.progress is not None:
+                    self._options.progress(file.done, file.size)
+            self.share = self.welcome.share(file.tensors)
+        finally:
+            file.close()
+
+    # After the handshake
+
+    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
+        self._received, self._lost = received, lost
+        self.carrier.start(arrived)
+        while self._messages and self._received is not None:
+            received(*self._messages.popleft())
+        if self._error is not None and self._lost is not None:
+            lost(self._error)
+
+    def release(self) -> Released:
+        """Stop using the sockets and return them. The caller owns them from now on."""
+        assert self._reader is not None
+        assert self._monitor is not None
+        sockets = self._reader.release(), self._monitor.release()
+        return Released(self._context, *sockets, self._remote, self._messages)
+
+    def send(self, parts: Sequence[Any]) -> None:
+        if self._reader is None or self._monitor is None or self._error is not None:
+            return
+        try:
+            self._reader.send(parts)
+        except zmq.Again:  # no limit on what may be queued, so the connection has ended
+            self._monitor.drain()  # which may tell why
+            self.lose(ConnectionLostError(f"the executor at {self.address} is gone"))
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        try:
+            type_, content = wire.unpack_answer(frames[0].buffer)
+        except WireError as error:
+            self.lose(error)
+            return
+        if self._received is not None:
+            self._received(type_, content, frames[1:])
+        elif type_ is not Type.PONG:  # by which the executor makes sure that a new client is there
+            self._messages.append(Message(type_, content, frames[1:]))
+            self._wake()
+
+    def silent(self) -> bool:
+        return self._remote is not None and received(*self._remote).silent_s > SILENT_S
+
+    def lose(self, error: SymbiosisError) -> None:
+        """Note that the connection has ended."""
+        if self._error is None:
+            self._error = error
+            self._wake()
+            if self._lost is not None:
+                self._lost(error)
+
+    def _wake(self) -> None:
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def close(self) -> None:
+        self._received = self._lost = None
+        if self._carrier is not None:
+            self._carrier.close()
+        if self._error is None:
+            self._error = ConnectionLostError(f"the connection to {self.address} was closed")
+        if self._reader is not None and self._monitor is not None:
+            if not self._reader.socket.closed:
+                self._reader.socket.disable_monitor()
+            self._monitor.close()
+            self._reader.close()
+        self._context.term()
+
+
+class TcpConnector:
+    """Opens connections to one executor on an event loop."""
+
+    def __init__(
+        self, address: str, options: Options, carrier: Callable[[TcpConnection], TcpCarrier] = FrameCarrier
+    ) -> None:
+        self._address = address
+        self._options = options
+        self._carrier = carrier
+
+    async def join(self, hello: Hello, again: bool) -> TcpConnection:
+        connection = TcpConnection(self._address, self._options)
+        await connection.join(hello, again, self._carrier)
+        return connection
 
 
 def look(address: str, options: Options) -> Look:
-    """What there is to see without joining. Blocks."""
+    """Return what an executor shows without joining it. Blocks."""
 
     async def see() -> Look:
-        connection = Connection(address, options)
-        welcome = await connection.open(Hello(None))
+        connection = TcpConnection(address, options)
+        await connection.open(Hello(None))
         try:
-            status = await connection.ask(Type.STATUS)
+            connection.send([wire.pack(Type.STATUS)])
+            message = await connection.next()
         finally:
             connection.close()
-        if not isinstance(status, dict):
-            raise WireError(f"the executor at {address} has no status")
-        return Look(status, welcome.description, welcome.tokenizer)
+        return connection.welcome.look(message.type, message.content, address)
 
     with LoopThread() as thread:
         return thread.run(see())
-
-
-async def share_of(connection: Connection, welcome: Welcome, progress: Progress | None) -> Share:
-    """Return the share, fetching its tensors from the executor unless this process has them."""
-    share = welcome.known()
-    if share is None:
-        file = ShareFile(welcome.content.get("share_bytes"))
-        try:
-            await connection.fetch(file, progress)
-            share = welcome.share(file.tensors)
-        finally:
-            file.close()
-    return share
-
-
-def measure(call: Call, due: Expected, layers: Sequence[LayerSpec], limits: Limits) -> tuple[int, int]:
-    """Rows of a call, and bytes there and back.
-
-    Raises:
-        RequestError: its tensors are not what its layers take.
-        UsageError: they are more than the executor allows.
-    """
-    rows = call.tensors[0].shape[0]
-    widths, dtype, results = due
-    if not rows or [(tensor.shape, tensor.dtype) for tensor in call.tensors] != [((rows, n), dtype) for n in widths]:
-        wanted = " and ".join(f"[n, {width}]" for width in widths)
-        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in call.tensors)
-        raise RequestError(f"{layers[call.key.layers[0]].name} takes {wanted} {dtype} with n ≥ 1, not {got}")
-    size = rows * (sum(widths) + sum(results)) * dtype.itemsize
-    most = min(limits.arena_bytes, MAX_FRAME_BYTES)
-    if size > most:
-        raise UsageError(
-            f"a call of {rows} rows needs {size} bytes there and back; the executor allows {most}; "
-            "send fewer tokens at once, or ask its host for a larger arena_bytes limit"
-        )
-    return rows, size
-
-
-def check_again(address: str, welcome: Welcome, before: Welcome, checks: Sequence[Check]) -> None:
-    """Whether calls may be sent to an executor that was found again.
-
-    Raises:
-        RefusedError: it has another model.
-        SymbiosisError: what a check says.
-    """
-    if welcome.fingerprint != before.fingerprint:
-        raise RefusedError(f"the executor at {address} came back with another model; open a new client")
-    for check in checks:
-        check(welcome.identity)
-
-
-@dataclass(slots=True, eq=False)
-class Pending:
-    """A call that was sent, or is to be."""
-
-    id: int
-    call: Call
-    reply: asyncio.Future[Results] | None
-    """None when nobody waits any more."""
-    rows: int
-    size: int
-    """Bytes, there and back."""
-
-
-class TcpChannel:
-    """For coroutines: answers arrive on the event loop.
-
-    It never has more outstanding than the executor's limits allow: further calls wait here, in order. When the
-    connection is lost, it reconnects and sends again what was outstanding; calls made meanwhile wait.
-    """
-
-    def __init__(self, connection: Connection, welcome: Welcome, share: Share, hello: Hello, options: Options) -> None:
-        self.client = str(hello.name)
-        self._hello = hello
-        self._checks: list[Check] = []
-        self.device = self.device_for(welcome)
-        self.welcome = welcome
-        self.layers: Sequence[LayerSpec] = welcome.layers
-        self.share = share
-        self._address = connection.address
-        self._options = options
-        self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count(1)
-        self._expected: dict[Key, Expected] = {}
-        self._in_pass = False
-        self._waiting: deque[Pending] = deque()
-        self._sent: dict[int, Pending] = {}
-        self._rows = self._bytes = 0
-        """Of what was sent."""
-        self._ended: SymbiosisError | None = None
-        self._reconnecting: asyncio.Task[None] | None = None
-        self._connection: Connection | None = None
-        self._heard = time.monotonic()
-        self._watcher: asyncio.TimerHandle | None = None
-        self._threads = ThreadCalls(self._loop, self.send, self.cancel)
-        self.call = self._threads.call
-        self.interrupt = self._threads.interrupt
-        self._use(connection)
-        self._watch()
-
-    @classmethod
-    async def open(cls, address: str, hello: Hello, options: Options) -> TcpChannel:
-        """Join the executor at ``address``."""
-        connection = Connection(address, options)
-        welcome = await connection.open(hello)
-        try:
-            share = await share_of(connection, welcome, options.progress)
-            return cls(connection, welcome, share, hello, options)
-        except BaseException:
-            connection.close()
-            raise
-
-    @staticmethod
-    def device_for(welcome: Welcome) -> torch.device:
-        """Where the client's tensors are."""
-        return _CPU
-
-    def identity(self) -> Identity:
-        return self.welcome.identity
-
-    def before_return(self, check: Check) -> None:
-        self._checks.append(check)
-
-    def _expects(self, key: Key) -> Expected:
-        found = self._expected.get(key)
-        if found is None:
-            found = self._expected[key] = expected(self.layers, key)
-        return found
-
-    # ---------------------------------------------------------------------------------------------------------- calls
-
-    def send(self, call: Call) -> asyncio.Future[Results]:
-        if self._ended is not None:
-            raise self._ended
-        rows, size = measure(call, self._expects(call.key), self.layers, self.welcome.limits)
-        call.id = next(self._ids)
-        reply: asyncio.Future[Results] = self._loop.create_future()
-        self._waiting.append(Pending(call.id, call, reply, rows, size))
-        self._send_waiting()
-        return reply
-
-    def _send_waiting(self) -> None:
-        limits = self.welcome.limits
-        while self._waiting and self._connection is not None:
-            pending = self._waiting[0]
-            if self._sent and (
-                len(self._sent) >= limits.calls
-                or self._rows + pending.rows > limits.rows
-                or self._bytes + pending.size > limits.arena_bytes
-            ):
-                return
-            self._waiting.popleft()
-            if not self._sent:
-                self._heard = time.monotonic()
-            self._sent[pending.id] = pending
-            self._rows += pending.rows
-            self._bytes += pending.size
-            self._transmit(self._connection, pending)
-
-    def _transmit(self, connection: Connection, pending: Pending) -> None:
-        call = pending.call
-        message = wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))
-        connection.send([message, *map(payload, call.tensors)])
-
-    def _received(self, message: Message) -> None:
-        self._heard = time.monotonic()
-        type_, content, frames = message
-        if type_ is Type.ENDED:
-            error = wire.error_of(*content[:2])
-            if isinstance(error, ExecutorClosedError) and self._options.retry_s > 0:
-                self._lost(error)
-            else:
-                self._end(error)
-            return
-        if type_ not in (Type.RESULT, Type.FAILED):
-            return
-        pending = self._sent.get(wire.read_id(content))
-        if pending is None:
-            return
-        if type_ is Type.FAILED:
-            self._settle(pending, wire.error_of(*content[1:3]))
-        else:
-            self._take_results(pending, frames)
-
-    def _take_results(self, pending: Pending, frames: Frames) -> None:
-        if pending.reply is None:
-            self._settle(pending, ())
-        else:
-            _, dtype, widths = self._expects(pending.call.key)
-            self._settle(pending, matrices(frames, pending.rows, widths, dtype))
-
-    def _settle(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
-        del self._sent[pending.id]
-        self._rows -= pending.rows
-        self._bytes -= pending.size
-        reply = pending.reply
-        if reply is not None and not reply.done():
-            if isinstance(outcome, tuple):
-                reply.set_result(outcome)
-            else:
-                reply.set_exception(outcome)
-        if self._waiting:
-            self._send_waiting()
-
-    def cancel(self, call: Call) -> None:
-        pending = self._sent.get(call.id)
-        if pending is not None and pending.call is call:
-            if pending.reply is not None:
-                pending.reply = None
-                self._say(wire.pack(Type.CANCEL, call.id))  # it counts until the executor has answered
-        else:
-            self._waiting = deque(pending for pending in self._waiting if pending.call is not call)
-
-    def flush(self) -> None:
-        pass
-
-    def begin_pass(self) -> None:
-        if self._ended is not None:
-            raise self._ended
-        self._in_pass = True
-        self._say(_BEGIN)
-
-    def end_pass(self) -> None:
-        self._in_pass = False
-        self._say(_END)
-
-    def _say(self, message: bytes) -> None:
-        if self._connection is not None:
-            self._connection.send([message])
-
-    # -------------------------------------------------------------------------------------------- connections and ends
-
-    def _use(self, connection: Connection) -> None:
-        self._connection = connection
-        self._rows = self._bytes = 0
-        again = [pending for pending in self._sent.values() if pending.reply is not None]
-        self._sent.clear()
-        self._waiting.extendleft(reversed(again))
-        connection.hand_on(self._received, self._lost)
-        if self._in_pass:
-            self._say(_BEGIN)
-        self._send_waiting()
-
-    def _watch(self) -> None:
-        """Every second or two: is the executor still there?"""
-        self._watcher = self._loop.call_later(WATCH_S, self._watch)
-        connection = self._connection
-        if connection is None:
-            return
-        unheard = time.monotonic() - self._heard
-        if connection.silent():
-            connection.lose(ConnectionLostError(f"there is no sign of life from the executor at {self._address}"))
-        elif self._sent and unheard > SILENT_FOR_S:
-            connection.lose(
-                ConnectionLostError(f"the executor at {self._address} has not answered for {unheard:.0f} s")
-            )
-        elif self._sent and unheard > PING_AFTER_S:
-            self._say(_PING)
-
-    def _lost(self, error: SymbiosisError) -> None:
-        if self._ended is not None or self._connection is None:
-            return
-        self._connection.close()
-        self._connection = None
-        if isinstance(error, WireError):
-            self._end(error)
-        elif self._options.retry_s <= 0:
-            self._end(ConnectionLostError(str(error)))
-        else:
-            self._reconnecting = self._loop.create_task(self._reconnect(error))
-
-    async def _reconnect(self, why: SymbiosisError) -> None:
-        log.warning("executor lost", address=self._address, client=self.client, why=str(why))
-        for delay in backoff(self._options.retry_s):
-            await asyncio.sleep(delay)
-            connection = Connection(self._address, self._options)
-            try:
-                welcome = await connection.open(self._hello)
-                check_again(self._address, welcome, self.welcome, self._checks)
-            except MAY_RETURN as error:
-                connection.close()
-                why = error
-                continue
-            except SymbiosisError as error:
-                connection.close()
-                self._end(error)
-                return
-            self.welcome = welcome
-            try:
-                self._use(connection)
-            except MAY_RETURN as error:  # gone again
-                connection.close()
-                why = error
-                continue
-            log.info("executor is back", address=self._address, client=self.client)
-            return
-        patience = f"{self._options.retry_s:.0f} s"
-        self._end(
-            ConnectionLostError(
-                f"lost the executor at {self._address} and it did not come back within {patience}: {why}"
-            )
-        )
-
-    def _end(self, error: SymbiosisError) -> None:
-        """Every call that waits ends with ``error``, and every later one."""
-        if self._ended is not None:
-            return
-        self._ended = error
-        for pending in (*self._sent.values(), *self._waiting):
-            if pending.reply is not None and not pending.reply.done():
-                pending.reply.set_exception(error)
-        self._sent.clear()
-        self._waiting.clear()
-        if self._watcher is not None:
-            self._watcher.cancel()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def close(self) -> None:
-        self._end(ClientClosedError(f"the client {self.client!r} was closed"))
-        if self._reconnecting is not None:
-            self._reconnecting.cancel()
-
-
-class TcpBlockingChannel(BlockingChannel):
-    """For synchronous code: the thread that calls uses the ZeroMQ socket itself.
-
-    There is no thread of ours between a caller and ZeroMQ's, and none that would have to stay awake for signs of life:
-    ZeroMQ sends heartbeats, and the kernel knows when a byte came last. Handshakes need an event loop, and have one in
-    a thread that ends with them.
-    """
-
-    def __init__(
-        self, address: str, line: Line, welcome: Welcome, share: Share, hello: Hello, options: Options
-    ) -> None:
-        super().__init__(address, str(hello.name), options.retry_s)
-        self._hello = hello
-        self.device = _CPU
-        self.welcome = welcome
-        self.layers: Sequence[LayerSpec] = welcome.layers
-        self.share = share
-        self._options = options
-        self._line = line
-        self._ids = itertools.count(1)
-        self._expected: dict[Key, Expected] = {}
-
-    @classmethod
-    def open(cls, address: str, hello: Hello, options: Options) -> TcpBlockingChannel:
-        """Join the executor at ``address``."""
-
-        async def join(progress: Progress | None) -> tuple[Line, Welcome, Share]:
-            connection = Connection(address, options)
-            welcome = await connection.open(hello)
-            try:
-                share = await share_of(connection, welcome, progress)
-            except BaseException:
-                connection.close()
-                raise
-            return connection.detach(), welcome, share
-
-        with LoopThread() as thread, bar_unless(options.progress, address) as progress:
-            return cls(address, *thread.run(join(progress)), hello, options)
-
-    def identity(self) -> Identity:
-        return self.welcome.identity
-
-    def _exchange(self, call: Call) -> Results:
-        expected_ = self._expected.get(call.key)
-        if expected_ is None:
-            expected_ = self._expected[call.key] = expected(self.layers, call.key)
-        rows, _ = measure(call, expected_, self.layers, self.welcome.limits)
-        id_ = next(self._ids)
-        message = wire.pack_call(CallMessage(id_, call.key, call.kind, rows, 0, 0))
-        self._line.send([message, *map(payload, call.tensors)])
-        type_, content, frames = self._answer(id_)
-        if type_ is Type.FAILED:
-            raise wire.error_of(*content[1:3])
-        return matrices(frames, rows, expected_.results, expected_.dtype)
-
-    def _answer(self, id_: int) -> Message:
-        """RESULT or FAILED of call ``id_``."""
-        began = asked = time.monotonic()
-        while True:
-            message = self._line.receive()
-            if message is None:
-                now = time.monotonic()
-                if self._closed:
-                    raise self._closed_error()
-                if now - began > SILENT_FOR_S:
-                    raise ConnectionLostError(f"{self._address} has not answered for {now - began:.0f} s")
-                if now - asked > PING_AFTER_S:
-                    asked = now
-                    self._line.send([_PING])
-                continue
-            began = asked = time.monotonic()
-            if message.type is Type.ENDED:
-                raise wire.error_of(*message.content[:2])
-            if message.type in (Type.RESULT, Type.FAILED) and wire.read_id(message.content) == id_:
-                return message
-
-    def _tell(self, in_pass: bool) -> None:
-        self._line.send([_BEGIN if in_pass else _END])
-
-    def _join_again(self) -> None:
-        async def join() -> tuple[Line, Welcome]:
-            connection = Connection(self._address, self._options)
-            welcome = await connection.open(self._hello)
-            try:
-                check_again(self._address, welcome, self.welcome, self._checks)
-            except BaseException:
-                connection.close()
-                raise
-            return connection.detach(), welcome
-
-        with LoopThread() as thread:
-            self._line, self.welcome = thread.run(join())
-
-    def _interrupt(self) -> None:
-        pass  # it looks every tenth of a second
-
-    def _hang_up(self) -> None:
-        self._line.close()
-
-    def _let_go(self) -> None:
-        pass  # pyzmq leaves a parent's sockets alone
-
-
-_BEGIN, _END, _PING = (wire.pack(type_) for type_ in (Type.BEGIN, Type.END, Type.PING))

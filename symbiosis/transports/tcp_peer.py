@@ -1,4 +1,4 @@
-"""The executor's side of one ``tcp://`` connection."""
+"""The executor's end of one ``tcp://`` connection: flow of messages, and tensors as raw frames after their message."""
 
 from __future__ import annotations
 
@@ -6,195 +6,212 @@ import asyncio
 import contextlib
 import socket as sockets
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import zmq
 
-from symbiosis.core.requests import Expected
+from symbiosis.core.transport import Service, Session
 from symbiosis.errors import BusyError, WireError
-from symbiosis.transports import wire
-from symbiosis.transports.peer import Peer
+from symbiosis.transports import peer, wire
+from symbiosis.transports.chunks import Chunks
+from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.sockets import Frames, Received, matrices, payload, received, the_connection
-from symbiosis.transports.wire import CallMessage, Type
+from symbiosis.transports.wire import PING, CallMessage, Limits, Type
 
-if TYPE_CHECKING:
-    from symbiosis.transports.tcp import TcpListener
+__all__ = ["Accepted", "FrameCourier", "ShareCourier", "TcpLine"]
 
-__all__ = ["Link", "TcpPeer"]
-
-PING = wire.pack(Type.PING)
 _COPIED_BELOW = 64 << 10
-"""Bytes. ZeroMQ copies what is smaller: that costs less than keeping track of it."""
+"""Bytes. ZeroMQ copies smaller buffers: that costs less than a tracker for each."""
+
+Results = tuple[torch.Tensor, ...]
 
 
-@dataclass(slots=True, eq=False)
-class Link:
-    """A TCP connection that ZeroMQ has accepted."""
+class Accepted:
+    """A TCP connection that ZeroMQ has accepted. Times are in seconds on the loop's clock.
 
-    descriptor: int
-    remote: tuple[str, int]
-    since: float
-    """Seconds on the loop's clock."""
-    doubtful_until: float = 0.0
-    """When it is sure that messages that came by its descriptor are its own; on the same clock."""
-    peer: TcpPeer | None = None
-    cut_at: float | None = None
-    messages: int = 0
-    """That came from there, whole."""
-    _seen: tuple[int, int] = (0, 0)
-    """Messages, and bytes, when there were more messages than before."""
+    Args:
+        descriptor: of the connection.
+        remote: IP address and port of the client.
+        since: when it was accepted.
+        doubtful_until: until then, messages may arrive that an earlier connection with this descriptor has sent.
+    """
+
+    def __init__(self, descriptor: int, remote: tuple[str, int], since: float, doubtful_until: float) -> None:
+        self.descriptor = descriptor
+        self.remote = remote
+        self.since = since
+        self.doubtful_until = doubtful_until
+        self.line: TcpLine | None = None
+        self.cut_at: float | None = None
+        self._messages = 0
+        self._seen = (0, 0)
+        """Messages, and bytes received, when a message was last seen to have come."""
 
     def __str__(self) -> str:
         return f"{self.remote[0]}:{self.remote[1]}"
 
+    def belongs_to(self, line: TcpLine) -> None:
+        """Note whose messages come over this connection."""
+        self.line = line
+
+    def take(self, line: TcpLine, frames: Frames) -> None:
+        """Pass on a whole message."""
+        self._messages += 1
+        line.take(frames)
+
     def received(self) -> Received:
-        """When the last byte came from there, and how many."""
+        """Return when the last byte came, and how many have come."""
         return received(self.descriptor, self.remote)
 
     def unfinished(self, received_bytes: int) -> int:
-        """Bytes that have come since there was a message; at most what the time between two looks brings too much."""
-        if self.messages != self._seen[0]:
-            self._seen = self.messages, received_bytes
+        """Return how many bytes have come since the last whole message, to within the time between two calls."""
+        if self._messages != self._seen[0]:
+            self._seen = self._messages, received_bytes
         return received_bytes - self._seen[1]
 
+    def cut_after(self, seconds: float) -> None:
+        """Have the listener cut the connection unless the client closes it first."""
+        self.cut_at = asyncio.get_running_loop().time() + seconds
+
     def cut(self) -> None:
-        """End it now. ZeroMQ has no call for that; it notices, as if the other side had done it."""
+        """End the connection now. ZeroMQ has no call for that; it sees it as ended by the client."""
         with the_connection(self.descriptor, self.remote) as connection:
             if connection is not None:
                 with contextlib.suppress(OSError):
                     connection.shutdown(sockets.SHUT_RDWR)
 
 
-class TcpPeer(Peer):
-    """One connection that has said something. ``user`` is the public key that it has shown; None without CURVE."""
+class Budget:
+    """Bytes of the tensors of one client's outstanding calls, within ``limit``."""
 
-    def __init__(self, listener: TcpListener, identity: bytes, link: Link, user: str | None, tenant: str) -> None:
-        super().__init__(listener.service, listener.limits, tenant)
+    def __init__(self, limit: int) -> None:
+        self.held = 0
+        self._limit = limit
+        self._sizes: dict[int, int] = {}
+
+    def hold(self, id_: int, size: int) -> None:
+        """Count the tensors of a call.
+
+        Raises:
+            WireError: the client would exceed its limit.
+        """
+        self.check(size)
+        self._sizes[id_] = size
+        self.held += size
+
+    def check(self, more: int) -> None:
+        """Raise WireError if ``more`` bytes would exceed the limit."""
+        if self.held + more > self._limit:
+            raise WireError(f"{self.held + more} bytes of tensors are outstanding; at most {self._limit} are allowed")
+
+    def free(self, id_: int) -> None:
+        """Stop counting the tensors of a call."""
+        self.held -= self._sizes.pop(id_, 0)
+
+
+class TcpLine:
+    """The messages of one connection.
+
+    Args:
+        service: the executor.
+        limits: limits of the client.
+        identity: the client's identity at the ROUTER.
+        accepted: the connection.
+        user: public key of the client (Z85); None without CURVE.
+        tenant: name of the key, or the client's IP address.
+        send: sends [identity, message, frame…] by the ROUTER.
+        connections: returns how many connections a tenant has.
+        courier: makes the courier of tensors.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        limits: Limits,
+        identity: bytes,
+        accepted: Accepted,
+        user: str | None,
+        tenant: str,
+        send: Callable[[Sequence[Any]], None],
+        connections: Callable[[str], int],
+        courier: Callable[[TcpLine], Courier],
+    ) -> None:
+        self.service = service
+        self.limits = limits
         self.identity = identity
-        self.link = link
+        self.accepted = accepted
         self.user = user
-        self._listener = listener
+        self.tenant = tenant
+        self.budget = Budget(limits.arena_bytes)
+        self._send_by_router = send
+        self._connections = connections
         self._listening = True
         self._waiting: deque[Frames] = deque()
-        """Messages that came while it had more outstanding than it may."""
+        """Messages that came while the client was at its limits."""
         self._waiting_bytes = 0
-        self._frames: Frames = ()
-        """What came with the message that is being read."""
-        self._sizes: dict[int, int] = {}
-        """Bytes of each outstanding call's tensors."""
-        self._held_bytes = 0
         self._unsent: deque[tuple[Any, int]] = deque()
         """Large answers on their way: ZeroMQ's tracker, bytes."""
         self._unsent_bytes = 0
+        self.peer = Peer(service, limits, tenant, self, courier(self))
 
-    @property
-    def is_gone(self) -> bool:
-        return self._gone
-
-    # ------------------------------------------------------------------------------------------------ what comes in
+    # Incoming messages
 
     def take(self, frames: Frames) -> None:
-        """A message: [message, matrix…]."""
-        if self._gone:
+        """Take a message: [message, matrix…]."""
+        if self.peer.gone:
             return
         if len(frames) == 1 and frames[0].buffer == PING:
-            self.received(PING)  # however much else it has to wait for
+            self.peer.received(PING)  # also while the client is at its limits
         elif self._listening and not self._waiting:
-            self._read_one(frames)
+            self.peer.received(frames[0].buffer, frames[1:])
         else:
             self._waiting.append(frames)
             self._waiting_bytes += sum(map(len, frames))
-            if len(self._waiting) > 4 * self._limits.calls + 64:
-                self.refuse(WireError(f"{len(self._waiting)} messages beyond the limit of {self._limits.calls} calls"))
-            elif self._waiting_bytes + self._held_bytes > self._limits.arena_bytes:
-                self.refuse(self._too_much(self._waiting_bytes + self._held_bytes))
-
-    def _too_much(self, size: int) -> WireError:
-        return WireError(f"{size} bytes of tensors are outstanding; at most {self._limits.arena_bytes} are allowed")
-
-    def _read_one(self, frames: Frames) -> None:
-        self._frames = frames[1:]
-        try:
-            self.received(frames[0].buffer)
-        finally:
-            self._frames = ()
-
-    def _read_waiting(self) -> None:
-        while self._waiting and self._listening and not self._gone:
-            frames = self._waiting.popleft()
-            self._waiting_bytes -= sum(map(len, frames))
-            self._read_one(frames)
+            try:
+                if len(self._waiting) > 4 * self.limits.calls + 64:
+                    raise WireError(f"{len(self._waiting)} messages beyond the limit of {self.limits.calls} calls")
+                self.budget.check(self._waiting_bytes)
+            except WireError as error:
+                self.peer.refuse(error)
 
     def listen(self, wanted: bool) -> None:
         self._listening = wanted
         if wanted and self._waiting:
             asyncio.get_running_loop().call_soon(self._read_waiting)
 
-    def _control(self, type_: Type, content: Sequence[Any]) -> None:
-        if self._frames:
-            raise WireError(f"{type_.name} brings no tensors")
-        if type_ is Type.SHARE and self.session is not None:
-            start = wire.read_id(content)
-            self._send([wire.pack(Type.SHARE, start), self._trace(payload(self._listener.chunks().at(start)))])
-        else:
-            super()._control(type_, content)
+    def _read_waiting(self) -> None:
+        while self._waiting and self._listening and not self.peer.gone:
+            frames = self._waiting.popleft()
+            self._waiting_bytes -= sum(map(len, frames))
+            self.peer.received(frames[0].buffer, frames[1:])
 
-    def qualified(self, name: str) -> str:
-        # With keys, names are each tenant's own: nobody can be in the way of another.
-        return name if self.user is None else f"{self.tenant}/{name}"
+    def admit(self, name: str) -> str:
+        others = self._connections(self.tenant) - 1
+        if others >= self.limits.clients:
+            raise BusyError(f"{self.tenant} has {others} connections here already; close one first")
+        return name if self.user is None else f"{self.tenant}/{name}"  # with keys, each tenant has names of its own
 
-    def _hello(self, hello: wire.Hello) -> None:
-        mine = self._listener.connections_of(self.tenant)
-        if not self._greeted and mine > self._limits.clients:
-            self.refuse(BusyError(f"{self.tenant} has {mine - 1} connections here already; close one first"))
-            return
-        super()._hello(hello)
-
-    def tensors(self, message: CallMessage, expected: Expected) -> tuple[torch.Tensor, ...]:
-        size = sum(map(len, self._frames))
-        if self._held_bytes + size > self._limits.arena_bytes:
-            raise self._too_much(self._held_bytes + size)
-        tensors = matrices(self._frames, message.rows, expected.widths, expected.dtype)
-        device = self._service.device
-        return tensors if device.type == "cpu" else tuple(tensor.to(device) for tensor in tensors)
-
-    # What is outstanding, in bytes: Peer counts calls and rows.
-
-    def _call(self, session: Any, message: CallMessage) -> None:
-        size = sum(map(len, self._frames))
-        super()._call(session, message)
-        if message.id in self._calls:
-            self._sizes[message.id] = size
-            self._held_bytes += size
-
-    def _done(self, message: CallMessage, reply: asyncio.Future[tuple[torch.Tensor, ...]]) -> None:
-        self._held_bytes -= self._sizes.pop(message.id, 0)
-        super()._done(message, reply)
-
-    def _cancel(self, id_: int) -> None:
-        self._held_bytes -= self._sizes.pop(id_, 0)
-        super()._cancel(id_)
-
-    # ------------------------------------------------------------------------------------------------ what goes out
-
-    def welcome(self, session: bool) -> dict[str, Any]:
-        return {"share_bytes": self._listener.chunks().size} if session else {}
-
-    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
-        if not self._gone:
-            parts: list[Any] = [wire.pack(Type.RESULT, message.id)]
-            parts.extend(self._trace(payload(result.cpu())) for result in results)
-            self._send(parts)
+    # Outgoing messages
 
     def send(self, message: bytes) -> None:
-        if not self._gone:
-            self._send([message if len(message) < _COPIED_BELOW else self._trace(memoryview(message))])
+        if not self.peer.gone:
+            self.send_parts([message if len(message) < _COPIED_BELOW else self.trace(memoryview(message))])
 
-    def _trace(self, buffer: Any) -> Any:
-        """A large buffer as a frame of which we learn when it is on its way."""
+    def send_parts(self, parts: Sequence[Any]) -> None:
+        """Send a message and its frames."""
+        try:
+            self._send_by_router([self.identity, *parts])
+        except zmq.Again:
+            self.drop("it does not read its answers")
+        except zmq.ZMQError as error:  # EHOSTUNREACH: the connection has ended
+            self.peer.leave(error.strerror or "its connection has ended")
+        else:
+            self.count_unsent(0)
+
+    def trace(self, buffer: Any) -> Any:
+        """Return a buffer as a frame; count the bytes of a large one until ZeroMQ has sent them."""
         size = buffer.nbytes
         if size < _COPIED_BELOW:
             return buffer
@@ -206,26 +223,67 @@ class TcpPeer(Peer):
         self._unsent_bytes += size
         return frame
 
-    def _send(self, parts: list[Any]) -> None:
-        try:
-            self._listener.send([self.identity, *parts])
-        except zmq.Again:
-            self._drop("it does not read its answers")
-        except zmq.ZMQError as error:  # EHOSTUNREACH: the connection has ended; the monitor will say so too
-            self.gone(error.strerror or "its connection has ended")
-        else:
-            if self._unsent_bytes > self._limits.arena_bytes + self._limits.arena_bytes // 4:
-                self._drop("it does not read its answers")
+    def count_unsent(self, size: int) -> None:
+        """Count bytes on their way to the client (negative: they were sent). Too many end the connection."""
+        self._unsent_bytes += size
+        if self._unsent_bytes > self.limits.arena_bytes + self.limits.arena_bytes // 4:
+            self.drop("it does not read its answers")
 
-    def _drop(self, why: str) -> None:
-        self.gone(why)
-        self.link.cut()
+    def drop(self, why: str) -> None:
+        """End the connection now."""
+        self.peer.leave(why)
+        self.accepted.cut()
 
     def hang_up(self) -> None:
-        self.link.cut_at = asyncio.get_running_loop().time() + wire.GOODBYE_S
-
-    def gone(self, why: str) -> None:
-        super().gone(why)
         self._waiting.clear()
-        self._sizes.clear()
-        self._unsent.clear()
+        self.accepted.cut_after(peer.GOODBYE_S)
+
+
+class ShareCourier:
+    """Hands out the client's share of the model in chunks.
+
+    Args:
+        line: the connection.
+        chunks: returns the share; called when the first client joins.
+    """
+
+    def __init__(self, line: TcpLine, chunks: Callable[[], Chunks]) -> None:
+        self._line = line
+        self._chunks = chunks
+
+    def welcome(self, joined: bool) -> dict[str, Any]:
+        """Return the size of the share, for a client that joins."""
+        return {"share_bytes": self._chunks().size} if joined else {}
+
+    def control(self, type_: Type, content: Sequence[Any]) -> bool:
+        """Answer SHARE. Return whether the message is one."""
+        if type_ is not Type.SHARE:
+            return False
+        start = wire.read_id(content)
+        chunk = self._line.trace(payload(self._chunks().at(start)))
+        self._line.send_parts([wire.pack(Type.SHARE, start), chunk])
+        return True
+
+
+class FrameCourier:
+    """Takes tensors from the frames of a message, and sends results as frames."""
+
+    def __init__(self, line: TcpLine, share: ShareCourier) -> None:
+        self.welcome = share.welcome
+        self.control = share.control
+        self.free = line.budget.free
+        self._line = line
+        self._device = line.service.device
+
+    def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
+        expected = session.expects(message.key)
+        tensors = matrices(frames, message.rows, expected.widths, expected.dtype)
+        self._line.budget.hold(message.id, sum(map(len, frames)))
+        return tensors if self._device.type == "cpu" else tuple(tensor.to(self._device) for tensor in tensors)
+
+    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
+        parts = [wire.pack_result(message.id), *[self._line.trace(payload(result.cpu())) for result in results]]
+        self._line.send_parts(parts)
+
+    def close(self) -> None:
+        pass  # frames go with the calls that hold them

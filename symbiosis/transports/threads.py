@@ -1,5 +1,7 @@
-"""Calls from threads that may block (a client's backward, or synchronous code) to a channel that lives on an event
-loop."""
+"""Calls from threads that may block to a channel on an event loop.
+
+Backward passes of coroutine clients and synchronous code run on such threads.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ import torch
 
 from symbiosis.core.requests import Call
 from symbiosis.core.transport import Channel
-from symbiosis.errors import ClientClosedError, ExecutorClosedError, SymbiosisError
-from symbiosis.transports.blocking import SynchronousChannel, forked_error
+from symbiosis.errors import ExecutorClosedError, SymbiosisError
+from symbiosis.transports.synchronous import SynchronousChannel, closed_error, forked_error
 
 __all__ = ["LoopThread", "ThreadCalls", "ThreadedChannel"]
 
@@ -43,7 +45,13 @@ class _Waiting:
 
 
 class ThreadCalls:
-    """Hands calls to a channel's ``send`` on its event loop and blocks until they are answered."""
+    """Passes calls to a channel's ``send`` on its event loop and blocks until they are answered.
+
+    Args:
+        loop: the channel's event loop.
+        send: sends a call; called on the loop.
+        cancel: withdraws a call; called on the thread that calls :meth:`interrupt`.
+    """
 
     def __init__(
         self,
@@ -57,7 +65,7 @@ class ThreadCalls:
         self._waiting: set[_Waiting] = set()
 
     def call(self, call: Call) -> Results:
-        """Send a call and wait; on any thread but the loop's."""
+        """Send a call and return its results. Any thread but the loop's may call this."""
         waiting = _Waiting(call)
         self._waiting.add(waiting)
         try:
@@ -79,13 +87,13 @@ class ThreadCalls:
             return
         try:
             reply = self._send(waiting.call)
-        except Exception as error:  # noqa: BLE001 (the thread that waits must get it, whatever it is)
+        except Exception as error:  # noqa: BLE001 (the waiting thread gets any error)
             waiting.answer(None, error)
             return
         reply.add_done_callback(partial(_deliver, waiting))
 
     def interrupt(self, error: BaseException) -> None:
-        """End every call that waits with ``error``."""
+        """End every waiting call with ``error``."""
         for waiting in list(self._waiting):
             waiting.answer(None, error)
             self._cancel(waiting.call)
@@ -101,7 +109,7 @@ def _deliver(waiting: _Waiting, reply: asyncio.Future[Results]) -> None:
 
 
 class LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop on its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -116,7 +124,7 @@ class LoopThread:
         self.loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine; blocks."""
+        """Return the result of a coroutine. Blocks."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -125,7 +133,7 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """End the loop and wait for its thread."""
+        """Stop the loop and wait for its thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
 
@@ -137,7 +145,7 @@ class LoopThread:
 
 
 class ThreadedChannel(SynchronousChannel):
-    """Synchronous code's way to a channel that lives on an event loop: a loop in a thread of its own."""
+    """A channel for synchronous code that uses a channel on the event loop of another thread."""
 
     def __init__(self, thread: LoopThread, channel: Channel) -> None:
         self.client = channel.client
@@ -160,7 +168,7 @@ class ThreadedChannel(SynchronousChannel):
         if os.getpid() != self._pid:
             raise forked_error(self.client)
         if self._closed:
-            raise ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
+            raise closed_error(self.client)
 
     def begin_pass(self) -> None:
         self._walk(True)
@@ -174,7 +182,7 @@ class ThreadedChannel(SynchronousChannel):
             self._soon(self._walk_now, in_pass)
 
     def _walk_now(self, in_pass: bool) -> None:
-        with contextlib.suppress(SymbiosisError):  # the next call says it
+        with contextlib.suppress(SymbiosisError):  # the next call raises it
             if in_pass:
                 self._channel.begin_pass()
             else:

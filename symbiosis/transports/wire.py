@@ -1,16 +1,15 @@
-"""The wire format: messages between a client and an executor, the same for every transport. No I/O here.
+"""The wire format: messages between a client and an executor, the same for every transport, without I/O.
 
-A message is a msgpack array whose first element is its :class:`Type`; ``docs/wire.md`` describes each. Nothing that
-arrives is trusted: :func:`unpack` bounds its size and depth before it is parsed and every field is checked before it
-is used. Tensors do not travel in messages; a message only says where they are. Shapes and dtypes do not travel either:
-they follow from the layer table, so they cannot contradict it.
+A message is a msgpack array whose first element is its :class:`Type`; ``docs/wire.md`` describes each. No received data
+is trusted: :func:`unpack` limits the size and depth of a message before parsing, and every field is checked before it
+is used. Tensors do not travel in messages; a message only says where they are. Shapes and dtypes follow from the layer
+table and do not travel, so they cannot contradict it.
 
-Legend: a *place* is an offset into a client's arena, in bytes, a multiple of :data:`ALIGN`.
+A *place* is an offset into a client's arena, in bytes, and a multiple of :data:`ALIGN`.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
@@ -27,13 +26,11 @@ __all__ = [
     "ALIGN",
     "VERSION",
     "CallMessage",
-    "Frames",
     "Hello",
     "Limits",
     "Type",
     "align",
     "error_of",
-    "frame",
     "pack",
     "pack_call",
     "pack_error",
@@ -47,28 +44,27 @@ __all__ = [
     "unpack_answer",
 ]
 
-VERSION = 2
+VERSION = 3
 MAGIC = "symbiosis"
 ALIGN = 64
-"""Matrices start at multiples of this in an arena: a cache line."""
+"""Alignment of matrices in an arena, in bytes: a cache line."""
 MAX_TO_EXECUTOR = 64 << 10
-"""Bytes of a message to an executor."""
+"""Largest message to an executor, in bytes."""
 MAX_TO_CLIENT = 128 << 20
-"""Bytes of a message to a client: the welcome brings the layer table and the tokenizer's files."""
+"""Largest message to a client, in bytes: WELCOME contains the layer table and the tokenizer files."""
 MAX_NAME = 128
 MAX_SIBLINGS = 64
 MAX_RENDEZVOUS = 4096
-"""Bytes of what NCCL needs to know."""
-LOOK_WITHIN_S = 30.0
-"""How long a connection without a session may stay."""
-GOODBYE_S = 1.0
-"""How long a client that was shown out has to take notice before its connection is cut."""
+"""Largest value of a RENDEZVOUS, in bytes. gloo needs 170, NCCL 128."""
 _INT63 = (1 << 63) - 1
 
 
 class Type(IntEnum):
-    """What a message is. To the executor: HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE, SEGMENT. To the
-    client: the others; STATUS, SHARE and SEGMENT are answered with the same type. RENDEZVOUS goes both ways."""
+    """Type of a message.
+
+    Clients send HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE, SEGMENT and RENDEZVOUS. Executors send the other
+    types, and answer STATUS, SHARE, SEGMENT and RENDEZVOUS with the same type.
+    """
 
     HELLO = 1
     WELCOME = 2
@@ -89,10 +85,13 @@ class Type(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may take of an executor, told to it in the welcome.
+    """Limits of one client, sent in WELCOME.
 
-    ``calls``, ``rows``: outstanding at once; whoever has more is not listened to until some are answered.
-    ``arena_bytes``: of the memory that carries its tensors. ``clients``: of one tenant at once, over ``tcp://``.
+    Args:
+        calls: outstanding calls. A client that reaches this limit, or that of rows, is not read until it is below.
+        rows: outstanding rows.
+        arena_bytes: bytes of the memory that carries the client's tensors.
+        clients: connections of one tenant, over ``tcp://`` and ``dist://``.
     """
 
     calls: int = 64
@@ -102,7 +101,7 @@ class Limits:
 
     @classmethod
     def of(cls, value: Any) -> Limits:
-        """From a welcome."""
+        """Return the limits in a WELCOME, after checking them."""
         if not isinstance(value, dict):
             raise WireError(f"limits are {value!r}")
         return cls(**{field.name: _integer(value.get(field.name), 1, _INT63, field.name) for field in fields(cls)})
@@ -112,15 +111,15 @@ class Limits:
 
 
 class Hello(NamedTuple):
-    """Who knocks, and what it asks to be served like. Without a name it only wants to look: the executor's state, no
-    session."""
+    """A client's first message: its name and the terms it asks for. Without a name it asks for the executor's status
+    only, and gets no session."""
 
     name: str | None
     terms: Terms = NO_TERMS
 
 
 class CallMessage(NamedTuple):
-    """A call, its tensors at ``place``, its results expected at ``answer``."""
+    """A call. Its matrices lie at ``place``; the client expects its results at ``answer``."""
 
     id: int
     key: Key
@@ -131,11 +130,8 @@ class CallMessage(NamedTuple):
 
 
 def align(size: int) -> int:
-    """The next multiple of :data:`ALIGN`."""
+    """Return ``size`` rounded up to a multiple of :data:`ALIGN`."""
     return -(-size // ALIGN) * ALIGN
-
-
-# ----------------------------------------------------------------------------------------------------------- messages
 
 
 _packer = msgpack.Packer(autoreset=True)
@@ -143,18 +139,18 @@ _TYPES = {int(type_): type_ for type_ in Type}
 
 
 def pack(type_: Type, *content: Any) -> bytes:
-    """A message."""
+    """Return a message."""
     return cast(bytes, msgpack.packb((int(type_), *content)))
 
 
 def pack_hello(hello: Hello) -> bytes:
-    """HELLO. Of the terms, those that are given."""
+    """Return HELLO, with the terms that differ from the defaults."""
     terms = {name: value for name in _ASKED if (value := getattr(hello.terms, name)) != getattr(NO_TERMS, name)}
     return pack(Type.HELLO, MAGIC, VERSION, hello.name, terms)
 
 
 def pack_call(call: CallMessage) -> bytes:
-    """CALL."""
+    """Return CALL."""
     layers, pass_, fp32 = call.key
     return cast(
         bytes,
@@ -163,33 +159,37 @@ def pack_call(call: CallMessage) -> bytes:
 
 
 def pack_result(id_: int) -> bytes:
-    """RESULT."""
+    """Return RESULT."""
     return cast(bytes, _packer.pack((4, id_)))
 
 
 def pack_error(id_: int, error: BaseException) -> bytes:
-    """FAILED: what went wrong with one call, by the name of its error class."""
+    """Return FAILED, with the name of the error's class if :mod:`symbiosis.errors` has it."""
     name = type(error).__name__
     return pack(Type.FAILED, id_, name if name in errors.__all__ else "BrokenError", str(error)[:2000])
 
 
 def error_of(name: Any = None, text: Any = "it gave no reason") -> SymbiosisError:
-    """The error that a FAILED or ENDED message tells of, as far as it does."""
+    """Return the error in a FAILED or ENDED message. An unknown class becomes BrokenError."""
     cls = getattr(errors, name, BrokenError) if isinstance(name, str) and name in errors.__all__ else BrokenError
     return cast(SymbiosisError, cls(str(text)[:2000]))
 
 
 def unpack(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """The type and content of a message to an executor; its arrays become tuples.
+    """Return the type and content of a message to an executor. Its arrays become tuples.
 
     Raises:
-        WireError: it is too large, or no message.
+        WireError: the message is too large or malformed.
     """
     return _unpack(data, MAX_TO_EXECUTOR, use_list=False)
 
 
 def unpack_answer(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """The type and content of a message to a client; its arrays become lists."""
+    """Return the type and content of a message to a client. Its arrays become lists.
+
+    Raises:
+        WireError: the message is too large or malformed.
+    """
     return _unpack(data, MAX_TO_CLIENT, use_list=True)
 
 
@@ -204,7 +204,7 @@ def _unpack(data: bytes | memoryview, max_bytes: int, *, use_list: bool) -> tupl
 
 
 def read_hello(content: Sequence[Any]) -> Hello:
-    """Check a HELLO: [magic, version, name, terms]."""
+    """Return the content of a HELLO, [magic, version, name, terms], after checking it."""
     if len(content) < 2 or content[0] != MAGIC:
         raise WireError("the first message is not this protocol's HELLO")
     if content[1] != VERSION or len(content) != 4:
@@ -230,7 +230,7 @@ def _terms(value: Any) -> Terms:
 
 
 def read_call(content: Sequence[Any]) -> CallMessage:
-    """Check the fields of a CALL for themselves; whether they fit the layer table is the session's to check."""
+    """Return the content of a CALL after checking each field. The session checks whether it fits the layer table."""
     try:
         id_, layers, pass_, kind, rows, place, answer = content
     except ValueError:
@@ -253,24 +253,24 @@ def read_call(content: Sequence[Any]) -> CallMessage:
 
 _PASSES = {pass_ + 3 * fp32: (pass_, fp32) for pass_ in Pass for fp32 in (False, True)}
 _KINDS = {int(kind): kind for kind in Kind}
-_ASKED = Terms._fields[:4]
+_ASKED = Terms._fields
 
 
 def read_id(content: Sequence[Any]) -> int:
-    """The id of a call that a message is about, its first field."""
+    """Return the id of the call that a message is about: its first field."""
     return _integer(content[0] if content else None, 0, _INT63, "id")
 
 
-def read_rendezvous(content: Sequence[Any]) -> tuple[int, str, int | bytes]:
-    """Check a RENDEZVOUS: [lane, key, value]."""
+def read_rendezvous(content: Sequence[Any]) -> tuple[int, str, bytes]:
+    """Return lane, key and value of a RENDEZVOUS, after checking them."""
     if len(content) != 3:
         raise WireError(f"a RENDEZVOUS has 3 fields, not {len(content)}")
     lane, key, value = content
     if type(key) is not str or len(key) > MAX_NAME:
         raise WireError(f"a RENDEZVOUS's key has at most {MAX_NAME} characters")
-    if type(value) is bytes and len(value) <= MAX_RENDEZVOUS:
-        return _integer(lane, 0, 1, "lane"), key, value
-    return _integer(lane, 0, 1, "lane"), key, _integer(value, 1, 65535, "port")
+    if type(value) is not bytes or len(value) > MAX_RENDEZVOUS:
+        raise WireError(f"a RENDEZVOUS's value has at most {MAX_RENDEZVOUS} bytes")
+    return _integer(lane, 0, 1, "lane"), key, value
 
 
 def _integer(value: Any, low: int, high: int, what: str) -> int:
@@ -279,50 +279,5 @@ def _integer(value: Any, low: int, high: int, what: str) -> int:
     return value
 
 
-# ----------------------------------------------------------------------------------------------------- on a byte stream
-
-
-_LENGTH = struct.Struct("<I")
-
-
-def frame(message: bytes) -> bytes:
-    """A message on a byte stream: its length in 4 bytes, little-endian, and itself."""
-    return _LENGTH.pack(len(message)) + message
-
-
-class Frames:
-    """Cuts a byte stream into messages. Holds at most one incomplete message."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max = max_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Take what has arrived."""
-        self._buffer += data
-
-    def only(self, data: bytes) -> bytes | None:
-        """The message, if ``data`` is one and nothing else is waiting: what a stream of calls and answers looks like.
-        Otherwise None, and ``data`` is fed."""
-        if not self._buffer and len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4 <= self._max:
-            return data[4:]
-        self._buffer += data
-        return None
-
-    def next(self) -> bytes | None:
-        """The next whole message, if it is there.
-
-        Raises:
-            WireError: it announces more than is allowed. Nothing was allocated for it.
-        """
-        buffer = self._buffer
-        if len(buffer) < 4:
-            return None
-        (length,) = _LENGTH.unpack_from(buffer)
-        if length > self._max:
-            raise WireError(f"a message of {length} bytes is announced; at most {self._max} are allowed")
-        if len(buffer) < 4 + length:
-            return None
-        message = bytes(buffer[4 : 4 + length])
-        del buffer[: 4 + length]
-        return message
+BEGIN, END, PING = (pack(type_) for type_ in (Type.BEGIN, Type.END, Type.PING))
+"""Messages without content."""

@@ -1,0 +1,241 @@
+"""The asyncio driver of a client's conversation: the channel for coroutines, whatever the transport."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from symbiosis.core.requests import Call
+from symbiosis.core.transport import Check, Identity
+from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
+from symbiosis.log import get_logger
+from symbiosis.transports.backoff import backoff
+from symbiosis.transports.carrier import Connection, Connector
+from symbiosis.transports.conversation import CARRIED, Conversation, State, Watch
+from symbiosis.transports.outstanding import Pending, Results
+from symbiosis.transports.threads import ThreadCalls
+from symbiosis.transports.wire import PING, Hello, Type
+
+__all__ = ["AsyncChannel"]
+
+log = get_logger(__name__)
+
+WATCH_S = 1.5
+"""Seconds between two looks at whether the executor is alive: one heartbeat of ``tcp://``."""
+
+
+class AsyncChannel:
+    """A channel for coroutines.
+
+    It never has more outstanding than the executor's limits allow: further calls wait here, in order. When the
+    connection is lost, it joins again and sends again what has no answer; calls made meanwhile wait.
+    """
+
+    def __init__(self, conversation: Conversation, connector: Connector, connection: Connection) -> None:
+        assert connection.share is not None
+        self.client = str(conversation.hello.name)
+        self.device = connection.carrier.device
+        self.layers = connection.welcome.layers
+        self.share = connection.share
+        self._conversation = conversation
+        self._connector = connector
+        self._connection: Connection | None = None
+        self._loop = asyncio.get_running_loop()
+        self._rejoining: asyncio.Task[None] | None = None
+        self._watch = Watch(conversation.address)
+        self._threads = ThreadCalls(self._loop, self.send, self.cancel)
+        self.call = self._threads.call
+        self.interrupt = self._threads.interrupt
+        self._timer = self._loop.call_later(WATCH_S, self._look)
+        self._use(connection)
+
+    @classmethod
+    async def open(cls, connector: Connector, address: str, hello: Hello, retry_s: float) -> AsyncChannel:
+        """Join the executor at ``address``; raises the errors of :meth:`Connector.join`."""
+        conversation = Conversation(address, hello, retry_s)
+        connection = await connector.join(hello, again=False)
+        try:
+            conversation.joined(connection.welcome, connection.carrier.most_bytes)
+            return cls(conversation, connector, connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    def identity(self) -> Identity:
+        return self._conversation.identity
+
+    def before_return(self, check: Check) -> None:
+        self._conversation.before_return(check)
+
+    # Calls
+
+    def send(self, call: Call) -> asyncio.Future[Results]:
+        reply: asyncio.Future[Results] = self._loop.create_future()
+        self._conversation.call(call, reply)
+        self._send_waiting()
+        return reply
+
+    def _send_waiting(self) -> None:
+        connection, outstanding = self._connection, self._conversation.outstanding
+        if connection is None:
+            return
+        if not outstanding.sent:
+            self._watch.heard(time.monotonic())
+        while self._connection is connection and (pending := outstanding.next()) is not None:
+            try:
+                parts = connection.carrier.put(pending)
+            except UsageError as error:
+                outstanding.settle(pending)
+                _answer(pending, error)
+                continue
+            if parts is None:
+                outstanding.put_back(pending)
+                return
+            connection.send(parts)
+
+    def _received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
+        self._watch.heard(time.monotonic())
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            answer = self._conversation.receive(type_, content)
+            if answer is not None:
+                pending, error = answer
+                outcome = error or connection.carrier.take(pending, frames)
+                if outcome is not None:
+                    self._settle(pending, outcome)
+            elif self._conversation.state is not State.JOINED:
+                self._left()
+            elif type_ in CARRIED:
+                connection.carrier.control(type_, content)
+                self._send_waiting()
+        except WireError as error:
+            self._end(error)
+
+    def _settle(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
+        outstanding = self._conversation.outstanding
+        if pending.id not in outstanding.sent or self._connection is None:  # late results of a connection that was lost
+            return
+        outstanding.settle(pending)
+        self._connection.carrier.free(pending)
+        _answer(pending, outcome)
+        if outstanding.waiting:
+            self._send_waiting()
+
+    def cancel(self, call: Call) -> None:
+        message = self._conversation.cancel(call)
+        if message is not None and self._connection is not None:
+            self._connection.send([message])
+
+    def flush(self) -> None:
+        pass
+
+    def begin_pass(self) -> None:
+        self._conversation.check_open()
+        self._walk(True)
+
+    def end_pass(self) -> None:
+        self._walk(False)
+
+    def _walk(self, in_pass: bool) -> None:
+        message = self._conversation.walk(in_pass)
+        if self._connection is not None:
+            self._connection.send([message])
+
+    # Connections
+
+    def _use(self, connection: Connection) -> None:
+        self._connection = connection
+        connection.start(self._received, self._lost, self._settle)
+        if self._conversation.in_pass:
+            self._walk(True)
+        self._send_waiting()
+
+    def _look(self) -> None:
+        """Find out whether the executor is still there."""
+        self._timer = self._loop.call_later(WATCH_S, self._look)
+        if self._connection is None:
+            return
+        if self._connection.silent():
+            self._lost(ConnectionLostError(f"no sign of life from the executor at {self._conversation.address}"))
+        elif self._conversation.outstanding.sent:
+            try:
+                if self._watch.look(time.monotonic()):
+                    self._connection.send([PING])
+            except ConnectionLostError as error:
+                self._lost(error)
+
+    def _lost(self, error: SymbiosisError) -> None:
+        if self._connection is not None:
+            self._conversation.lost(error)
+            self._left()
+
+    def _left(self) -> None:
+        """Close a connection that the conversation has given up, and join again unless the conversation has ended."""
+        if self._conversation.state is State.ENDED:
+            self._finish()
+            return
+        self._close_connection()
+        why = str(self._conversation.error)
+        log.warning("executor lost", address=self._conversation.address, client=self.client, why=why)
+        self._rejoining = self._loop.create_task(self._rejoin())
+
+    async def _rejoin(self) -> None:
+        conversation = self._conversation
+        for delay in backoff(conversation.retry_s):
+            await asyncio.sleep(delay)
+            try:
+                connection = await self._connector.join(conversation.hello, again=True)
+            except (SymbiosisError, OSError) as error:
+                conversation.failed(error)
+            else:
+                try:
+                    conversation.joined(connection.welcome, connection.carrier.most_bytes)
+                except SymbiosisError:
+                    connection.close()
+                else:
+                    log.info("executor is back", address=conversation.address, client=self.client)
+                    self._use(connection)
+                    return
+            if conversation.state is State.ENDED:
+                break
+        else:
+            conversation.give_up(conversation.retry_s)
+        self._finish()
+
+    def _end(self, error: SymbiosisError) -> None:
+        self._conversation.end(error)
+        self._finish()
+
+    def _finish(self) -> None:
+        """The conversation has ended: settle every call with its error."""
+        self._timer.cancel()
+        self._close_connection()
+        error = self._conversation.error
+        assert error is not None
+        for pending in self._conversation.outstanding.clear():
+            _answer(pending, error)
+
+    def _close_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def close(self) -> None:
+        """Leave. Outstanding calls end with ClientClosedError."""
+        self._end(ClientClosedError(f"the client {self.client!r} was closed"))
+        if self._rejoining is not None:
+            self._rejoining.cancel()
+
+
+def _answer(pending: Pending, outcome: Results | SymbiosisError) -> None:
+    reply = pending.reply
+    if reply is None or pending.cancelled or reply.done():
+        return
+    if isinstance(outcome, tuple):
+        reply.set_result(outcome)
+    else:
+        reply.set_exception(outcome)

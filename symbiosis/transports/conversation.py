@@ -1,0 +1,306 @@
+"""The client's side of the wire, without I/O: what a client may send, and what each message from the executor means.
+
+A :class:`Conversation` lasts as long as a channel and outlives its connections. A driver (``channel.py`` for asyncio,
+``blocking.py`` for threads) opens connections, passes on messages and sends what the conversation tells it to send. A
+carrier (``carrier.py``) moves the tensors. States and transitions:
+
+=========  ==================================================  =========  =============================================
+state      input                                               next       the driver then
+=========  ==================================================  =========  =============================================
+JOINING    :meth:`~Conversation.joined` (first WELCOME)        JOINED     sends calls as the limits allow
+JOINED     RESULT, FAILED                                      JOINED     settles that call and sends waiting calls
+JOINED     :meth:`~Conversation.lost`, ENDED because the       REJOINING  closes the connection and connects again until
+           executor closes                                                ``retry_s`` has passed; calls wait
+REJOINING  ``joined``, same model, all checks passed           JOINED     sends BEGIN if the client is in a pass, then
+                                                                          calls without an answer again, in order
+REJOINING  ``joined``, another model or a check that fails     ENDED      settles all calls with the error
+REJOINING  :meth:`~Conversation.failed`                        REJOINING  tries again (executor absent or busy), or
+                                                               or ENDED   settles all calls with the error
+JOINED     ENDED for another reason, a malformed message       ENDED      settles all calls with the error
+any        :meth:`~Conversation.end`                           ENDED      settles all calls with the error
+=========  ==================================================  =========  =============================================
+
+With ``retry_s`` 0, REJOINING is skipped: a lost connection ends the conversation. Calls may be sent again because a
+request is self-contained and the executor keeps nothing between requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
+from symbiosis.core.transport import Check, Identity
+from symbiosis.errors import (
+    BusyError,
+    ConnectionLostError,
+    ExecutorClosedError,
+    RefusedError,
+    RequestError,
+    SymbiosisError,
+    UsageError,
+    WireError,
+)
+from symbiosis.transports import wire
+from symbiosis.transports.arena import spread
+from symbiosis.transports.outstanding import Outstanding, Pending, Results
+from symbiosis.transports.welcome import Welcome
+from symbiosis.transports.wire import Hello, Type
+
+__all__ = ["CARRIED", "Answer", "Conversation", "State", "Watch"]
+
+PING_AFTER_S = 5.0
+"""Seconds without a message after which a client with a call outstanding sends PING."""
+SILENT_FOR_S = 120.0
+"""Seconds without a message, PONG included, after which a client with a call outstanding gives up the connection. A
+long batch may take a minute; the death of an executor shows earlier, by other means."""
+CARRIED = (Type.SEGMENT, Type.RENDEZVOUS)
+"""Messages for the carrier of tensors."""
+_RESULT = Type.RESULT  # on Python 3.11 a member looked up on its class takes six times as long
+_MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError, OSError)
+"""Errors after which another attempt to join is worthwhile. An executor is busy while it still counts the connection
+that was lost."""
+
+
+class State(Enum):
+    """State of a conversation; see the table at the top of this module."""
+
+    JOINING = "joining"
+    JOINED = "joined"
+    REJOINING = "rejoining"
+    ENDED = "ended"
+
+
+_ENDED = State.ENDED
+
+
+class Answer(NamedTuple):
+    """The executor's answer to one call: results for the carrier to fetch, or an error."""
+
+    pending: Pending
+    error: SymbiosisError | None
+
+
+class Conversation:
+    """One client's conversation with an executor.
+
+    ``error`` is why the last connection was lost, or in state ENDED why the conversation ended.
+    """
+
+    def __init__(self, address: str, hello: Hello, retry_s: float) -> None:
+        self.address = address
+        self.hello = hello
+        self.retry_s = retry_s
+        self.state = State.JOINING
+        self.error: SymbiosisError | None = None
+        self.outstanding = Outstanding()
+        self.in_pass = False
+        self._welcome: Welcome | None = None
+        self._layers: Sequence[LayerSpec] = ()
+        self._checks: list[Check] = []
+        self._expected: dict[Key, Expected] = {}
+        self._most_bytes = 0
+        self._ids = itertools.count(1)
+
+    # Joining
+
+    def joined(self, welcome: Welcome, most_bytes: int) -> None:
+        """Note that a new connection has its WELCOME. Calls without an answer wait to be sent again.
+
+        Args:
+            welcome: what the executor sent.
+            most_bytes: largest call, with its results, that the connection can carry, in bytes.
+
+        Raises:
+            RefusedError: the executor serves another model than before.
+            SymbiosisError: a check registered by :meth:`before_return` failed. In both cases the conversation ends.
+        """
+        try:
+            if self._welcome is None:
+                self._layers = welcome.layers
+            elif welcome.fingerprint != self._welcome.fingerprint:
+                raise RefusedError(f"the executor at {self.address} came back with another model; open a new client")
+            else:
+                for check in self._checks:
+                    check(welcome.identity)
+        except SymbiosisError as error:
+            self.end(error)
+            raise
+        self._welcome = welcome
+        self._most_bytes = min(most_bytes, welcome.limits.arena_bytes)
+        self.outstanding.restart(welcome.limits)
+        if self.state is not State.ENDED:
+            self.state = State.JOINED
+
+    def failed(self, error: Exception) -> None:
+        """Note that an attempt to join again has failed. The conversation ends unless another attempt is worthwhile."""
+        if self.state is State.ENDED:
+            return
+        if isinstance(error, _MAY_RETURN):
+            self.error = self._as_lost(error)
+            self.state = State.REJOINING
+        else:
+            self.end(error if isinstance(error, SymbiosisError) else self._as_lost(error))
+
+    def give_up(self, patience_s: float) -> None:
+        """End the conversation because no attempt to join again succeeded within ``patience_s`` seconds."""
+        why = f"lost the executor at {self.address} and it did not come back within {patience_s:.0f} s: {self.error}"
+        self.end(ConnectionLostError(why))
+
+    def before_return(self, check: Check) -> None:
+        """Register a check that runs when an executor is joined again."""
+        self._checks.append(check)
+
+    @property
+    def welcome(self) -> Welcome:
+        """The last WELCOME."""
+        assert self._welcome is not None, "the conversation has not been joined"
+        return self._welcome
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of the executor, as of the last connection."""
+        return self.welcome.identity
+
+    # Calling
+
+    def call(self, call: Call, reply: asyncio.Future[Results] | None = None) -> Pending:
+        """Let a call wait to be sent. ``reply`` is the driver's, for the answer.
+
+        Raises:
+            RequestError: its tensors are not what its layers take.
+            UsageError: it exceeds the executor's limit of bytes.
+            SymbiosisError: the conversation has ended; why.
+        """
+        if self.state is _ENDED:
+            self.check_open()
+        due = self._expected.get(call.key)
+        if due is None:
+            due = self._expected[call.key] = expected(self._layers, call.key)
+        rows = self._rows_of(call, due)
+        call_bytes = spread(rows, due.widths, due.dtype)
+        size = call_bytes + spread(rows, due.results, due.dtype)
+        if size > self._most_bytes:
+            raise UsageError(
+                f"a call of {rows} rows needs {size} bytes for its rows and results; the executor allows "
+                f"{self._most_bytes}; send fewer tokens at once, or ask its host for a larger arena_bytes limit"
+            )
+        call.id = next(self._ids)
+        pending = Pending(call.id, call, due, rows, call_bytes, size, reply)
+        self.outstanding.waiting.append(pending)
+        return pending
+
+    def _rows_of(self, call: Call, due: Expected) -> int:
+        """Return the number of rows of a call, after checking its tensors."""
+        tensors, widths, dtype = call.tensors, due.widths, due.dtype
+        rows = tensors[0].shape[0]
+        shapes = [tensor.shape for tensor in tensors if tensor.dtype is dtype]
+        if rows and shapes == [(rows, width) for width in widths] and len(shapes) == len(tensors):
+            return rows
+        wanted = " and ".join(f"[n, {width}]" for width in widths)
+        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+        raise RequestError(f"{self._layers[call.key.layers[0]].name} takes {wanted} {dtype} with n ≥ 1, not {got}")
+
+    def receive(self, type_: Type, content: Sequence[Any]) -> Answer | None:
+        """Take a message from the executor. Return the answer to a call, if the message is one.
+
+        Other messages may change :attr:`state`; types in :data:`CARRIED` are for the carrier.
+
+        Raises:
+            WireError: the message is malformed.
+        """
+        if type_ is _RESULT:
+            pending = self.outstanding.sent.get(wire.read_id(content))
+            return None if pending is None else Answer(pending, None)
+        if type_ is Type.FAILED:
+            pending = self.outstanding.sent.get(wire.read_id(content))
+            error = wire.error_of(*content[1:3])
+            if isinstance(error, ExecutorClosedError) and self.retry_s > 0:  # it shuts down: the call is sent again
+                self.lost(error)
+                return None
+            return None if pending is None else Answer(pending, error)
+        if type_ is Type.ENDED:
+            error = wire.error_of(*content[:2])
+            if isinstance(error, ExecutorClosedError):
+                self.lost(error)
+            else:
+                self.end(error)
+        return None
+
+    def cancel(self, call: Call) -> bytes | None:
+        """Withdraw a call. Return the message that tells the executor so; None if the call was not sent."""
+        pending = self.outstanding.cancel(call)
+        return None if pending is None else wire.pack(Type.CANCEL, pending.id)
+
+    def walk(self, in_pass: bool) -> bytes:
+        """Return the message that tells the executor whether the client is in a pass."""
+        self.in_pass = in_pass
+        return wire.BEGIN if in_pass else wire.END
+
+    # Losing and ending
+
+    def lost(self, error: Exception) -> None:
+        """Note that the connection was lost."""
+        if self.state is State.ENDED:
+            return
+        if isinstance(error, WireError):
+            self.end(error)
+        elif self.retry_s <= 0:
+            self.end(self._as_lost(error))
+        else:
+            self.error = self._as_lost(error)
+            self.state = State.REJOINING
+
+    def interrupted(self) -> None:
+        """Note that a blocking call was interrupted: its answer may still come over this connection, so another
+        connection is needed. The call is forgotten."""
+        self.outstanding.clear()
+        if self.state is not State.ENDED:
+            self.error = ConnectionLostError("a call was interrupted")
+            self.state = State.REJOINING
+
+    def end(self, error: SymbiosisError) -> None:
+        """End the conversation, if it has not ended."""
+        if self.state is not State.ENDED:
+            self.error = error
+            self.state = State.ENDED
+
+    def check_open(self) -> None:
+        """Raise the reason if the conversation has ended."""
+        if self.state is State.ENDED:
+            assert self.error is not None
+            raise self.error
+
+    def _as_lost(self, error: Exception) -> SymbiosisError:
+        """Return ``error`` as one that says that the executor is not available."""
+        if isinstance(error, ConnectionLostError | ExecutorClosedError | BusyError):
+            return error
+        return ConnectionLostError(f"lost the executor at {self.address}: {error}")
+
+
+class Watch:
+    """Decides when to ask a silent executor whether it is alive, and when to give it up. Times are in seconds."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._heard = self._asked = 0.0
+
+    def heard(self, now: float) -> None:
+        """Note that a message came, or that the first call was sent."""
+        self._heard = self._asked = now
+
+    def look(self, now: float) -> bool:
+        """Return whether to send PING now. Called while a call is outstanding.
+
+        Raises:
+            ConnectionLostError: no message came for :data:`SILENT_FOR_S` seconds.
+        """
+        if now - self._heard > SILENT_FOR_S:
+            raise ConnectionLostError(f"the executor at {self._address} has not answered for {now - self._heard:.0f} s")
+        if now - self._asked < PING_AFTER_S:
+            return False
+        self._asked = now
+        return True

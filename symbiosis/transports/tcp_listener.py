@@ -1,0 +1,349 @@
+"""The listening side of ``tcp://``: one ROUTER socket for all clients, and who may speak for whom.
+
+ZeroMQ lets a client choose the identity by which a ROUTER knows it. So every message must come over the TCP connection,
+and with the public key, with which its conversation began.
+
+ZeroMQ reuses descriptors and tells of a message only the descriptor and the identity it came by. A connection may end
+before its messages were read, and its descriptor then belongs to another connection; what the ended one has sent must
+not be taken for the other's. So a client that speaks for the first time is *unidentified*: it is met only when
+everything that was sent before has been read. By then ZeroMQ knows which connections have ended, and refuses to send to
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import zmq
+
+from symbiosis.core.transport import Service
+from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
+from symbiosis.log import get_logger
+from symbiosis.transports import peer, wire
+from symbiosis.transports.chunks import Chunks
+from symbiosis.transports.keys import Keyring
+from symbiosis.transports.peer import Courier
+from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Frames, Reader, configure, monitor, peer_of
+from symbiosis.transports.tcp_peer import Accepted, ShareCourier, TcpLine
+from symbiosis.transports.wire import Limits, Type
+from symbiosis.transports.zap import Authenticator
+
+__all__ = ["TcpListener"]
+
+log = get_logger(__name__)
+
+MAX_UNIDENTIFIED = 64
+"""Messages of a client that is not identified yet."""
+UNREAD_WITHIN_S = 0.5
+"""Seconds after which messages of an ended connection are surely read, unless other clients never stop sending."""
+DOUBT_S = 0.05
+"""Seconds to wait before identifying a client on a descriptor that another connection has just left."""
+SWEEP_S = 1.0
+"""Seconds between two checks of all connections."""
+LINGER_MS = 1000
+"""Milliseconds that the last messages may take when the executor shuts down."""
+
+CourierMaker = Callable[[TcpLine, ShareCourier], Courier]
+
+
+class _Unidentified(NamedTuple):
+    """A client that has spoken and is not identified yet."""
+
+    accepted: Accepted
+    user: str | None
+    since: float
+    """Seconds on the loop's clock."""
+    messages: list[Frames]
+
+
+class TcpListener:
+    """A bound port and the clients that came through it.
+
+    Args:
+        endpoint: where to listen.
+        service: the executor.
+        limits: limits of each client.
+        keys: the executor's keys and its tenants'; None without CURVE.
+        courier: makes the courier of a connection's tensors.
+        encrypted: whether all data of a connection is encrypted; for the log.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        service: Service,
+        limits: Limits,
+        keys: Keyring | None,
+        courier: CourierMaker,
+        encrypted: bool,
+    ) -> None:
+        self.address = ""
+        self.lines: dict[bytes, TcpLine] = {}
+        """Clients by ROUTER identity."""
+        self.accepted: dict[int, Accepted] = {}
+        """Connections by descriptor."""
+        self._endpoint = endpoint
+        self._service = service
+        self._limits = limits
+        self._keys = keys
+        self._courier = courier
+        self._encrypted = encrypted
+        self._failure: str | None = None
+        """Why the last handshake failed, until ZeroMQ tells which connection it was."""
+        self._chunks: Chunks | None = None
+        self._unidentified: dict[bytes, _Unidentified] = {}
+        """By ROUTER identity."""
+        self._settling: asyncio.Handle | None = None
+        self._ended: dict[int, float] = {}
+        """When a connection ended, by descriptor; in seconds on the loop's clock."""
+        self._swept = 0.0
+        self._closed = False
+
+    def open(self, address: str) -> None:
+        """Start to accept clients.
+
+        Raises:
+            UsageError: the port is not available.
+            ShareError: the model cannot be served to other processes.
+        """
+        self._service.share()
+        self._loop = loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # a context has one authenticator
+        self._authenticator = None if self._keys is None else Authenticator(self._context, loop, self._keys)
+        socket = self._context.socket(zmq.ROUTER)
+        self._configure(socket)
+        self._monitor = monitor(socket, loop, self._happened)
+        try:
+            socket.bind(f"tcp://{self._endpoint}")
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            self._monitor.close()
+            socket.close()
+            if self._authenticator is not None:
+                self._authenticator.close()
+            self._context.term()
+            raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
+        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = f"{address.partition(':')[0]}://{self._endpoint._replace(port=int(bound.rpartition(':')[2]))}"
+        self._reader = Reader(socket, loop, self._received)
+        self._swept = loop.time()
+        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        log.info("listening", address=self.address, encrypted=self._encrypted)
+
+    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+        configure(socket, v6=self._endpoint.v6, max_frame_bytes=max(self._limits.arena_bytes, wire.MAX_TO_EXECUTOR))
+        # Messages, each way: what a client within its limits may have under way, and some more.
+        socket.setsockopt(zmq.RCVHWM, 4 * self._limits.calls + 64)
+        socket.setsockopt(zmq.SNDHWM, 4 * self._limits.calls + 64)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise, instead of dropping what a client does not read
+        if self._keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.own.secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, b"symbiosis")
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def _share(self) -> Chunks:
+        """Return the client's share of the model; the same for all clients."""
+        if self._chunks is None:
+            self._chunks = Chunks(self._service.share().tensors)
+        return self._chunks
+
+    def _connections_of(self, tenant: str) -> int:
+        """Return how many open connections a tenant has, client connections and status connections."""
+        return sum(line.tenant == tenant and not line.peer.gone for line in self.lines.values())
+
+    # Messages
+
+    def _send(self, parts: Sequence[Any]) -> None:
+        if not self._closed:
+            self._reader.send(parts)
+
+    def _received(self, frames: list[zmq.Frame]) -> None:
+        self._monitor.drain()  # first what happened to connections: descriptors and identities are reused
+        if len(frames) < 2:
+            return
+        accepted = self.accepted.get(frames[1].get(zmq.SRCFD))
+        if accepted is None:
+            return  # its connection has ended
+        identity = frames[0].bytes
+        user = None if self._keys is None else str(frames[1].get("User-Id"))
+        line = self.lines.get(identity)
+        if line is None:
+            client = self._unidentified.setdefault(identity, _Unidentified(accepted, user, self._loop.time(), []))
+            small = len(frames) == 2 and len(frames[1]) <= wire.MAX_TO_EXECUTOR
+            if client.accepted is accepted and small and len(client.messages) < MAX_UNIDENTIFIED:
+                client.messages.append(frames[1:])
+            if self._settling is None:
+                self._settling = self._loop.call_soon(self._settle)
+        elif line.accepted is accepted and line.user == user:
+            accepted.take(line, frames[1:])
+
+    def _settle(self) -> None:
+        """Meet the unidentified clients for which it is time."""
+        self._settling = None
+        if self._closed:
+            return
+        now, again = self._loop.time(), math.inf
+        unread = int(self._reader.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN
+        for identity, client in list(self._unidentified.items()):
+            accepted = client.accepted
+            wait = max(now if unread and now < client.since + UNREAD_WITHIN_S else 0.0, accepted.doubtful_until)
+            if self.accepted.get(accepted.descriptor) is not accepted:
+                del self._unidentified[identity]
+            elif wait >= now:
+                again = min(again, max(wait, now + 1e-3))
+            else:
+                del self._unidentified[identity]
+                self._meet(identity, client)
+        if self._unidentified and self._settling is None and again < math.inf:
+            self._settling = self._loop.call_at(again, self._settle)
+        self._reader.drain()  # reading EVENTS has consumed the wake-up
+
+    def _meet(self, identity: bytes, client: _Unidentified) -> None:
+        accepted = client.accepted
+        if not self._alive(identity) or (accepted.line is not None and self._alive(accepted.line.identity)):
+            return  # sent by a connection that has ended
+        if accepted.line is not None:
+            self.lines.pop(accepted.line.identity, None)
+            accepted.line.peer.leave("its connection has ended")
+        line = self._new_line(identity, accepted, client.user)
+        for frames in client.messages:
+            accepted.take(line, frames)
+
+    def _alive(self, identity: bytes) -> bool:
+        """Return whether ZeroMQ has a connection of this identity."""
+        self._reader.socket.getsockopt(zmq.EVENTS)  # makes ZeroMQ notice what has happened; sending alone may not
+        try:
+            self._reader.send([identity, _PONG])
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def _new_line(self, identity: bytes, accepted: Accepted, user: str | None) -> TcpLine:
+        tenant = accepted.remote[0] if user is None or self._keys is None else self._keys.name_of(user.encode())
+        line = self.lines[identity] = TcpLine(
+            self._service,
+            self._limits,
+            identity,
+            accepted,
+            user,
+            tenant or "?",
+            self._send,
+            self._connections_of,
+            lambda line: self._courier(line, ShareCourier(line, self._share)),
+        )
+        accepted.belongs_to(line)
+        if tenant is None:
+            line.peer.refuse(RefusedError("its key was removed"))
+        return line
+
+    # Connections
+
+    def _happened(self, event: Event) -> None:
+        kind, value = event
+        if kind is zmq.Event.ACCEPTED:
+            remote = peer_of(value)
+            if remote is not None:
+                now = self._loop.time()
+                doubtful = now + DOUBT_S if now < self._ended.pop(value, -math.inf) + UNREAD_WITHIN_S else -math.inf
+                self.accepted[value] = accepted = Accepted(value, remote, now, doubtful)
+                if len(self.accepted) > peer.MAX_CONNECTIONS:
+                    why = f"{peer.MAX_CONNECTIONS} are connected"
+                    log.warning("client refused", client=None, tenant=str(accepted), why=why)
+                    accepted.cut()
+        elif kind is zmq.Event.DISCONNECTED:
+            self._ended[value] = self._loop.time()
+            self._disconnected(self.accepted.pop(value, None))
+        elif kind is zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+            self._failure = _FAILURES.get(value, f"it does not speak this version of ZeroMQ (error {value:#x})")
+        elif kind is zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+            self._failure = "it closed the connection during the handshake"
+
+    def _disconnected(self, accepted: Accepted | None) -> None:
+        failure, self._failure = self._failure, None
+        if accepted is not None and accepted.line is not None:
+            self.lines.pop(accepted.line.identity, None)
+            accepted.line.peer.leave("its connection has ended")
+        elif failure is not None:
+            log.warning("client refused", client=None, tenant=str(accepted or "?"), why=failure)
+
+    def _sweep(self) -> None:
+        """Cut connections that are dead, silent, in the middle of an endless message, or rejected."""
+        now = self._loop.time()
+        late, self._swept = now - self._swept > 2 * SWEEP_S, now
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+        self._monitor.drain()
+        known = self._known_keys()
+        for accepted in list(self.accepted.values()):
+            line = accepted.line
+            why = self._overdue(accepted, now)
+            if line is not None and line.peer.session is not None and known is not None and line.user not in known:
+                line.peer.refuse(RefusedError(f"the key of {line.tenant} was removed"))
+            if why is None and not late:  # after a long batch, this process may have kept clients from sending
+                why = self._trouble(accepted)
+            if why is not None:
+                log.warning("connection cut", tenant=line.tenant if line else str(accepted), why=why)
+                if line is not None:
+                    line.peer.leave(why)
+                accepted.cut()
+
+    @staticmethod
+    def _overdue(accepted: Accepted, now: float) -> str | None:
+        """Return why a connection has exceeded the time for its state, if it has."""
+        if accepted.line is None:
+            return None if now - accepted.since < peer.HELLO_WITHIN_S else "it has sent no HELLO"
+        if accepted.cut_at is not None:
+            return None if now < accepted.cut_at else "it was rejected"
+        if accepted.line.peer.session is None and now - accepted.since >= peer.LOOK_WITHIN_S:
+            return f"a status connection may stay {peer.LOOK_WITHIN_S:.0f} s"
+        return None
+
+    def _known_keys(self) -> Collection[str] | None:
+        """Return the public keys of all tenants; None without keys, or while the folder cannot be read."""
+        if self._keys is None:
+            return None
+        try:
+            return {key.decode() for key in self._keys.names()}
+        except OSError as error:
+            log.warning("cannot read the keys", folder=str(self._keys.folder), why=str(error))
+            return None
+
+    def _trouble(self, accepted: Accepted) -> str | None:
+        """Return what is wrong with the bytes of a connection, if anything."""
+        silent, count = accepted.received()
+        if silent > SILENT_S:
+            return f"no sign of life for {silent:.0f} s"
+        # ZeroMQ limits each frame, not the number of frames in a message, and keeps them until the last one has come.
+        most = self._limits.arena_bytes + self._limits.arena_bytes // 4 + wire.MAX_TO_EXECUTOR
+        unfinished = accepted.unfinished(count)
+        if unfinished > most:
+            return f"{unfinished} bytes and no end of the message; at most {most} are allowed"
+        return None
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        for line in list(self.lines.values()):
+            line.peer.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
+        self._closed = True
+        self._sweeper.cancel()
+        if self._settling is not None:
+            self._settling.cancel()
+        self._reader.socket.disable_monitor()
+        self._monitor.close()
+        self._reader.close(LINGER_MS)
+        if self._authenticator is not None:
+            self._authenticator.close()
+        self.lines.clear()
+        self.accepted.clear()
+        await asyncio.to_thread(self._context.term)
+
+
+_PONG = wire.pack(Type.PONG)
+_FAILURES = {
+    int(zmq.Event.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH): "one side has CURVE keys and the other has none",
+    int(zmq.Event.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC): "it does not know this executor's public key",
+}
