@@ -85,19 +85,19 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
     """A greenlet that may suspend on the event loop."""
 
     stream: RandomStream
-    walk: Walk
+    observer: PassObserver
     """The channel of the client whose pass this is."""
 
-    def wait(self, awaitable: Awaitable[T], channel: Walk | None = None) -> T:
+    def wait(self, awaitable: Awaitable[T], channel: PassObserver | None = None) -> T:
         """Suspend this fiber until ``awaitable`` is done, and return its result or raise its exception.
 
         The fiber must be the running one. ``channel`` is the channel that the fiber waits for. If it belongs to another
         client, this client does not count as thinking meanwhile; otherwise each of the two would be waited for.
         """
         self.stream.leave()
-        elsewhere = channel is not None and channel is not self.walk
+        elsewhere = channel is not None and channel is not self.observer
         if elsewhere:
-            self.walk.end_pass()
+            self.observer.end_pass()
         grad = torch.is_grad_enabled()
         modes = Modes() if in_modes() else None
         torch._C._set_grad_enabled(True)
@@ -111,7 +111,7 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
             torch._C._set_grad_enabled(grad)
             self.stream.enter()
             if elsewhere:
-                self.walk.begin_pass()  # last, because it raises if this client was closed meanwhile
+                self.observer.begin_pass()  # last, because it raises if this client was closed meanwhile
 
 
 def current_fiber() -> Fiber | None:
@@ -120,7 +120,7 @@ def current_fiber() -> Fiber | None:
     return current if isinstance(current, Fiber) else None
 
 
-class Walk(Protocol):
+class PassObserver(Protocol):
     """The part of a channel that a fiber needs."""
 
     def begin_pass(self) -> None: ...
@@ -128,21 +128,21 @@ class Walk(Protocol):
     def flush(self) -> None: ...
 
 
-async def run_in_fiber(stream: RandomStream, walk: Walk, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a synchronous function in a fiber and return its result. ``walk`` is flushed whenever the fiber suspends.
+async def run_in_fiber(stream: RandomStream, observer: PassObserver, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a synchronous function in a fiber and return its result. ``observer`` is flushed whenever the fiber suspends.
 
     The function starts in, and must leave, the torch modes of the caller. Cancelling the awaiting task raises
     ``CancelledError`` in the function, where it waits.
     """
     fiber = Fiber(_entry)
     fiber.stream = stream
-    fiber.walk = walk
+    fiber.observer = observer
     fiber.gr_context = contextvars.copy_context()
     out: Any = fiber.switch(stream, fn, args, kwargs)
     while not fiber.dead:
         # The fiber empties this list, so that neither a local nor an argument keeps a tenant's rows alive.
         try:
-            walk.flush()
+            observer.flush()
             result = [await out]
         except BaseException as error:  # noqa: BLE001 (the fiber must see the error)
             out = fiber.throw(error)
