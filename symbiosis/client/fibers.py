@@ -128,7 +128,9 @@ class PassObserver(Protocol):
     def flush(self) -> None: ...
 
 
-async def run_in_fiber(stream: RandomStream, observer: PassObserver, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_fiber(
+    stream: RandomStream, observer: PassObserver, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Run a synchronous function in a fiber and return its result. ``observer`` is flushed whenever the fiber suspends.
 
     The function starts in, and must leave, the torch modes of the caller. Cancelling the awaiting task raises
