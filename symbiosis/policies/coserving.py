@@ -137,7 +137,7 @@ class _Answer:
 
     def leads_to(self, request: Request) -> bool:
         """Whether what is between the two is the client's own work on one walk, and no pause before the next one."""
-        (layers, pass_), (after, then) = self.request.key, request.key
+        (layers, pass_, _), (after, then, _) = self.request.key, request.key
         if request.kind is not self.request.kind or pass_.is_backward > then.is_backward:
             return False
         if pass_.is_backward != then.is_backward:
