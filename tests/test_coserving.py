@@ -87,8 +87,7 @@ def test_what_is_over_is_forgotten() -> None:
     """One client's tight SLO stays at the top of the heaps; what lies below must not pile up."""
     policy = CoServing(slo_ms=200, clients={"text-0": (50.0, 1000.0)})
     simulate(policy, 4, 0, seconds=60)
-    assert len(policy._by_room) <= 2 * 4 + 65
-    assert len(policy._by_due) <= 2 * 4 + 65
+    assert len(policy.tokens.slack) <= 2 * 4 + 65
 
 
 def test_without_inference_nothing_is_held_back() -> None:
@@ -163,9 +162,8 @@ def test_a_text_makes_up_for_tokens_that_were_late() -> None:
         w.end_pass("job")
         for _ in range(3):
             _token(w, seconds)
-        token = w.policy._tokens["text"]  # type: ignore[attr-defined]
         w.submit("text", F0, 1, Kind.DECODE)
-        token = w.policy._tokens["text"]  # type: ignore[attr-defined]
+        token = w.policy.tokens.of("text")  # type: ignore[attr-defined]
         slacks[name] = token.due - token.began
     assert slacks["early"] == pytest.approx(2 * 0.092)  # no more than two tokens' time for one
     assert slacks["on time"] == pytest.approx(0.092, abs=2e-3)
@@ -182,7 +180,7 @@ def test_who_is_late_aims_ahead() -> None:
         _token(w, 0.12)
         while w.waiting:
             run(w)
-        token = w.policy._tokens["text"]  # type: ignore[attr-defined]
+        token = w.policy.tokens.of("text")  # type: ignore[attr-defined]
         aims.append((token.due - token.began) / 0.5)  # the text is late: half of what is aimed at
     assert aims[1] == pytest.approx(0.092, abs=0.01)
     assert aims[-1] == pytest.approx(0.07)  # no less than that
@@ -273,17 +271,17 @@ def test_what_clients_here_compute_themselves_is_part_of_what_their_batches_cost
     policy = _steps(w, 5e-3)
     request = Request(1, "job", F0, 64, Kind.FINETUNE, 0.0, local=True)
     last = Request(1, "job", Key((0,), Pass.BACKWARD), 64, Kind.FINETUNE, 0.0, local=True)
-    assert policy.own(request) == pytest.approx(5e-3)
-    assert policy.own(last) == 0  # what follows it is a pause, for all anybody knows
+    assert policy.own_work.seconds(request) == pytest.approx(5e-3)
+    assert policy.own_work.seconds(last) == 0  # what follows it is a pause, for all anybody knows
     w.submit("text", F0, 1, Kind.DECODE)
-    before = policy.slack(w.clock.now)
+    before = policy.tokens.slack.for_prefill(w.clock.now)
     policy.ran(Batch(F0, [Slice(request, 0, 64)], "", 64), 2e-3)
-    assert before - policy.slack(w.clock.now) == pytest.approx(7e-3)
+    assert before - policy.tokens.slack.for_prefill(w.clock.now) == pytest.approx(7e-3)
 
 
 def test_what_clients_elsewhere_compute_costs_nobody_here_anything() -> None:
     policy = _steps(world(CoServing(slo_ms=100)), 5e-3)
-    assert policy.own(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
+    assert policy.own_work.seconds(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
 
 
 def test_fine_tuning_waits_where_its_clients_own_work_would_be_too_long() -> None:
@@ -310,8 +308,8 @@ def test_fine_tuning_does_not_hold_prefills_up_for_long() -> None:
         run(w)
         w.clock.advance(60)  # the text is over
     w.submit("prompt", F0, 80, Kind.PREFILL)
-    assert policy.slack(w.clock.now, Kind.PREFILL) > 4
-    assert policy.slack(w.clock.now, Kind.FINETUNE) == pytest.approx(0.5 * 0.08, rel=0.1)
+    assert policy.tokens.slack.for_prefill(w.clock.now) > 4
+    assert policy.tokens.slack.for_tuning(w.clock.now) == pytest.approx(0.5 * 0.08, rel=0.1)
 
 
 @pytest.mark.parametrize("what", ["slo_ms", "ttft_ms"])
