@@ -301,7 +301,7 @@ def test_many_tenants_come_and_go() -> None:
         world.submit(f"tenant-{number}", F0, 1)
         world.complete(_run(world))
         world.leave(f"tenant-{number}")
-    assert len(policy._tenants) <= 4096
+    assert policy.remembered <= 4096
 
 
 # ------------------------------------------------------------------------------------------------------------ priority
@@ -577,7 +577,7 @@ def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataO
     assert all("faulty" in error for error in errors), errors
     each: Any = wrapper
     while isinstance(each, Admission):
-        assert not len(each._view.admitted)
+        assert not len(each.admitted)
         each = each.policy
 
 
@@ -642,7 +642,7 @@ def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
     world.complete(_run(world))  # in debt now
     for _ in range(50):
         world.cancel(world.submit("a", F0, 8))
-    assert len(policy._due) <= 1
+    assert policy.visits <= 1
 
 
 # ----------------------------------------------------------------------------------------------------------- wrong use
@@ -658,19 +658,19 @@ def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
         (lambda: Fair("opportunistic"), "instance of a subclass of Policy"),  # type: ignore[arg-type]
         (lambda: Fair(NoLockstep), "instance of a subclass of Policy"),  # type: ignore[arg-type]
         (lambda: Priority(max_wait_ms=-1), "max_wait_ms is -1"),
-        (lambda: Priority(tenants={"a": 1.5}), "that of 'a' is 1.5"),  # type: ignore[dict-item]
+        (lambda: Priority(tenants={"a": 1.5}), "the priority of 'a' is 1.5"),  # type: ignore[dict-item]
         (lambda: RateLimit(tokens_per_s=0), "tokens_per_s is 0"),
         (lambda: RateLimit(tenants={"a": -1}), "rate of 'a' is -1"),
-        (lambda: RateLimit(tenants=5), "tenants is 5; give one for each by name"),
-        (lambda: Fair(RateLimit()), r"the other way round, rate-limit\+fair"),
-        (lambda: Priority(RateLimit(Fair())), r"the other way round, rate-limit\+priority"),
-        (lambda: Fair(weights=3), "weights is 3; give one for each by name"),
-        (lambda: Priority(tenants=3), "tenants is 3; give one for each by name"),
+        (lambda: RateLimit(tenants=5), "tenants is 5; give one entry for each name"),
+        (lambda: Fair(RateLimit()), r"write rate-limit\+fair\+"),
+        (lambda: Priority(RateLimit(Fair())), r"write rate-limit\+priority\+"),
+        (lambda: Fair(weights=3), "weights is 3; give one entry for each name"),
+        (lambda: Priority(tenants=3), "tenants is 3; give one entry for each name"),
         (lambda: Fair(weights={"a": 1e-310}), "the weight of 'a' is 1e-310; it must be between 1e-06 and 1e"),
         (lambda: Fair(finetune=1e300), r"finetune is 1e\+300"),
-        (lambda: Fair(weights={"alice/notebook": 2}), "goes by tenants, so give 'alice'"),
-        (lambda: Priority(tenants={"": 1}), "tenants has '', which is no name"),
-        (lambda: Fair(weights={1: 2}), "weights has 1, which is no name"),  # type: ignore[dict-item]
+        (lambda: Fair(weights={"alice/notebook": 2}), "which is a client; give its tenant, 'alice'"),
+        (lambda: Priority(tenants={"": 1}), "tenants has '', which is not a name"),
+        (lambda: Fair(weights={1: 2}), "weights has 1, which is not a name"),  # type: ignore[dict-item]
     ],
 )
 def test_wrong_use(make: type, why: str) -> None:

@@ -119,7 +119,7 @@ def test_a_turn_is_one_walk_whatever_was_asked_for_before(tuning: tuple[str, ...
 def test_without_fine_tuning_there_are_no_turns_and_nothing_is_kept(make: Any) -> None:
     policy = make()
     assert set(play(policy, 2000)) == {"inference"}
-    assert len(getattr(policy, "_queued", [])) <= 512
+    assert getattr(policy, "recorded", 0) <= 512
 
 
 def test_rare_turns_leave_inference_alone_and_frequent_ones_do_not() -> None:
@@ -138,8 +138,8 @@ def test_dynamic_follows_the_pressure() -> None:
     calm, busy = DynamicTemporalSharing(), DynamicTemporalSharing()
     calm_gaps, _, calm_steps = simulate(calm, 1, 1, 60)
     busy_gaps, _, busy_steps = simulate(busy, 40, 1, 60)
-    assert calm._before < 90
-    assert busy._before > 1.5 * calm._before
+    assert calm.pace < 90
+    assert busy.pace > 1.5 * calm.pace
     assert calm_steps > 0
     assert busy_steps > 0
     assert busy_steps / max(len(busy_gaps) / 40, 1) < calm_steps / len(calm_gaps)
