@@ -24,17 +24,17 @@ from symbiosis.errors import PolicyError, UsageError
 from symbiosis.executor.session import kind_of
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import Admission, tenant_of
-from symbiosis.testing import PolicyConformance, World, tiny_model
-from tests.helpers import IDS, world_of
+from symbiosis.testing import World, tiny_model
+from tests.helpers import IDS, Conformance, examples, world_of
 
 F0 = Key((0,), Pass.FORWARD)
 WEIGHTS = {Kind.DECODE: 2.0, Kind.PREFILL: 1.0, Kind.FINETUNE: 1.0}
 
 
-class _Patient(PolicyConformance):
+class _Patient(Conformance):
     """A wrapper holds requests back on purpose: the kit's rivals have to catch up first."""
 
-    max_examples = 50
+    max_examples = examples(50)
 
     def patience_batches(self, layers: int) -> int:
         return 400
@@ -138,7 +138,7 @@ def _run(world: World) -> Batch:
     return action
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     works=st.lists(
         st.tuples(st.integers(1, 30), st.sampled_from(Kind), st.integers(1, 6)),  # rows, kind, clients
@@ -444,14 +444,14 @@ def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
     world.submit("gone", F0, 1)
     world.complete(_run(world))
     world.clock.advance(0.25)
-    assert policy.slack(world.clock.now) == math.inf
+    assert policy.tokens.slack.for_prefill(world.clock.now) == math.inf
 
 
 @pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
 def test_nobody_stops_others_fine_tuning_from_elsewhere(asked: float | None, slack: float) -> None:
     policy = CoServing(slo_ms=200)
     world_of(policy, "a", terms={"a": Terms(slo_ms=asked)}).submit("a", F0, 1)
-    assert 0.4 * slack < policy.slack(0.0) < slack
+    assert 0.4 * slack < policy.tokens.slack.for_prefill(0.0) < slack
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_a_client_with_an_slo_of_its_own() -> None:
         policy = CoServing(slo_ms=200)
         world = world_of(policy, "a", terms={"a": Terms(slo_ms=slo_ms)}, local=True)
         world.submit("a", F0, 1)
-        slack[slo_ms] = policy.slack(0.0)
+        slack[slo_ms] = policy.tokens.slack.for_prefill(0.0)
     assert slack[20.0] < 0.02 < slack[None]
 
 
@@ -537,7 +537,7 @@ class Unreliable(NoLockstep):
         lambda policy: Priority(Fair(policy)),
     ],
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataObject) -> None:
     """Everything is served, no error but the inner policy's own comes up, and nothing stays behind."""

@@ -16,22 +16,22 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
-from symbiosis.testing import PolicyConformance, World, tiny_model
-from tests.helpers import world_of
+from symbiosis.testing import World, tiny_model
+from tests.helpers import Conformance, world_of
 
 LAYERS = 16
 COST = Cost(1e-3, 2e-5)
 F0, F1, B1 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD), Key((1,), Pass.BACKWARD)
 
 
-class TestConforms(PolicyConformance):
+class TestConforms(Conformance):
     patience_s = 0.5
 
     def make_policy(self) -> Policy:
         return CoServing(slo_ms=50, ttft_ms=200, max_wait_ms=400)
 
 
-class TestDefaultsConform(PolicyConformance):
+class TestDefaultsConform(Conformance):
     patience_s = 10.0
 
     def make_policy(self) -> Policy:

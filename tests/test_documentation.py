@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from symbiosis.testing import PolicyConformance
+from tests.helpers import Conformance
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,7 +34,7 @@ def test_readme_example(tmp_path: Path) -> None:
     assert re.search(r"\d+ requests in \d+ batches", result.stdout)
 
 
-class TestContributingPolicy(PolicyConformance):
+class TestContributingPolicy(Conformance):
     """The policy that CONTRIBUTING writes passes the kit, as it says."""
 
     def make_policy(self) -> Any:

@@ -20,14 +20,14 @@ from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, opportunisti
 from symbiosis.policies.order import FurthestBehind
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.simulation.engine import Think, Walk
-from symbiosis.testing import PolicyConformance, World
-from tests.helpers import world_of
+from symbiosis.testing import World
+from tests.helpers import Conformance, examples, world_of
 
 F0, F1 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD)
 B0, B1 = Key((0,), Pass.BACKWARD), Key((1,), Pass.BACKWARD)
 
 
-class TestNoLockstepConforms(PolicyConformance):
+class TestNoLockstepConforms(Conformance):
     def make_policy(self) -> Policy:
         return NoLockstep()
 
@@ -35,26 +35,26 @@ class TestNoLockstepConforms(PolicyConformance):
         return 0
 
 
-class TestLockstepConforms(PolicyConformance):
+class TestLockstepConforms(Conformance):
     def make_policy(self) -> Policy:
         return Lockstep()
 
 
-class TestOpportunisticConforms(PolicyConformance):
+class TestOpportunisticConforms(Conformance):
     def make_policy(self) -> Policy:
         return Opportunistic()
 
     patience_s = 0.2
 
 
-class TestImpatientConforms(PolicyConformance):
+class TestImpatientConforms(Conformance):
     def make_policy(self) -> Policy:
         return Opportunistic(wait_ms=0)
 
     patience_s = 0.05
 
 
-class TestPatientConforms(PolicyConformance):
+class TestPatientConforms(Conformance):
     patience_s = 2.5
 
     def make_policy(self) -> Policy:
@@ -272,7 +272,7 @@ class TestDeadlines:
     """None is overrun by more than the batch that runs: when the executor is free and somebody is due, the first one
     due is served. So who is due waits for that batch, and for those who were due before."""
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     @given(st.data())
     def test_any_script(self, data: st.DataObject) -> None:
         wait_ms, max_wait_ms = data.draw(st.sampled_from([(0, 5), (1, 5), (0.2, 50), (20, 10)]))
@@ -301,7 +301,7 @@ class TestDeadlines:
             w.clock.advance(data.draw(st.sampled_from([1e-4, 2e-3])))
             w.complete(action)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.integers(2, 6), st.integers(0, 10**6))
     def test_where_one_batch_serves_all_who_are_due(self, clients: int, seed: int) -> None:
         """Then no deadline is overrun by more than one batch, whatever else is queued."""

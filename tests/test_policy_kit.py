@@ -20,6 +20,7 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError, UsageError
 from symbiosis.policies import Fair, NoLockstep
 from symbiosis.testing import PolicyConformance, World
+from tests.helpers import PROFILE
 
 BAD: dict[str, tuple[type[Any], str]] = {}
 """By name: the policy, and a piece of what the kit must say."""
@@ -122,7 +123,7 @@ class WaitsALongTime(Oldest):
         return Wait(now + 60) if self.waited else super().decide(view, now)
 
 
-@bad("waits again and again")
+@bad("times in a row without an event in between")
 class AsksAgainAllTheTime(Oldest):
     def decide(self, view: View, now: float) -> Any:
         return Wait(now + 1e-7) if view.thinking else super().decide(view, now)
@@ -257,7 +258,7 @@ def no_shrinking() -> Iterator[None]:
     settings.register_profile("no-shrinking", settings(), phases=[Phase.generate])
     settings.load_profile("no-shrinking")
     yield
-    settings.load_profile("ci")
+    settings.load_profile(PROFILE)
 
 
 def complaints(policy: type[Any], about: str | None = None) -> str:

@@ -279,7 +279,7 @@ def test_figures_are_rounded_to_three_digits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--policy", "co-serving:slo_ms=1"], "a token takes"),
+        (["--policy", "co-serving:slo_ms=1"], "one token takes"),
         (["missing.csv"], "cannot read the trace"),
         (["--policy", "magic"], "unknown policy"),
         (["--check"], "--machine here"),
@@ -311,7 +311,7 @@ def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest
     monkeypatch.setattr(replays, "replay", lambda *arguments, **options: played.append(arguments))
     result = CliRunner().invoke(app, ["simulate", "--requests", "2", "--slo-ms", "5"])
     assert result.exit_code == 1
-    assert "slo_ms is 5, but a token takes" in result.output
+    assert "slo_ms is 5, but one token takes" in result.output
     assert not played
 
 

@@ -13,34 +13,33 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, DynamicTemporalSharing, TemporalSharing
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
-from symbiosis.testing import PolicyConformance
-from tests.helpers import world_of
+from tests.helpers import Conformance, world_of
 
 LAYERS = 16
 
 
-class TestTemporalConforms(PolicyConformance):
+class TestTemporalConforms(Conformance):
     patience_s = 0.5
 
     def make_policy(self) -> Policy:
         return TemporalSharing(every=2, max_wait_ms=400)
 
 
-class TestDynamicConforms(PolicyConformance):
+class TestDynamicConforms(Conformance):
     patience_s = 0.5
 
     def make_policy(self) -> Policy:
         return DynamicTemporalSharing(max_wait_ms=400)
 
 
-class TestTemporalDefaultsConform(PolicyConformance):
+class TestTemporalDefaultsConform(Conformance):
     patience_s = 10.0
 
     def make_policy(self) -> Policy:
         return TemporalSharing()
 
 
-class TestDynamicDefaultsConform(PolicyConformance):
+class TestDynamicDefaultsConform(Conformance):
     patience_s = 10.0
 
     def make_policy(self) -> Policy:

@@ -50,7 +50,7 @@ class FurthestBehind:
 
 
 class Index:
-    """The queued requests of some kinds, by key. Requests that are no longer queued are removed when they come first."""
+    """The queued requests of some kinds, by key. A request that is no longer queued is removed when it comes first."""
 
     def __init__(self) -> None:
         self._behind = FurthestBehind()
