@@ -155,9 +155,9 @@ def _token(w: World, seconds: float) -> None:
 
 
 def test_a_text_makes_up_for_tokens_that_were_late() -> None:
-    """It is the mean over a text that is promised: what came early is credit, what came late is debt, within bounds."""
+    """The SLO is a mean over a text: early tokens leave time for later ones, up to a bound, and late tokens take it."""
     slacks = {}
-    for name, seconds in (("early", 0.02), ("on time", 0.092), ("late", 0.15), ("hopeless", 0.35)):
+    for name, seconds in (("early", 0.02), ("on time", 0.092), ("late", 0.11), ("hopeless", 0.35)):
         w = world(CoServing(slo_ms=100, wait_ms=1e-6))
         w.end_pass("job")
         for _ in range(3):
@@ -167,24 +167,8 @@ def test_a_text_makes_up_for_tokens_that_were_late() -> None:
         slacks[name] = token.due - token.began
     assert slacks["early"] == pytest.approx(2 * 0.092)  # no more than two tokens' time for one
     assert slacks["on time"] == pytest.approx(0.092, abs=2e-3)
-    assert slacks["late"] == pytest.approx(0.046)
-    assert slacks["hopeless"] == pytest.approx(0.046)
-
-
-def test_who_is_late_aims_ahead() -> None:
-    """Others had a part in it, in a way that was not foreseen."""
-    w = world(CoServing(slo_ms=100, wait_ms=1e-6))
-    aims = []
-    for _ in range(30):
-        w.submit("job", Key((3,), Pass.FORWARD), 64, Kind.FINETUNE)
-        _token(w, 0.12)
-        while w.waiting:
-            run(w)
-        token = w.policy.tokens.of("text")  # type: ignore[attr-defined]
-        aims.append((token.due - token.began) / 0.5)  # the text is late: half of what is aimed at
-    assert aims[1] == pytest.approx(0.092, abs=0.01)
-    assert aims[-1] == pytest.approx(0.07)  # no less than that
-    assert sorted(aims[1:], reverse=True) == pytest.approx(aims[1:])
+    assert slacks["late"] == pytest.approx(4 * 0.092 - 3 * 0.11, abs=2e-3)
+    assert slacks["hopeless"] < 0  # the text is late, whatever is done for this token
 
 
 def test_a_prefill_goes_first_while_there_is_time() -> None:

@@ -16,7 +16,7 @@ from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.core.scheduler import STOPPED_S, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
-from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, opportunistic
+from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, arrivals
 from symbiosis.policies.order import FurthestBehind
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.simulation.engine import Think, Walk
@@ -428,7 +428,7 @@ class TestAdaptive:
 
     def test_too_many_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What was learned may be forgotten; the policy goes on."""
-        monkeypatch.setattr(opportunistic, "_MAX_KEYS", 2)
+        monkeypatch.setattr(arrivals, "_MAX_KEYS", 2)
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
         for layer in range(4):
             for _ in range(20):

@@ -174,15 +174,14 @@ class CoServing(Policy):
         return now >= max(waited, self._last_tuned + self.margins.starved * slo)
 
     def _minimum_share(self, tuning: Request, view: View) -> Run:
-        rows = self._rows_within(tuning.key, 0, self.margins.minimum * self.slo_ms / 1e3, view.max_rows)
-        rows = max(rows, min(self.margins.flat, view.max_rows))
-        return Run(tuning.key, view.queues[tuning.key].take(rows, first=tuning), _STARVING)
+        rows = self._rows_within(tuning.key, 0, self.margins.tune * self.slo_ms / 1e3, view.max_rows)
+        return Run(tuning.key, view.queues[tuning.key].take(max(rows, 1), first=tuning), _STARVING)
 
     def _prefill_alone(self, prefill: Request, view: View, now: float) -> Run | None:
         """Run prefill rows at another layer than decode rows, if the slack allows it or the prefill is urgent."""
         key = prefill.key
         queue = view.queues[key]
-        rows = self._rows_within(key, 0, self.margins.read * self.tokens.slack.for_prefill(now), view.max_rows)
+        rows = self._rows_within(key, 0, self.tokens.slack.for_prefill(now), view.max_rows)
         hurry = self.tokens.in_a_hurry(prefill.client, now)
         if not hurry and rows < min(queue.rows, self._worth_a_batch(key)):
             return None
@@ -203,12 +202,11 @@ class CoServing(Policy):
         queue = view.queues[tuning.key]
         seconds = self._for_tuning(tuning, now)
         if not view.thinking:  # only a client that begins a pass can send a request
-            seconds = max(seconds, self.margins.minimum * self.slo_ms / 1e3)
+            seconds = max(seconds, self.margins.tune * self.slo_ms / 1e3)
         rows = self._rows_within(queue.key, 0, min(seconds, self.slo_ms / 1e3), view.max_rows)
         if rows < min(queue.rows, self._worth_a_batch(queue.key)) and seconds < math.inf:
             if view.thinking:
                 return Wait(max(min(self.tokens.slack.next_given_up(), overdue), now + 1e-4))
-            rows = max(rows, min(self.margins.flat, view.max_rows))
         return Run(queue.key, queue.take(max(rows, 1)), "budget" if rows < min(queue.rows, view.max_rows) else "all")
 
     def _with_inference(self, queue: QueueView, max_rows: int, now: float) -> Takes:
@@ -216,7 +214,7 @@ class CoServing(Policy):
         key, takes = queue.key, Takes()
         rows = self._take(queue, _DECODE, max_rows, takes)
         if rows < max_rows and key in self._queued[_PREFILL]:
-            seconds = self.margins.read * self.tokens.slack.for_prefill(now)
+            seconds = self.tokens.slack.for_prefill(now)
             most = self._rows_within(key, rows, seconds, max_rows)
             least = 0 if rows else min(self.margins.unknown, max_rows)
             rows += self._take(queue, _PREFILL, max(most - rows, least), takes)
@@ -249,8 +247,7 @@ class CoServing(Policy):
     def _worth_a_batch(self, key: Key) -> int:
         """Return the rows from which a batch spends at most half of its time on what any batch of its key costs."""
         start, slope = self.latency[key].coefficients
-        flat = self.margins.flat
-        return max(flat, math.ceil(min(start / slope, 1e9))) if slope > 0 else flat
+        return max(1, math.ceil(min(start / slope, 1e9))) if slope > 0 else 1
 
     def _rows_within(self, key: Key, rows: int, seconds: float, most: int) -> int:
         """Return the rows of a batch that takes ``seconds`` longer than a batch of ``rows``."""

@@ -1,9 +1,8 @@
 """Tokens and texts: when each token is due, and how long tokens usually take.
 
 A *text* is the tokens that one client decodes after a prompt. Its SLO is a mean: a token is due when the text, from its
-first token on, has had the SLO for each token, so the tokens after a late one make up for it. The target is below the
-SLO by a multiple of the average lateness (FlexLLM, section 6, keeps each iteration below the SLO; here an iteration is
-a client's walk, whose requests are scheduled one by one).
+first token on, has had the SLO for each token, so the tokens after a late one make up for it. FlexLLM (section 6) keeps
+each iteration below the SLO; here an iteration is a client's walk, whose requests are scheduled one by one.
 
 Which requests form a token is not stated by the client. A walk ends when the client's next request is for an earlier
 layer or of the other kind.
@@ -34,8 +33,6 @@ class Usual:
         """Seconds for a token of any client. A client that begins a text runs beside the clients that decode now."""
         self.prefill = Line()
         """Seconds for a prefill, by its rows."""
-        self.late = 0.0
-        """Seconds by which tokens are late, early ones counting as 0, where prefill or fine-tuning ran meanwhile."""
 
     def of(self, client: str) -> tuple[float, float]:
         """Return the seconds that a client's token takes, and those of them in which the client has no request here."""
@@ -103,8 +100,6 @@ class Tokens:
             return False  # a longer time is a pause between two texts
         _returned(token, request.arrived)
         usual.learn(token, request.client, seconds)
-        if token.typical and slack.others > token.others:
-            usual.late += self._margins.learn_late * (max(request.arrived - token.due, 0.0) - usual.late)
         return True
 
     def _begin(self, request: Request, before: Token | None) -> Token:
@@ -128,9 +123,9 @@ class Tokens:
         default = (self._ttft_ms if prefill else self._slo_ms) / 1e3
         asked = terms.ttft_ms if prefill else terms.slo_ms
         slo = asked / 1e3 if asked else default
-        aim = max(margins.early * slo - margins.ahead * self.usual.late, margins.earliest * slo)
+        aim = margins.early * slo
         text_began, number = (before.text_began, before.number + 1) if before else (now, 0)
-        due = min(max(text_began + (number + 1) * aim, now + margins.least * aim), now + margins.most * aim)
+        due = min(text_began + (number + 1) * aim, now + margins.most * aim)
         token = Token(
             began=now,
             slo=slo,
@@ -153,8 +148,8 @@ class Tokens:
         return not request.local and self.usual.of(request.client)[1] >= self._margins.lost * token.slo
 
     def _room(self, token: Token) -> float | None:
-        """Return the seconds that fine-tuning may take from a prefill, or None while too few prefills were measured."""
-        if self.usual.prefill.count < self._margins.readings or not token.typical:
+        """Return the seconds that fine-tuning may take from a prefill, or None before the first one was measured."""
+        if not self.usual.prefill.count or not token.typical:
             return None
         usual = self.usual.prefill.predict(token.rows)
         return min(token.due - token.began, self._margins.stretch * usual) - usual
