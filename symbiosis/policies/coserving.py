@@ -204,9 +204,8 @@ class CoServing(Policy):
         if not view.thinking:  # only a client that begins a pass can send a request
             seconds = max(seconds, self.margins.tune * self.slo_ms / 1e3)
         rows = self._rows_within(queue.key, 0, min(seconds, self.slo_ms / 1e3), view.max_rows)
-        if rows < min(queue.rows, self._worth_a_batch(queue.key)) and seconds < math.inf:
-            if view.thinking:
-                return Wait(max(min(self.tokens.slack.next_given_up(), overdue), now + 1e-4))
+        if view.thinking and seconds < math.inf and rows < min(queue.rows, self._worth_a_batch(queue.key)):
+            return Wait(max(min(self.tokens.slack.next_given_up(), overdue), now + 1e-4))
         return Run(queue.key, queue.take(max(rows, 1)), "budget" if rows < min(queue.rows, view.max_rows) else "all")
 
     def _with_inference(self, queue: QueueView, max_rows: int, now: float) -> Takes:
