@@ -1,4 +1,4 @@
-"""What several test files need: PEFT configurations, batches, background tenants."""
+"""Helpers of several test files: PEFT configurations, batches, background tenants, Hypothesis profiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies and transports by name: built in, installed, or an error that lists what is known."""
+"""Policies and transports are found by name: built in, installed, or an error that lists the known ones."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_bad_addresses(address: str, error: type[Exception], complaint: str) -> 
 
 
 class TestInstalled:
-    """Entry points of other packages."""
+    """Policies from entry points of other packages."""
 
     @pytest.fixture(autouse=True)
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Turns of inference and fine-tuning."""
+"""Temporal sharing: turns of inference and fine-tuning."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TestDynamicDefaultsConform(Conformance):
 
 
 def simulate(policy: Policy, decoding: int, tuning: int, seconds: float = 30.0) -> tuple[list[float], int, int]:
-    """Seconds per token, tokens, steps."""
+    """Return the seconds per token, the number of tokens, and the number of steps."""
     simulation = Simulation(policy, layers=LAYERS, cost=Cost(1e-3, 2e-5).of)
     texts = [Done() for _ in range(decoding)]
     jobs = [Done() for _ in range(tuning)]
@@ -73,8 +73,8 @@ def test_turns_are_as_often_as_said(every: int) -> None:
 
 
 def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
-    """Reasons of batches: "chat" asks for the first layer again and again, others walk four layers forward and back.
-    Before, somebody has asked for four more."""
+    """Return the reasons of batches. The client "chat" requests the first layer again and again, the other clients walk
+    four layers forward and back, and one client requested four more layers before."""
     walk = [Key((layer,), Pass.FORWARD) for layer in range(4)]
     walk += [Key((layer,), Pass.BACKWARD) for layer in reversed(range(4))]
     walks = {name: itertools.cycle(walk) for name in tuning}
