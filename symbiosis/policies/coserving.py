@@ -78,7 +78,8 @@ class CoServing(Policy):
         self.latency = LatencyModel()
         self.tokens = Tokens(self.slo_ms, self.ttft_ms, self.margins)
         self.own_work = OwnWork()
-        self._queued = {kind: Index() for kind in Kind}
+        self._queued = tuple(Index() for _ in Kind)
+        """Queued requests, by kind."""
         self._last_tuned = -math.inf
         """Time at which fine-tuning last ran because the slack allowed it."""
         self._now = 0.0
@@ -146,7 +147,7 @@ class CoServing(Policy):
         overdue = oldest.arrived + self.max_wait_ms / 1e3
         if overdue <= now:
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
-        decode, prefill, tuning = (index.furthest_behind() for index in self._queued.values())
+        decode, prefill, tuning = (index.furthest_behind() for index in self._queued)
         first = decode or prefill
         if first is None:
             assert tuning is not None
@@ -227,8 +228,9 @@ class CoServing(Policy):
         """Add up to ``most`` rows of a kind, and return their number. Only the first request of each client is taken,
         because a client's requests stay in order, whatever their kinds."""
         left = most
-        if left > 0 and queue.key in self._queued[kind]:
-            for request in self._queued[kind].of(queue.key):
+        index = self._queued[kind]
+        if left > 0 and queue.key in index:
+            for request in index.of(queue.key):
                 if queue.of(request.client)[0] is request:
                     count = min(request.rows - request.taken, left)
                     takes.append((request, count))

@@ -147,24 +147,27 @@ class Fair(Admission):
         if not tenant.queued:
             tenant.counter = max(tenant.counter, self._reached - self.quantum)
             self._floor = min(self._floor, tenant.counter)
-        self._queued.add(tenant)
+            self._queued.add(tenant)
         self._held.add(tenant)
         tenant.queued += 1
         tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         layers, max_rows = view.layers, view.max_rows
+        most = self._floor + self.quantum
 
         def has_room(tenant: _Tenant) -> bool:
             return bool(tenant.held) and tenant.inside < max_rows
 
         while (first := self._held.least(has_room)) is not None:
-            if first.counter > self._floor + self.quantum:
+            if first.counter > most:
                 self._floor = self._least()
-                if first.counter > self._floor + self.quantum:
+                most = self._floor + self.quantum
+                if first.counter > most:
                     break
             _, request = first.held.popitem(last=False)
-            self._reached = max(self._reached, first.counter)
+            if first.counter > self._reached:
+                self._reached = first.counter
             first.counter += self._kinds[request.kind] * tokens(request, layers) / first.weight
             first.inside += request.rows
             self.admit(request)
