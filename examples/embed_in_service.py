@@ -1,16 +1,16 @@
-"""An executor inside an asyncio service of one's own.
+"""An executor inside an asyncio service.
 
-A small HTTP server on a loopback port lets tenants ask for text, each with an adapter of its own, while another tenant
+A small HTTP server on a loopback port generates text for tenants, each with its own adapter, while another tenant
 fine-tunes in the background, all on one base model and one event loop::
 
     POST /generate  {"tenant": "alice", "tokens": [5, 6, 7], "max_new_tokens": 8}  →  {"tokens": […]}
     GET  /statistics                                                               →  {"mean_batch": …, …}
 
-What to take from it: the executor lives as long as the service; a tenant's client is opened once and kept; requests of
-one tenant wait for one another, those of different tenants share batches; what a tenant gets wrong becomes a 400 before
-it reaches a model, and the others do not notice. HTTP is done by hand to keep the example free of dependencies.
+The executor lives as long as the service. Each tenant's client is opened once and kept. Requests of one tenant run one
+after another, and requests of different tenants share batches. An invalid request is answered with status 400 before it
+reaches a model, and other tenants do not notice. HTTP is implemented here so that the example has no dependencies.
 
-Run it: ``python examples/embed_in_service.py``. It serves itself some requests, prints what happens, and ends.
+Run ``python examples/embed_in_service.py``. It sends itself some requests, prints the answers, and ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TENANTS = {
 
 
 class BadRequestError(Exception):
-    """The request is at fault; the message goes back to whoever sent it."""
+    """The request is not valid. The message is sent back."""
 
 
 class Service:
@@ -50,7 +50,7 @@ class Service:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Service:
-        async with AsyncExitStack() as stack:  # should anything fail here, what was opened is closed again
+        async with AsyncExitStack() as stack:  # closes what was opened if a later step fails
             await stack.enter_async_context(self.executor)
             for name, config in TENANTS.items():
                 client = self.executor.client(config, name=name, seed=0)
@@ -59,7 +59,7 @@ class Service:
             stack.push_async_callback(_end, trainer)
             self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
             await stack.enter_async_context(self._server)
-            gc.freeze()  # or a full collection looks at all that torch and transformers made, now and then, for 0.2 s
+            gc.freeze()  # a full collection over the objects of torch and transformers would block the loop for 0.2 s
             self._stack = stack.pop_all()
         return self
 
@@ -71,7 +71,7 @@ class Service:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def _fine_tune(self) -> None:
-        """A tenant's job in the background, at its own rate, until the service ends."""
+        """Train a tenant's adapter in the background until the service ends."""
         async with self.executor.client(LoraConfig(task_type="CAUSAL_LM"), name="trainer", seed=0) as client:
             optimizer = torch.optim.AdamW([p for p in client.model.parameters() if p.requires_grad], lr=1e-2)
             ids = torch.arange(3, 35).reshape(2, 16)
@@ -82,7 +82,7 @@ class Service:
     async def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         client = self.clients.get(request.get("tenant", ""))
         if client is None:
-            raise BadRequestError(f"no tenant {request.get('tenant')!r}; there are {', '.join(self.clients)}")
+            raise BadRequestError(f"no tenant {request.get('tenant')!r}; tenants are {', '.join(self.clients)}")
         tokens, count = request.get("tokens"), request.get("max_new_tokens", 8)
         known = range(client.model.config.vocab_size)
         if (
@@ -111,7 +111,7 @@ class Service:
             "tenants": {name: round(client.mean_batch, 2) for name, client in sorted(numbers.clients.items())},
         }
 
-    # HTTP, as little of it as will do.
+    # A minimal HTTP server.
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -121,7 +121,7 @@ class Service:
             writer.write(f"{head}Connection: close\r\n\r\n".encode() + body)
             await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # whoever asked has gone
+            pass  # the peer has disconnected
         finally:
             writer.close()
 
@@ -135,7 +135,7 @@ class Service:
                 return "200 OK", await self.statistics()
             if (method, path) == ("POST", "/generate"):
                 return "200 OK", await self.generate(json.loads(body))
-            return "404 Not Found", {"error": f"{method} {path}: no such thing here"}
+            return "404 Not Found", {"error": f"{method} {path} does not exist"}
         except (BadRequestError, json.JSONDecodeError) as error:
             return "400 Bad Request", {"error": str(error)}
         except SymbiosisError as error:
@@ -148,7 +148,7 @@ async def _end(task: asyncio.Task[None]) -> None:
 
 
 async def ask(port: int, method: str, path: str, content: dict[str, Any] | None = None) -> tuple[int, Any]:
-    """One HTTP request; the status and the answer."""
+    """Send one HTTP request, and return the status and the decoded body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = b"" if content is None else json.dumps(content).encode()
     writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -160,7 +160,7 @@ async def ask(port: int, method: str, path: str, content: dict[str, Any] | None 
 
 async def main() -> None:
     async with Service(tiny_model()) as service:
-        print(f"serving {', '.join(TENANTS)} on 127.0.0.1:{service.port}; a trainer works in the background")
+        print(f"serving {', '.join(TENANTS)} on 127.0.0.1:{service.port}; a trainer runs in the background")
         await service.training.wait()
         wishes = [
             {"tenant": tenant, "tokens": [5, 6, 7 + turn], "max_new_tokens": 12}

@@ -15,15 +15,18 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from symbiosis.testing import tiny_model
+from tests.helpers import PROFILE, examples
 
-settings.register_profile(
-    "ci",
-    derandomize=True,  # the same examples everywhere; a failure is printed as code that reproduces it
-    database=None,
-    deadline=None,  # the machine is shared
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("ci")
+for name in ("fast", "thorough"):
+    settings.register_profile(
+        name,
+        max_examples=examples(100, profile=name),
+        derandomize=True,  # the same examples everywhere; a failure is printed as code that reproduces it
+        database=None,
+        deadline=None,  # the machine is shared
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+settings.load_profile(PROFILE)
 
 # Where a shell began the tests in the background, they and the processes that they start would not hear a Ctrl-C.
 if threading.current_thread() is threading.main_thread():

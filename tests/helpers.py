@@ -1,4 +1,4 @@
-"""What several test files need: PEFT configurations, batches, background tenants."""
+"""Helpers of several test files: PEFT configurations, batches, background tenants, Hypothesis profiles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import itertools
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,10 +16,24 @@ from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 import symbiosis
 from symbiosis.core.policy import Policy
 from symbiosis.core.terms import NO_TERMS, Terms
-from symbiosis.testing import Comparison, Job, Outcome, World
+from symbiosis.testing import Comparison, Job, Outcome, PolicyConformance, World
 
 T = TypeVar("T")
 CAUSAL = "CAUSAL_LM"
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fast")
+"""Hypothesis profile: ``fast`` for a short wait, or ``thorough`` for all examples. The properties are the same."""
+
+
+def examples(thorough: int, *, profile: str = PROFILE) -> int:
+    """Return the number of examples of a property: ``thorough``, or a quarter of it in the fast profile."""
+    return thorough if profile == "thorough" else max(thorough // 4, 1)
+
+
+class Conformance(PolicyConformance):
+    """The conformance kit with as many scripts as the Hypothesis profile allows."""
+
+    max_examples = examples(PolicyConformance.max_examples)
+    steps = PolicyConformance.steps if PROFILE == "thorough" else 30
 
 
 def lora(architecture: str = "llama", **options: Any) -> LoraConfig:

@@ -1,4 +1,4 @@
-"""Policies around a policy: fair shares, priorities, rate limits."""
+"""Policies around a policy: fair shares, priorities and rate limits."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from symbiosis.errors import PolicyError, UsageError
 from symbiosis.executor.session import kind_of
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import Admission, tenant_of
-from symbiosis.testing import PolicyConformance, World, tiny_model
-from tests.helpers import IDS, world_of
+from symbiosis.testing import World, tiny_model
+from tests.helpers import IDS, Conformance, examples, world_of
 
 F0 = Key((0,), Pass.FORWARD)
 WEIGHTS = {Kind.DECODE: 2.0, Kind.PREFILL: 1.0, Kind.FINETUNE: 1.0}
 
 
-class _Patient(PolicyConformance):
-    """A wrapper holds requests back on purpose: the kit's rivals have to catch up first."""
+class _Patient(Conformance):
+    """A wrapper holds requests back on purpose, until the other clients have caught up."""
 
-    max_examples = 50
+    max_examples = examples(50)
 
     def patience_batches(self, layers: int) -> int:
         return 400
 
 
 class _Rude(Policy):
-    """Waits, whatever is queued."""
+    """Wait, whatever is queued."""
 
     name = "rude"
 
@@ -58,7 +58,7 @@ class _Rude(Policy):
 @pytest.mark.parametrize("until", [None, math.inf, math.nan, 1e300, -1.0])
 @pytest.mark.parametrize("wrapper", [Fair, Priority, RateLimit])
 def test_waits_that_must_be_refused_are_not_hidden(wrapper: type[Admission], until: float | None) -> None:
-    """Nobody thinks, and another tenant's requests are held."""
+    """No client is thinking, and requests of another tenant are held back."""
     scheduler = Scheduler(wrapper(_Rude(until)), layers=2, max_rows=8)
     for number, client in enumerate(["a", "b"]):
         scheduler.client_joined(client, Terms(priority=number))
@@ -138,7 +138,7 @@ def _run(world: World) -> Batch:
     return action
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     works=st.lists(
         st.tuples(st.integers(1, 30), st.sampled_from(Kind), st.integers(1, 6)),  # rows, kind, clients
@@ -153,10 +153,10 @@ def _run(world: World) -> Batch:
 def test_the_bound(
     works: list[tuple[int, Kind, int]], quantum: float, inner: type, weights: list[float], huge: int
 ) -> None:
-    """At any time the counters of two tenants that always have something queued differ by U at most, the quantum and
+    """The counters of two tenants that always have a request queued differ by at most U at any time: the quantum and
     the largest request of the two; what they are served, by weight, by 2 · U (VTC, lemma 1 and theorem 1). Counted here
     by the rows that ran, of which no more than a batch, and a request, is under way. One more tenant, with one huge
-    request, changes nothing between the others."""
+    request, does not change this."""
     shares = {f"tenant-{tenant}": weight for tenant, weight in enumerate(weights)}
     policy = Fair(inner(), quantum=quantum, weights=shares)
     names = [f"tenant-{tenant}/{client}" for tenant, work in enumerate(works) for client in range(work[2])]
@@ -196,7 +196,7 @@ def test_the_bound(
 
 
 def test_one_huge_request_raises_nobodys_credit() -> None:
-    """Another tenant's, of long ago: who comes back is no further behind than before."""
+    """A tenant that returns is no further behind than before, whatever other tenants were served long ago."""
     policy = Fair(NoLockstep(), quantum=4)
     world = world_of(policy, "huge", "busy", "late")
     world.submit("huge", F0, 4000)
@@ -210,7 +210,7 @@ def test_one_huge_request_raises_nobodys_credit() -> None:
 
 
 def test_what_others_have_let_in_takes_no_room() -> None:
-    """A prompt of 40 batches is being read; a row of another tenant is in the next batch."""
+    """While a prompt of 40 batches is read, a row of another tenant runs in the next batch."""
     world = world_of(Fair(CoServing(), quantum=64), "prompt", "polite")
     world.submit("prompt", F0, 40 * 8, Kind.PREFILL)
     world.complete(_run(world))
@@ -219,8 +219,8 @@ def test_what_others_have_let_in_takes_no_room() -> None:
 
 
 def test_of_each_no_more_is_let_in_than_fills_a_batch() -> None:
-    """Who comes later does not stand behind all of a flood, even where the inner policy goes by the order of arrival;
-    and the flood is let in again as it is served."""
+    """A later request does not wait behind all requests of one tenant, even if the inner policy serves in order. That
+    tenant's requests are admitted as it is served."""
     flood = [f"flood/{number}" for number in range(100)]
     world = world_of(Fair(NoLockstep(), quantum=64), *flood, "polite")
     for name in flood:
@@ -251,7 +251,7 @@ def test_a_flood_and_a_polite_tenant_get_the_same() -> None:
 
 
 def test_no_time_is_wasted_on_fairness() -> None:
-    """Who is far ahead runs when nobody else has anything queued."""
+    """A tenant that is far ahead runs while no other tenant has a request queued."""
     world = world_of(Fair(NoLockstep(), quantum=1), "busy", "idle")
     for _ in range(100):
         world.submit("busy", F0, 8)
@@ -301,7 +301,7 @@ def test_many_tenants_come_and_go() -> None:
         world.submit(f"tenant-{number}", F0, 1)
         world.complete(_run(world))
         world.leave(f"tenant-{number}")
-    assert len(policy._tenants) <= 4096
+    assert policy.remembered <= 4096
 
 
 # ------------------------------------------------------------------------------------------------------------ priority
@@ -344,7 +344,7 @@ def test_tenants_have_priorities() -> None:
 
 
 class _Notes(NoLockstep):
-    """Takes down what it is told of each client."""
+    """Record the terms and kinds of each client."""
 
     lone_at_once = False
 
@@ -367,9 +367,9 @@ async def test_a_policy_is_told_of_terms(base: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "dist"])
 async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path) -> None:
-    """They are told as what the client asks for; so they are again after the connection was lost."""
+    """The terms are sent as the client asks for them, and again after the connection was lost."""
     terms = {"priority": -3, "slo_ms": 500.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
-    asked = {(Terms(**terms), Kind.FINETUNE)}  # with gradients: it is not believed to be less patient
+    asked = {(Terms(**terms), Kind.FINETUNE)}  # requests with gradients are fine-tuning, whatever the client states
 
     def synchronous(address: str) -> None:
         with symbiosis.open_model(address, name="blocking", **terms) as model:
@@ -394,7 +394,7 @@ async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path
 
 
 def test_terms_from_elsewhere_are_lowered_once() -> None:
-    """They may lower the priority and lengthen the targets that the policy grants, never the opposite."""
+    """Untrusted terms may lower the priority and lengthen the targets, never the opposite."""
     granted = Terms(2, 50.0, 900.0)
     assert effective(Terms(9, 10.0, 100.0), granted, trusted=False) == granted
     assert effective(Terms(-3, 80.0, 2000.0), granted, trusted=False) == Terms(-1, 80.0, 2000.0)
@@ -425,33 +425,33 @@ def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
     ],
 )
 def test_what_rows_are_for(pass_: Pass, looks: Kind, says: Kind | None, local: bool, is_: Kind) -> None:
-    """Who provides the executor may say so; from elsewhere rows are only more patient than they look."""
+    """The provider may state any kind; a client elsewhere may only state a more patient one."""
     call = Call(Key((0,), pass_), looks, (torch.zeros(3, 1),))
     assert kind_of(call, Terms(kind=says), local) is is_
 
 
 @pytest.mark.parametrize(("rows", "local", "is_"), [(64, False, 0), (65, False, 1), (4096, False, 1), (4096, True, 0)])
 def test_a_token_each_of_how_many_texts_is_believed(rows: int, local: bool, is_: int) -> None:
-    """Decode rows go first, whatever there are; so a prompt that passes for them would be at everybody's expense."""
+    """Decode rows run first, so a prompt that is stated to be decode rows would delay all other clients."""
     call = Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(rows, 1),))
     assert kind_of(call, NO_TERMS, local) is Kind(is_)
 
 
-def test_a_loose_slo_from_elsewhere_keeps_nobody_waiting() -> None:
-    """Its client asks for one row and leaves: its token is given up as soon as anybody's would be."""
+def test_a_loose_slo_from_elsewhere_delays_no_client() -> None:
+    """The client stops in the middle of a token, which is given up as soon as one with the default SLO."""
     policy = CoServing(slo_ms=100)
     world = world_of(policy, "gone", "job", terms={"gone": Terms(slo_ms=20_000.0)})
     world.submit("gone", F0, 1)
     world.complete(_run(world))
     world.clock.advance(0.25)
-    assert policy.slack(world.clock.now) == math.inf
+    assert policy.tokens.slack.for_prefill(world.clock.now) == math.inf
 
 
 @pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
-def test_nobody_stops_others_fine_tuning_from_elsewhere(asked: float | None, slack: float) -> None:
+def test_a_client_elsewhere_cannot_stop_fine_tuning_with_a_tight_slo(asked: float | None, slack: float) -> None:
     policy = CoServing(slo_ms=200)
     world_of(policy, "a", terms={"a": Terms(slo_ms=asked)}).submit("a", F0, 1)
-    assert 0.4 * slack < policy.slack(0.0) < slack
+    assert 0.4 * slack < policy.tokens.slack.for_prefill(0.0) < slack
 
 
 @pytest.mark.parametrize(
@@ -463,18 +463,18 @@ def test_terms_that_mean_nothing(base: Any, terms: dict[str, Any]) -> None:
 
 
 def test_a_client_with_an_slo_of_its_own() -> None:
-    """Fine-tuning stops for who was promised more."""
+    """Fine-tuning waits for a client with a tighter SLO."""
     slack = {}
     for slo_ms in (None, 20.0):
         policy = CoServing(slo_ms=200)
         world = world_of(policy, "a", terms={"a": Terms(slo_ms=slo_ms)}, local=True)
         world.submit("a", F0, 1)
-        slack[slo_ms] = policy.slack(0.0)
+        slack[slo_ms] = policy.tokens.slack.for_prefill(0.0)
     assert slack[20.0] < 0.02 < slack[None]
 
 
 def test_what_was_served_in_part_is_still_let_in() -> None:
-    """The inner policy fails once, and the scheduler serves a part of the oldest request, which was held back."""
+    """The inner policy fails once, and the scheduler serves a part of the oldest request, which is held back."""
 
     class Moody(NoLockstep):
         moods = 1
@@ -499,7 +499,7 @@ def test_what_was_served_in_part_is_still_let_in() -> None:
 
 
 class Unreliable(NoLockstep):
-    """Raises wherever it is called, every so often. It remembers nothing, so what breaks is not its own."""
+    """Raise an error in some of the calls. The policy has no records, so errors in records are the wrapper's."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -537,10 +537,10 @@ class Unreliable(NoLockstep):
         lambda policy: Priority(Fair(policy)),
     ],
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataObject) -> None:
-    """Everything is served, no error but the inner policy's own comes up, and nothing stays behind."""
+    """All requests are served, no error is raised but the inner policy's own, and no request stays in the records."""
     wrapper = around(Unreliable(data.draw(st.integers(1, 6), label="every")))
     scheduler = Scheduler(wrapper, layers=3, max_rows=data.draw(st.sampled_from([1, 4, 24]), label="max_rows"))
     for name in "ABC":
@@ -577,7 +577,7 @@ def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataO
     assert all("faulty" in error for error in errors), errors
     each: Any = wrapper
     while isinstance(each, Admission):
-        assert not len(each._view.admitted)
+        assert not len(each.admitted)
         each = each.policy
 
 
@@ -585,7 +585,7 @@ def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataO
 
 
 def test_a_rate() -> None:
-    """100 tokens a second, with a second's worth at once: 3 s bring 400, of 4 rows through one of 4 layers each."""
+    """100 tokens per second and a burst of one second: 400 requests in 3 s, of 4 rows through one of 4 layers each."""
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=100), "a/1", "a/2")
     world.submit("a/1", F0, 4)
     count = 0
@@ -597,7 +597,7 @@ def test_a_rate() -> None:
 
 
 def test_a_debt_of_hours_is_waited_for() -> None:
-    """In parts: the scheduler takes no wait of more than an hour while nobody is thinking."""
+    """The policy waits in parts: the scheduler allows an hour at most while no client is thinking."""
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=0.05), "a/1", "a/2", layers=4)
     for name in ("a/1", "a/2"):
         world.end_pass(name)
@@ -642,7 +642,7 @@ def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
     world.complete(_run(world))  # in debt now
     for _ in range(50):
         world.cancel(world.submit("a", F0, 8))
-    assert len(policy._due) <= 1
+    assert policy.visits <= 1
 
 
 # ----------------------------------------------------------------------------------------------------------- wrong use
@@ -658,19 +658,19 @@ def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
         (lambda: Fair("opportunistic"), "instance of a subclass of Policy"),  # type: ignore[arg-type]
         (lambda: Fair(NoLockstep), "instance of a subclass of Policy"),  # type: ignore[arg-type]
         (lambda: Priority(max_wait_ms=-1), "max_wait_ms is -1"),
-        (lambda: Priority(tenants={"a": 1.5}), "that of 'a' is 1.5"),  # type: ignore[dict-item]
+        (lambda: Priority(tenants={"a": 1.5}), "the priority of 'a' is 1.5"),  # type: ignore[dict-item]
         (lambda: RateLimit(tokens_per_s=0), "tokens_per_s is 0"),
         (lambda: RateLimit(tenants={"a": -1}), "rate of 'a' is -1"),
-        (lambda: RateLimit(tenants=5), "tenants is 5; give one for each by name"),
-        (lambda: Fair(RateLimit()), r"the other way round, rate-limit\+fair"),
-        (lambda: Priority(RateLimit(Fair())), r"the other way round, rate-limit\+priority"),
-        (lambda: Fair(weights=3), "weights is 3; give one for each by name"),
-        (lambda: Priority(tenants=3), "tenants is 3; give one for each by name"),
+        (lambda: RateLimit(tenants=5), "tenants is 5; give one entry for each name"),
+        (lambda: Fair(RateLimit()), r"write rate-limit\+fair\+"),
+        (lambda: Priority(RateLimit(Fair())), r"write rate-limit\+priority\+"),
+        (lambda: Fair(weights=3), "weights is 3; give one entry for each name"),
+        (lambda: Priority(tenants=3), "tenants is 3; give one entry for each name"),
         (lambda: Fair(weights={"a": 1e-310}), "the weight of 'a' is 1e-310; it must be between 1e-06 and 1e"),
         (lambda: Fair(finetune=1e300), r"finetune is 1e\+300"),
-        (lambda: Fair(weights={"alice/notebook": 2}), "goes by tenants, so give 'alice'"),
-        (lambda: Priority(tenants={"": 1}), "tenants has '', which is no name"),
-        (lambda: Fair(weights={1: 2}), "weights has 1, which is no name"),  # type: ignore[dict-item]
+        (lambda: Fair(weights={"alice/notebook": 2}), "which is a client; give its tenant, 'alice'"),
+        (lambda: Priority(tenants={"": 1}), "tenants has '', which is not a name"),
+        (lambda: Fair(weights={1: 2}), "weights has 1, which is not a name"),  # type: ignore[dict-item]
     ],
 )
 def test_wrong_use(make: type, why: str) -> None:

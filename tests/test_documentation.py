@@ -1,4 +1,4 @@
-"""The code in the documentation does what the text around it says."""
+"""The code in the documentation does what the text says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from symbiosis.testing import PolicyConformance
+from tests.helpers import Conformance
 
 ROOT = Path(__file__).parent.parent
 
@@ -19,7 +19,7 @@ def code(file: str) -> list[str]:
 
 
 def test_readme_example(tmp_path: Path) -> None:
-    """It runs, and prints a line a tenant and one of the executor."""
+    """The example runs, and prints a line for each tenant and one of the executor."""
     (tmp_path / "example.py").write_text(code("README.md")[0])
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(tmp_path / "example.py")],
@@ -34,8 +34,8 @@ def test_readme_example(tmp_path: Path) -> None:
     assert re.search(r"\d+ requests in \d+ batches", result.stdout)
 
 
-class TestContributingPolicy(PolicyConformance):
-    """The policy that CONTRIBUTING writes passes the kit, as it says."""
+class TestContributingPolicy(Conformance):
+    """The policy in CONTRIBUTING passes the kit."""
 
     def make_policy(self) -> Any:
         namespace: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The examples run, in processes of their own, and show what they promise."""
+"""The examples run in processes of their own and print the expected output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The latency model that budgets are filled by."""
+"""The latency model with which policies fill time budgets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_garbage_never_makes_nonsense(measured: list[tuple[int, float]], rows: i
 def test_outliers_pass_and_changes_are_followed() -> None:
     line = learned(1e-3, 1e-5, [1, 16, 256] * 30)
     before = line.predict(100)
-    line.learn(100, 60.0)  # the machine was asleep
+    line.learn(100, 60.0)  # the machine was suspended
     assert line.predict(100) < 2 * before
     for rows in [1, 16, 256] * 200:
         line.learn(rows, 3 * (1e-3 + 1e-5 * rows))
@@ -78,7 +78,7 @@ def test_outliers_pass_and_changes_are_followed() -> None:
 @pytest.mark.parametrize("factor", [1000.0, 1e-3])
 @pytest.mark.parametrize("sizes", [[1, 16, 256], [8]])
 def test_an_outlier_among_the_first_is_forgotten(when: int, factor: float, sizes: list[int]) -> None:
-    """The first batch on a GPU, say, or while the machine was busy: eight batches later it does not count any more."""
+    """A slow first batch, as on a GPU or a busy machine, does not count after eight batches."""
     line = Line()
     for count, rows in zip(range(8), itertools.cycle(sizes), strict=False):
         line.learn(rows, (1e-3 + 1e-5 * rows) * (factor if count == when else 1.0))
@@ -104,5 +104,5 @@ def test_keys_are_apart_and_bounded() -> None:
     model[KEY].learn(1, 1.0)
     for layer in range(30_000):
         model[Key((layer,), Pass.FORWARD)].learn(1, 1.0)
-    assert len(model._lines) <= 20_000
-    assert model[KEY].predict(1) == 1.0  # what was measured least goes first
+    assert len(model) <= 20_000
+    assert model[KEY].predict(1) == 1.0  # keys with the fewest measurements are forgotten first

@@ -1,4 +1,4 @@
-"""A policy from a package of its own: installed from another folder, found, listed, configured, conforming, serving."""
+"""A policy in a package of its own is installed in another folder, listed, configured, tested and used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGE = ROOT / "examples" / "policy_package"
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that it was installed to by pip, from a copy: a build leaves things beside its sources."""
+    """Install the package with pip, from a copy because a build writes files beside the sources; return the folder."""
     folder = tmp_path_factory.mktemp("plugin")
     shutil.copytree(PACKAGE, folder / "source", ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -33,10 +33,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "installed"
 
 
+def search_path(installed: Path) -> str:
+    """Return a PYTHONPATH with the installed policy and the symbiosis that is tested."""
+    return os.pathsep.join([str(installed), str(ROOT)])
+
+
 def symbiosis(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "symbiosis.cli.main", *arguments],
-        env={**os.environ, "PYTHONPATH": str(installed), "COLUMNS": "200"},
+        env={**os.environ, "PYTHONPATH": search_path(installed), "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -58,10 +63,10 @@ def test_its_options_are_checked(installed: Path) -> None:
 
 
 def test_it_passes_its_own_tests(installed: Path) -> None:
-    """The conformance kit among them."""
+    """The conformance kit is one of them."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PACKAGE / "test_patient_tuning.py")],
-        env={**os.environ, "PYTHONPATH": str(installed)},
+        env={**os.environ, "PYTHONPATH": search_path(installed)},
         cwd=installed,
         capture_output=True,
         text=True,
@@ -72,7 +77,7 @@ def test_it_passes_its_own_tests(installed: Path) -> None:
 
 
 def test_it_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    monkeypatch.setenv("PYTHONPATH", search_path(installed))
     address, trace = f"shm://{tmp_path}/s.sock", tmp_path / "batches.json"
     options = ["--policy", "patient-tuning:rows=32", "--trace", str(trace)]
     folder = save_model(tmp_path / "model")
@@ -84,7 +89,7 @@ def test_it_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = AutoModelForCausalLM.from_pretrained(folder)(input_ids=IDS).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     batches = [event for event in json.loads(trace.read_text()) if event.get("cat") == "batch"]
-    assert "tuning" in {event["args"]["reason"] for event in batches}  # the policy's own word
+    assert "tuning" in {event["args"]["reason"] for event in batches}  # a reason of this policy
 
 
 def test_the_tutorial_shows_this_code() -> None:

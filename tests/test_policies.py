@@ -1,4 +1,4 @@
-"""The built-in policies: each passes the conformance kit, and each does what it is there for."""
+"""The built-in policies: each passes the conformance kit, and each serves its purpose."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.core.scheduler import STOPPED_S, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
-from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, opportunistic
+from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, arrivals
 from symbiosis.policies.order import FurthestBehind
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.simulation.engine import Think, Walk
-from symbiosis.testing import PolicyConformance, World
-from tests.helpers import world_of
+from symbiosis.testing import World
+from tests.helpers import Conformance, examples, world_of
 
 F0, F1 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD)
 B0, B1 = Key((0,), Pass.BACKWARD), Key((1,), Pass.BACKWARD)
 
 
-class TestNoLockstepConforms(PolicyConformance):
+class TestNoLockstepConforms(Conformance):
     def make_policy(self) -> Policy:
         return NoLockstep()
 
@@ -35,26 +35,26 @@ class TestNoLockstepConforms(PolicyConformance):
         return 0
 
 
-class TestLockstepConforms(PolicyConformance):
+class TestLockstepConforms(Conformance):
     def make_policy(self) -> Policy:
         return Lockstep()
 
 
-class TestOpportunisticConforms(PolicyConformance):
+class TestOpportunisticConforms(Conformance):
     def make_policy(self) -> Policy:
         return Opportunistic()
 
     patience_s = 0.2
 
 
-class TestImpatientConforms(PolicyConformance):
+class TestImpatientConforms(Conformance):
     def make_policy(self) -> Policy:
         return Opportunistic(wait_ms=0)
 
     patience_s = 0.05
 
 
-class TestPatientConforms(PolicyConformance):
+class TestPatientConforms(Conformance):
     patience_s = 2.5
 
     def make_policy(self) -> Policy:
@@ -165,7 +165,7 @@ class TestOpportunistic:
         assert isinstance(w.decide(), WaitUntil)  # two rows of b are left
 
     def test_the_urgent_come_before_the_many(self) -> None:
-        """A due request is not passed over for a fuller queue: longest queue first would starve it."""
+        """A due request runs before a fuller queue; longest queue first would starve it."""
         w = world_of(Opportunistic(wait_ms=2), "small", "a", "b", "thinker", max_rows=64)
         w.submit("small", F1, 1)
         w.submit("a", F0, 20)
@@ -174,7 +174,7 @@ class TestOpportunistic:
         assert members(run(w)) == [("small", 1)]
 
     def test_the_urgent_rides_in_the_batch_that_it_causes(self) -> None:
-        """Older, larger requests of the same key do not push the due one out of its batch."""
+        """A due request is in its batch although older, larger requests have the same key."""
         w = world_of(Opportunistic(wait_ms=2), "large", "small", "thinker", max_rows=8)
         w.submit("large", F0, 7)
         w.submit("small", F0, 2)
@@ -202,7 +202,7 @@ class TestOpportunistic:
         assert served == [[("b", 16)], [("b", 16)], [("b", 8), ("a", 8)], [("b", 1), ("a", 15)]]
 
     def test_nobody_is_waited_for_who_is_elsewhere(self) -> None:
-        """Two who stay together, and one who thinks, but comes to other layers."""
+        """Two clients stay together while a third one is thinking and uses other layers."""
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "elsewhere", layers=8, max_rows=64)
         for walk in range(30):
             for layer in range(2):
@@ -219,7 +219,7 @@ class TestOpportunistic:
 
     @pytest.mark.parametrize("other", ["stuck", "slow"])
     def test_nobody_is_waited_for_who_has_left(self, other: str) -> None:
-        """Three who kept one company and left, or are idle; one who thinks for ever, or for 50 ms at a time."""
+        """Three clients shared batches and left, or are idle; another one thinks for ever, or for 50 ms."""
 
         def stuck() -> Iterator[Think | Walk]:
             yield Walk(True)
@@ -269,10 +269,10 @@ class TestOpportunistic:
 
 
 class TestDeadlines:
-    """None is overrun by more than the batch that runs: when the executor is free and somebody is due, the first one
-    due is served. So who is due waits for that batch, and for those who were due before."""
+    """No deadline is missed by more than the running batch and the requests with earlier deadlines: when the executor
+    is free and requests are due, the one with the earliest deadline is served."""
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=examples(300), deadline=None)
     @given(st.data())
     def test_any_script(self, data: st.DataObject) -> None:
         wait_ms, max_wait_ms = data.draw(st.sampled_from([(0, 5), (1, 5), (0.2, 50), (20, 10)]))
@@ -294,24 +294,24 @@ class TestDeadlines:
                 assert now < action.time <= due
                 continue
             assert isinstance(action, Batch)
-            if due <= now:  # those of one client for one layer stay in order
+            if due <= now:  # requests of one client for one layer stay in order
                 first = {(request.client, request.key) for request, _, _ in action.slices}
                 assert any((request.client, request.key) in first for request in urgent)
                 assert action.reason == "deadline"
             w.clock.advance(data.draw(st.sampled_from([1e-4, 2e-3])))
             w.complete(action)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.integers(2, 6), st.integers(0, 10**6))
     def test_where_one_batch_serves_all_who_are_due(self, clients: int, seed: int) -> None:
-        """Then no deadline is overrun by more than one batch, whatever else is queued."""
+        """If batches are large enough, no deadline is missed by more than one batch."""
         random = Random(seed)
         policy = Opportunistic({"decode": 3, "prefill": 1000}, max_wait_ms=1000)
         w = world_of(policy, "reader", *(f"client-{n}" for n in range(clients)), "thinker", layers=8, max_rows=64)
         took = 0.002
         for _ in range(60):
             waits = {request.client for request in w.queued}
-            if "reader" not in waits:  # prompts that are behind, and never due
+            if "reader" not in waits:  # a client with prompts that are behind and never due
                 w.submit("reader", F0, 1, Kind.PREFILL)
             for n in range(clients):
                 if f"client-{n}" not in waits and random.random() < 0.7:
@@ -353,19 +353,19 @@ def test_names_and_representations(policy: Policy) -> None:
 
 
 class TestAdaptive:
-    """Opportunistic batching waits where that is expected to pay."""
+    """Opportunistic batching waits where waiting is expected to pay."""
 
     @staticmethod
     def taught(start: float, row: float, together: bool, gap: float) -> tuple[World, Opportunistic]:
-        """Two clients whose requests come ``gap`` seconds apart, with batches that take start + row · rows; those of
-        different sizes have been seen."""
+        """Return a world with two clients whose requests arrive ``gap`` seconds apart. Batches of several sizes have
+        run and took start + row · rows seconds."""
         policy = Opportunistic(wait_ms=1000, max_wait_ms=1000)
         w = world_of(policy, "a", "b", "thinks", max_rows=64)
         for rows in [1, 2, 3, 4] * 20:
             for client in ("a", "b") if together else ("a", "thinks", "b"):
                 w.submit(client, F0, rows)
                 w.clock.advance(gap)
-            for client in w.clients:  # or they would be waited for
+            for client in w.clients:  # otherwise the policy would wait for them
                 w.end_pass(client)
             batch = w.decide()
             assert isinstance(batch, Batch)
@@ -383,7 +383,7 @@ class TestAdaptive:
         assert action.time - began < 1.0  # the deadline
         w.clock.advance(1e-3)
         w.submit("b", F0, 1)
-        assert isinstance(w.decide(), Batch)  # nobody else has been on the way to here
+        assert isinstance(w.decide(), Batch)  # no other client is on the way to this layer
 
     def test_company_that_does_not_come_is_not_waited_for_any_longer(self) -> None:
         w, _ = self.taught(start=10e-3, row=1e-5, together=True, gap=1e-3)
@@ -427,8 +427,8 @@ class TestAdaptive:
         assert due == pytest.approx([0.002, 0.004, 0.01])  # prefills as by default
 
     def test_too_many_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """What was learned may be forgotten; the policy goes on."""
-        monkeypatch.setattr(opportunistic, "_MAX_KEYS", 2)
+        """The policy forgets what it has learned, and goes on."""
+        monkeypatch.setattr(arrivals, "_MAX_KEYS", 2)
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
         for layer in range(4):
             for _ in range(20):

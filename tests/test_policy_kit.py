@@ -1,4 +1,4 @@
-"""The conformance kit can fail: policies that are wrong in one way each are caught, and say how.
+"""The conformance kit catches policies with one error each, and names the error.
 
 Where the scheduler refuses what they decide, the policy is named and requests are served all the same, in the order in
 which they came.
@@ -20,9 +20,10 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError, UsageError
 from symbiosis.policies import Fair, NoLockstep
 from symbiosis.testing import PolicyConformance, World
+from tests.helpers import PROFILE
 
 BAD: dict[str, tuple[type[Any], str]] = {}
-"""By name: the policy, and a piece of what the kit must say."""
+"""Policies with an error, and a part of the message that the kit must raise, by name."""
 
 
 def bad(complaint: str) -> Callable[[type[Any]], type[Any]]:
@@ -34,7 +35,7 @@ def bad(complaint: str) -> Callable[[type[Any]], type[Any]]:
 
 
 class Oldest(Policy):
-    """A right one to start from: the oldest request, with all that fits beside it."""
+    """A correct policy to start from: run the oldest request with all requests of its key that fit."""
 
     name = "bad-one"
 
@@ -52,7 +53,7 @@ class LongestQueueFirst(Oldest):
 
 @bad("starves a request")
 class UrgentFirst(Oldest):
-    """Without an end to it."""
+    """The priority has no time limit."""
 
     def decide(self, view: View, now: float) -> Any:
         key = max(view.queues, key=lambda key: view.queues[key].oldest.terms.priority)
@@ -61,7 +62,7 @@ class UrgentFirst(Oldest):
 
 @bad("starves a request")
 class TuningLast(Oldest):
-    """As long as anything else is queued."""
+    """Fine-tuning waits while any other request is queued."""
 
     def decide(self, view: View, now: float) -> Any:
         key = min(view.queues, key=lambda key: (view.queues[key].oldest.kind, view.queues[key].oldest.id))
@@ -69,7 +70,7 @@ class TuningLast(Oldest):
 
 
 @bad("KeyError")
-class KnowsNobodyOfTheSecondTenant(Oldest):
+class DoesNotKnowTheSecondTenant(Oldest):
     def submitted(self, request: Request) -> None:
         assert {"tenant-0": 1, "victim": 1, "alone": 1}[request.client.partition("/")[0]]
 
@@ -83,7 +84,7 @@ class FirstLayerFirst(Oldest):
 
 @bad("starves a request")
 class SmallestFirst(Oldest):
-    """Shortest job first, across clients."""
+    """Run the shortest request of all clients first."""
 
     def decide(self, view: View, now: float) -> Any:
         first: dict[tuple[str, Key], Request] = {}
@@ -122,7 +123,7 @@ class WaitsALongTime(Oldest):
         return Wait(now + 60) if self.waited else super().decide(view, now)
 
 
-@bad("waits again and again")
+@bad("times in a row without an event in between")
 class AsksAgainAllTheTime(Oldest):
     def decide(self, view: View, now: float) -> Any:
         return Wait(now + 1e-7) if view.thinking else super().decide(view, now)
@@ -194,7 +195,7 @@ class RunsWhatIsNotThere(Oldest):
 
 @bad("not queued for")
 class RunsWhatIsDone(Oldest):
-    """Keeps a list of its own and forgets nothing: what was cancelled or served, it runs again."""
+    """Keep a list of requests, and run cancelled and served ones again."""
 
     def __init__(self) -> None:
         self.all: list[Request] = []
@@ -253,15 +254,15 @@ TESTS = [name for name in dir(PolicyConformance) if name.startswith("test_")]
 
 @pytest.fixture(autouse=True)
 def no_shrinking() -> Iterator[None]:
-    """A counterexample is enough here; finding the shortest takes time."""
+    """Do not search for the shortest counterexample, which takes time."""
     settings.register_profile("no-shrinking", settings(), phases=[Phase.generate])
     settings.load_profile("no-shrinking")
     yield
-    settings.load_profile("ci")
+    settings.load_profile(PROFILE)
 
 
 def complaints(policy: type[Any], about: str | None = None) -> str:
-    """What the kit says of a policy, test by test, up to the first complaint of this sort."""
+    """Return the messages of the kit's tests for a policy, up to the first one with ``about``."""
 
     class Kit(PolicyConformance):
         max_examples = 30
@@ -371,7 +372,7 @@ def test_errors_name_the_policy_and_the_method_that_raised(method: str) -> None:
 
 
 def test_a_policy_belongs_to_one_scheduler() -> None:
-    """What it remembers of one's requests would be taken for the other's, also inside of another policy."""
+    """A policy with two schedulers would confuse their requests, also inside a wrapper."""
     for first, second in (
         (shared := NoLockstep(), shared),
         (shared := NoLockstep(), Fair(shared)),
@@ -380,12 +381,12 @@ def test_a_policy_belongs_to_one_scheduler() -> None:
         Scheduler(first, layers=1, max_rows=8)
         with pytest.raises(UsageError, match="make a new one"):
             Scheduler(second, layers=1, max_rows=8)
-    for _ in range(100):  # an address in memory is nobody's for ever
+    for _ in range(100):  # a new object may have the address of an old one
         Scheduler(NoLockstep(), layers=1, max_rows=8)
 
 
 class TestTheWorldItself:
-    """Its books catch a scheduler that is wrong."""
+    """The records of a world catch an error of the scheduler."""
 
     def make(self) -> World:
         world = World(NoLockstep(), layers=2, max_rows=8)

@@ -1,4 +1,4 @@
-"""Policies and transports by name: built in, installed, or an error that lists what is known."""
+"""Policies and transports are found by name: built in, installed, or an error that lists the known ones."""
 
 from __future__ import annotations
 
@@ -85,18 +85,18 @@ def test_an_object_is_itself() -> None:
         ("opportunistic:wait_ms=-1", UsageError, "wait_ms is -1"),
         ("lockstep+opportunistic", UsageError, "'lockstep' goes around no other"),
         ("fair+magic", UnknownNameError, "unknown policy 'magic'"),
-        ("fair:policy=lockstep", UsageError, r"no option 'policy=lockstep'; .* after a plus, such as fair\+lockstep"),
-        ("fair:policy", UsageError, r"no option 'policy'; .* after a plus, such as fair\+lockstep"),
+        ("fair:policy=lockstep", UsageError, r"no option 'policy=lockstep'; .* after a plus: fair\+lockstep"),
+        ("fair:policy", UsageError, r"no option 'policy'; .* after a plus: fair\+lockstep"),
         ("fair:patience=2", UsageError, "no option 'patience=2'; it takes quantum"),
         ("opportunistic:policy=lockstep", UsageError, "no option 'policy=lockstep'; it takes wait_ms"),
         ("fair:weights.alice=no", UsageError, "weight of 'alice' is 'no'"),
         ("fair:weights.=2", UsageError, "has no option 'weights.=2'"),
-        ("fair:quantum=2,quantum=3", UsageError, "'quantum=3' beside another value"),
-        ("fair:weights.a=2,weights.b=2,weights.a=3", UsageError, "'weights.a=3' beside another value"),
-        ("opportunistic:wait_ms=2,wait-ms=2", UsageError, "'wait-ms=2' beside another value"),
-        ("opportunistic:wait_ms=2,wait_ms.decode=1", UsageError, "'wait_ms.decode=1' beside another value"),
-        ("opportunistic:wait_ms.decode=1,wait_ms=2", UsageError, "'wait_ms=2' beside another value"),
-        ("co-serving:clients=5", UsageError, "clients is 5; give one for each by name"),
+        ("fair:quantum=2,quantum=3", UsageError, "'quantum=3' and another value"),
+        ("fair:weights.a=2,weights.b=2,weights.a=3", UsageError, "'weights.a=3' and another value"),
+        ("opportunistic:wait_ms=2,wait-ms=2", UsageError, "'wait-ms=2' and another value"),
+        ("opportunistic:wait_ms=2,wait_ms.decode=1", UsageError, "'wait_ms.decode=1' and another value"),
+        ("opportunistic:wait_ms.decode=1,wait_ms=2", UsageError, "'wait_ms=2' and another value"),
+        ("co-serving:clients=5", UsageError, "clients is 5; give one entry for each name"),
         ("co-serving:clients.alice=5", UsageError, "clients has 5 for 'alice'; give .*clients.alice=50/900"),
         ("co-serving:clients.alice=5/0", UsageError, "ttft_ms of 'alice' is 0"),
         ("co-serving:clients.alice=5/6/7", UsageError, r"clients has \(5, 6, 7\)"),
@@ -123,8 +123,8 @@ def test_transports() -> None:
     ("address", "error", "complaint"),
     [
         ("carrier-pigeon://roof", UnknownNameError, "unknown transport 'carrier-pigeon'; known are inproc"),
-        ("somewhere", UsageError, "'somewhere' is no address; write scheme://"),
-        ("", UsageError, "'' is no address"),
+        ("somewhere", UsageError, "'somewhere' is not an address; write scheme://"),
+        ("", UsageError, "'' is not an address"),
     ],
 )
 def test_bad_addresses(address: str, error: type[Exception], complaint: str) -> None:
@@ -133,7 +133,7 @@ def test_bad_addresses(address: str, error: type[Exception], complaint: str) -> 
 
 
 class TestInstalled:
-    """Entry points of other packages."""
+    """Policies from entry points of other packages."""
 
     @pytest.fixture(autouse=True)
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Traces, and what ``symbiosis simulate`` makes of them."""
+"""Traces, replays, and the command ``symbiosis simulate``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _file(folder: Path, *lines: str, header: str = "arrival_s,ContextTokens,Gene
 
 def test_a_trace_is_read(tmp_path: Path) -> None:
     file = _file(tmp_path, "x,0.0,7,3", "y,1.5,0,1", "z,2,9,0", header="id,arrival_s,ContextTokens,GeneratedTokens")
-    assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 1)]  # who generates nothing is left out
+    assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 1)]  # requests that generate nothing are left out
     assert read_trace(file, 1) == [Arrival(0.0, 7, 3)]
 
 
@@ -72,13 +72,13 @@ def test_a_bad_trace(tmp_path: Path, line: str, why: str) -> None:
 
 
 def test_a_trace_as_others_write_it(tmp_path: Path) -> None:
-    """Spaces around names and values, and whole numbers with a point."""
+    """Names and values may have spaces around them, and whole numbers may have a decimal point."""
     file = _file(tmp_path, "0.0, 7.0 ,3", "1.5 ,1, 2e1", header='arrival_s , ContextTokens,  "GeneratedTokens"')
     assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 20)]
 
 
 def test_a_trace_with_dates_as_azures(tmp_path: Path) -> None:
-    """Seven digits of a second, and nothing said of where; or an offset."""
+    """Timestamps may have seven digits of a second, and no time zone or an offset."""
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     lines = "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:45.5,1,2", "2023-11-16T19:15:47+01:00,3,4"
     found = read_trace(_file(tmp_path, *lines, header=header))
@@ -99,7 +99,7 @@ def test_a_trace_below_empty_lines(tmp_path: Path) -> None:
 
 
 def test_a_trace_in_another_order(tmp_path: Path) -> None:
-    """Requests that arrive together stay as they are in the file; a limit takes the earliest of all."""
+    """Requests with equal times stay in the order of the file; a limit takes the earliest of all requests."""
     file = _file(tmp_path, "12,1,1", "10,2,2", "11,3,3", "10,4,4")
     ordered = [Arrival(0.0, 2, 2), Arrival(0.0, 4, 4), Arrival(1.0, 3, 3), Arrival(2.0, 1, 1)]
     assert read_trace(file) == ordered
@@ -254,7 +254,7 @@ def test_command(tmp_path: Path) -> None:
 def test_no_figure_is_cut(
     columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor a heading: on a terminal of 80 columns, and in a file."""
+    """No heading is cut, on a terminal of 80 columns and in a file."""
     if columns is None:
         monkeypatch.delenv("COLUMNS", raising=False)
     else:
@@ -279,7 +279,7 @@ def test_figures_are_rounded_to_three_digits() -> None:
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--policy", "co-serving:slo_ms=1"], "a token takes"),
+        (["--policy", "co-serving:slo_ms=1"], "one token takes"),
         (["missing.csv"], "cannot read the trace"),
         (["--policy", "magic"], "unknown policy"),
         (["--check"], "--machine here"),
@@ -306,12 +306,12 @@ def test_wrong_use(arguments: list[str], why: str) -> None:
 
 
 def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of four policies by default; nothing has been played to the others by then."""
+    """The last of the four default policies is refused before the load is replayed with the first one."""
     played: list[object] = []
     monkeypatch.setattr(replays, "replay", lambda *arguments, **options: played.append(arguments))
     result = CliRunner().invoke(app, ["simulate", "--requests", "2", "--slo-ms", "5"])
     assert result.exit_code == 1
-    assert "slo_ms is 5, but a token takes" in result.output
+    assert "slo_ms is 5, but one token takes" in result.output
     assert not played
 
 
@@ -323,7 +323,7 @@ def test_a_ratio_of_what_there_is_not_is_not_shown() -> None:
 
 @pytest.mark.slow
 def test_here_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are measured and the load is played for real; how close they are is a benchmark's to say."""
+    """Costs are measured, and the load is replayed on a real executor. A benchmark tells how close the figures are."""
     monkeypatch.setattr("symbiosis.bench.simulate.ROUNDS", 1)
     _run(
         *("--machine", "here", "--requests", "4", "--lengths", "0.02", "--clients", "2", "--no-paced", "--check"),
@@ -336,7 +336,7 @@ def test_here_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_old_ways_of_asking() -> None:
-    """A client's own work may be said as seconds of a walk."""
+    """A client's own work may be given in seconds per walk."""
     simulation = Simulation(NoLockstep(), layers=4, cost=Cost(0.0, 0.0).of)
     done = Done()
     think: float | Callable[[Kind, int], float] = 4e-3
@@ -357,7 +357,7 @@ def test_more_rows_never_take_less_time() -> None:
 
 
 def test_a_trace_may_begin_at_any_time(tmp_path: Path) -> None:
-    """And may have been saved by a spreadsheet."""
+    """A trace may have been saved by a spreadsheet."""
     file = tmp_path / "trace.csv"
     file.write_text("arrival_s,ContextTokens,GeneratedTokens\n100000.5,3,4\n100001.5,5,6\n", encoding="utf-8-sig")
     assert read_trace(file) == [Arrival(0.0, 3, 4), Arrival(1.0, 5, 6)]

@@ -1,4 +1,4 @@
-"""Turns of inference and fine-tuning."""
+"""Temporal sharing: turns of inference and fine-tuning."""
 
 from __future__ import annotations
 
@@ -13,34 +13,33 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, DynamicTemporalSharing, TemporalSharing
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
-from symbiosis.testing import PolicyConformance
-from tests.helpers import world_of
+from tests.helpers import Conformance, world_of
 
 LAYERS = 16
 
 
-class TestTemporalConforms(PolicyConformance):
+class TestTemporalConforms(Conformance):
     patience_s = 0.5
 
     def make_policy(self) -> Policy:
         return TemporalSharing(every=2, max_wait_ms=400)
 
 
-class TestDynamicConforms(PolicyConformance):
+class TestDynamicConforms(Conformance):
     patience_s = 0.5
 
     def make_policy(self) -> Policy:
         return DynamicTemporalSharing(max_wait_ms=400)
 
 
-class TestTemporalDefaultsConform(PolicyConformance):
+class TestTemporalDefaultsConform(Conformance):
     patience_s = 10.0
 
     def make_policy(self) -> Policy:
         return TemporalSharing()
 
 
-class TestDynamicDefaultsConform(PolicyConformance):
+class TestDynamicDefaultsConform(Conformance):
     patience_s = 10.0
 
     def make_policy(self) -> Policy:
@@ -48,7 +47,7 @@ class TestDynamicDefaultsConform(PolicyConformance):
 
 
 def simulate(policy: Policy, decoding: int, tuning: int, seconds: float = 30.0) -> tuple[list[float], int, int]:
-    """Seconds per token, tokens, steps."""
+    """Return the seconds per token, the number of tokens, and the number of steps."""
     simulation = Simulation(policy, layers=LAYERS, cost=Cost(1e-3, 2e-5).of)
     texts = [Done() for _ in range(decoding)]
     jobs = [Done() for _ in range(tuning)]
@@ -74,8 +73,8 @@ def test_turns_are_as_often_as_said(every: int) -> None:
 
 
 def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
-    """Reasons of batches: "chat" asks for the first layer again and again, others walk four layers forward and back.
-    Before, somebody has asked for four more."""
+    """Return the reasons of batches. The client "chat" requests the first layer again and again, the other clients walk
+    four layers forward and back, and one client requested four more layers before."""
     walk = [Key((layer,), Pass.FORWARD) for layer in range(4)]
     walk += [Key((layer,), Pass.BACKWARD) for layer in reversed(range(4))]
     walks = {name: itertools.cycle(walk) for name in tuning}
@@ -119,7 +118,7 @@ def test_a_turn_is_one_walk_whatever_was_asked_for_before(tuning: tuple[str, ...
 def test_without_fine_tuning_there_are_no_turns_and_nothing_is_kept(make: Any) -> None:
     policy = make()
     assert set(play(policy, 2000)) == {"inference"}
-    assert len(getattr(policy, "_queued", [])) <= 512
+    assert getattr(policy, "recorded", 0) <= 512
 
 
 def test_rare_turns_leave_inference_alone_and_frequent_ones_do_not() -> None:
@@ -138,8 +137,8 @@ def test_dynamic_follows_the_pressure() -> None:
     calm, busy = DynamicTemporalSharing(), DynamicTemporalSharing()
     calm_gaps, _, calm_steps = simulate(calm, 1, 1, 60)
     busy_gaps, _, busy_steps = simulate(busy, 40, 1, 60)
-    assert calm._before < 90
-    assert busy._before > 1.5 * calm._before
+    assert calm.pace < 90
+    assert busy.pace > 1.5 * calm.pace
     assert calm_steps > 0
     assert busy_steps > 0
     assert busy_steps / max(len(busy_gaps) / 40, 1) < calm_steps / len(calm_gaps)

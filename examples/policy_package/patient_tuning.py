@@ -1,23 +1,21 @@
-"""A policy of one's own, as a package: fine-tuning waits for everything else. See docs/policies.md."""
+"""A batching policy in a package of its own: fine-tuning waits for inference. See docs/policies.md."""
 
 from __future__ import annotations
 
-from symbiosis.core.policy import Decision, Policy, QueueView, Run, View
-from symbiosis.core.requests import Request
-from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
+from symbiosis.policies import Decision, Kind, Policy, QueueView, Request, Run, View
 
 
 class PatientTuning(Policy):
-    """Queues with inference in them go first, the largest of them. Fine-tuning goes when there are none, a few rows at
-    a time while tenants generate text: they are thinking, and will be back in a moment.
+    """Run queues with inference rows first, the largest of them. Fine-tuning runs when there are none. While clients
+    generate text, they are thinking and will soon send another request, so a batch of fine-tuning has few rows then.
 
     Args:
-        patience_ms: after which a request goes before all others, whatever it is.
-        rows: of fine-tuning in a batch while tenants generate.
+        patience_ms: time after which a request runs before all other requests, in milliseconds.
+        rows: rows of fine-tuning in a batch while clients generate text.
 
     Raises:
-        UsageError: an option that means nothing.
+        UsageError: an option has no valid value.
     """
 
     name = "patient-tuning"
@@ -48,4 +46,5 @@ class PatientTuning(Policy):
 
 
 def _importance(queue: QueueView) -> tuple[bool, int]:
+    """Return whether a queue has inference rows, and its size."""
     return any(request.kind is not Kind.FINETUNE for request in queue), queue.rows

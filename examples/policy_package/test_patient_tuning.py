@@ -1,4 +1,4 @@
-"""``pytest test_patient_tuning.py``: the conformance kit, and what the policy is there for, simulated."""
+"""Tests of the policy: the conformance kit, and its purpose in simulation. Run ``pytest test_patient_tuning.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from patient_tuning import PatientTuning
 
 from symbiosis.errors import UsageError
-from symbiosis.policies import NoLockstep
+from symbiosis.policies import NoLockstep, Policy
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
 from symbiosis.testing import PolicyConformance
 
@@ -21,8 +21,9 @@ class TestConforms(PolicyConformance):
         return PatientTuning()
 
 
-def seconds_a_token(policy: object) -> float:
-    """Four tenants who generate text beside two who fine-tune, for ten pretended seconds."""
+def seconds_a_token(policy: Policy) -> float:
+    """Simulate four clients that generate text and two that fine-tune for ten seconds; return the median time a token
+    takes."""
     simulation = Simulation(policy, layers=LAYERS, cost=Cost(start=1e-3, row=2e-5).of)
     texts = [Done() for _ in range(4)]
     for number, done in enumerate(texts):
@@ -33,11 +34,11 @@ def seconds_a_token(policy: object) -> float:
     return median(gap for done in texts for gap in done.per_token)
 
 
-def test_inference_hardly_notices_the_jobs() -> None:
+def test_tokens_take_less_than_half_as_long() -> None:
     assert seconds_a_token(PatientTuning()) < 0.5 * seconds_a_token(NoLockstep())
 
 
 @pytest.mark.parametrize("options", [{"patience_ms": 0}, {"patience_ms": "long"}, {"rows": 0}, {"rows": 1.5}])
-def test_options_that_mean_nothing(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"{next(iter(options))} is "):
         PatientTuning(**options)

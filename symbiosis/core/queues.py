@@ -67,7 +67,7 @@ class Queue:
         self.rows += request.rows - request.taken
 
     def remove(self, request: Request) -> None:
-        """Remove a request. The caller updates the row count."""
+        """Remove a request. The caller corrects ``rows``."""
         del self._requests[request.id]
         mine = self._by_client[request.client]
         if len(mine) == 1:
@@ -76,13 +76,13 @@ class Queue:
             mine.remove(request)
 
     def of(self, client: str) -> Sequence[Request]:
-        """Return a client's requests in arrival order, possibly none."""
+        """Return a client's requests in arrival order; empty if there are none."""
         return self._by_client.get(client, ())
 
     def validate(self) -> None:
-        """Assert that the internal records agree; for tests, O(everything)."""
+        """Assert that the records agree; for tests, O(requests)."""
         assert self, f"{self}: an empty queue was kept"
-        assert self.rows == sum(request.remaining for request in self), f"row count of {self} is off"
+        assert self.rows == sum(request.remaining for request in self), f"row count of {self} is wrong"
         assert all(request.key == self.key for request in self), f"{self} holds a request of another key"
         by_client: dict[str, list[Request]] = {}
         for request in self:
@@ -91,16 +91,19 @@ class Queue:
 
 
 class Queues:
-    """The queues of all keys. Every change is O(1) in the number of other clients' requests."""
+    """All queues that are not empty.
+
+    A change costs O(1) in the number of requests of all clients, and O(n) in those of the same client and key.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[Key, Queue] = {}
         self._requests: OrderedDict[int, Request] = OrderedDict()
         self.by_key: Mapping[Key, Queue] = MappingProxyType(self._queues)
-        """The queues that are not empty."""
+        """Queues by key."""
 
     def __len__(self) -> int:
-        """Return the number of requests."""
+        """Return the number of queued requests."""
         return len(self._requests)
 
     def __contains__(self, request: Request) -> bool:
@@ -108,9 +111,11 @@ class Queues:
 
     @property
     def oldest(self) -> Request:
+        """The request that arrived first."""
         return next(iter(self._requests.values()))
 
     def add(self, request: Request) -> None:
+        """Queue a request."""
         self._requests[request.id] = request
         queue = self._queues.get(request.key)
         if queue is None:
@@ -118,7 +123,7 @@ class Queues:
         queue.add(request)
 
     def started(self, batch: Batch) -> None:
-        """Remove the rows of a batch that has started."""
+        """Remove the rows of a batch."""
         queue = self._queues[batch.key]
         for request, _, stop in batch.slices:
             if stop == request.rows:
@@ -138,7 +143,7 @@ class Queues:
             del self._queues[request.key]
 
     def validate(self) -> None:
-        """Assert that the internal records agree; for tests, O(everything)."""
+        """Assert that the records agree; for tests, O(requests)."""
         queued = {request.id: request for queue in self._queues.values() for request in queue}
         assert queued == dict(self._requests), "the queues and the arrival order disagree"
         for queue in self._queues.values():

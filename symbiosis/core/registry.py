@@ -1,6 +1,6 @@
-"""Find policies, transports and privacy schemes by name: those built in, then those that other packages install.
+"""Find policies, transports and privacy schemes by name: the built-in ones, then those of installed packages.
 
-A package adds its own with an entry point in the group ``symbiosis.policies``, ``symbiosis.transports`` or
+A package adds a name with an entry point in the group ``symbiosis.policies``, ``symbiosis.transports`` or
 ``symbiosis.privacy``::
 
     [project.entry-points."symbiosis.policies"]
@@ -61,7 +61,7 @@ def _installed(group: str) -> dict[str, EntryPoint]:
 
 
 def names(group: str) -> list[str]:
-    """What is known in a group, built in first."""
+    """Return the names in an entry point group, the built-in ones first."""
     return [*_BUILT_IN[group], *sorted(set(_installed(group)) - set(_BUILT_IN[group]))]
 
 
@@ -74,7 +74,7 @@ def _load(group: str, name: str) -> Any:
     if entry is None:
         raise UnknownNameError(
             f"unknown {what} {name!r}; known are {', '.join(names(group))} "
-            f"(others can be installed under the entry point group {group!r})"
+            f"(a package can add one with the entry point group {group!r})"
         )
     try:
         return entry.load()
@@ -83,15 +83,15 @@ def _load(group: str, name: str) -> Any:
 
 
 def make_policy(spec: str | Policy) -> Policy:
-    """A policy from an object (itself) or from ``"name"`` or ``"name:option=value,option=value"``.
+    """Return a policy for ``"name"`` or ``"name:option=value,option=value"``; a policy object is returned as it is.
 
-    ``option.key=value`` sets an entry of an option that is a mapping; an entry of several numbers is written with
+    ``option.key=value`` sets an entry of an option that is a mapping. An entry of several numbers is written with
     slashes: ``"co-serving:clients.alice=50/900"``. ``"outer+inner"`` gives the inner policy to the outer one, which
     must have an option ``policy``: ``"fair:weights.alice=2+co-serving:slo_ms=50"``.
 
     Raises:
-        UnknownNameError: no such policy.
-        UsageError: an option it does not have, or a value it does not accept.
+        UnknownNameError: no policy has this name.
+        UsageError: the policy has no such option, or does not accept its value.
     """
     if not isinstance(spec, str):
         if isinstance(spec, type):
@@ -99,7 +99,7 @@ def make_policy(spec: str | Policy) -> Policy:
         if not isinstance(spec, Policy):
             raise UsageError(
                 f"policy is {spec!r}; give a name such as 'opportunistic', or an instance of a subclass of "
-                f"{Policy.__module__}.Policy"
+                "symbiosis.policies.Policy"
             )
         return spec
     spec, *inner = re.split(r"\+(?=[A-Za-z])", spec, maxsplit=1)  # and not in 1e+3
@@ -108,18 +108,19 @@ def make_policy(spec: str | Policy) -> Policy:
     options: dict[str, Any] = {}
     if inner:
         if "policy" not in inspect.signature(cls).parameters:
-            raise UsageError(f"policy {name!r} goes around no other; give one that does first, such as fair+{name}")
+            raise UsageError(f"policy {name!r} goes around no other policy; write one that does first: fair+{name}")
         options["policy"] = make_policy(inner[0])
     return cast(Policy, _make(POLICIES, spec, cls, options, hidden="policy"))
 
 
 def make_privacy(spec: str | Privacy | None) -> Privacy | None:
-    """A privacy scheme from an object (itself) or from ``"name"`` or ``"name:option=value,option=value"``; None for
-    ``"none"`` and None, which send rows as they are.
+    """Return a privacy scheme for ``"name"`` or ``"name:option=value,option=value"``; an object is returned as it is.
+
+    ``"none"`` and None give None: rows are sent as they are.
 
     Raises:
-        UnknownNameError: no such scheme.
-        UsageError: an option it does not have, or a value it does not accept.
+        UnknownNameError: no scheme has this name.
+        UsageError: the scheme has no such option, or does not accept its value.
     """
     if spec is None or spec == "none":
         return None
@@ -135,7 +136,7 @@ def make_privacy(spec: str | Privacy | None) -> Privacy | None:
 
 
 def _make(group: str, spec: str, cls: Any, options: dict[str, Any], hidden: str | None = None) -> Any:
-    """``cls`` with the options of a spec, and some that are given; ``hidden`` cannot be written in a spec."""
+    """Return ``cls(**options)`` with the options of a spec added. The option ``hidden`` cannot be written in a spec."""
     name, _, text = spec.partition(":")
     what = _WHAT[group]
     known = inspect.signature(cls).parameters
@@ -147,8 +148,7 @@ def _make(group: str, spec: str, cls: Any, options: dict[str, Any], hidden: str 
         option += "_" if keyword.iskeyword(option) else ""
         if option == hidden and option in known:
             raise UsageError(
-                f"{what} {name!r} has no option {part!r}; the {what} that it goes around is written after a plus, "
-                f"such as {name}+lockstep"
+                f"{what} {name!r} has no option {part!r}; write the inner {what} after a plus: {name}+lockstep"
             )
         if option not in known or (dot and not entry):
             takes = ", ".join(each for each in known if each != hidden)
@@ -157,7 +157,7 @@ def _make(group: str, spec: str, cls: Any, options: dict[str, Any], hidden: str 
             raise UsageError(f"{what} {name!r} is given {part!r} without a value; write {part.strip()}=VALUE")
         if option in whole or (option in options and (not dot or entry in options[option])):
             raise UsageError(
-                f"{what} {name!r} is given {part!r} beside another value for the same; leave one of them out"
+                f"{what} {name!r} is given {part!r} and another value for the same option; remove one of them"
             )
         value = value.strip()
         if dot:
@@ -183,16 +183,16 @@ def _number(text: str) -> Any:
 
 
 def make_transport(address: str, **options: Any) -> Transport:
-    """The transport for an address such as ``inproc://name``; options that are None are left out.
+    """Return the transport for an address such as ``inproc://name``. Options that are None are left out.
 
     Raises:
         UnknownNameError: no transport has this scheme.
-        UsageError: this is no address, or its transport has no such option.
+        UsageError: the address has no scheme, or the transport has no such option.
     """
     scheme, separator, _ = address.partition("://")
     if not separator:
         raise UsageError(
-            f"{address!r} is no address; write scheme://…, where scheme is one of {', '.join(names(TRANSPORTS))}"
+            f"{address!r} is not an address; write scheme://…, where scheme is one of {', '.join(names(TRANSPORTS))}"
         )
     cls = _load(TRANSPORTS, scheme)
     given = {name: value for name, value in options.items() if value is not None}

@@ -1,18 +1,16 @@
-"""Policies around a policy: which requests the inner one is shown, and when.
+"""Wrappers: policies around a policy, which decide when a request is admitted to the inner policy.
 
-A wrapper holds requests back and lets them in by a rule of its own: fairness, priority, a rate. The inner policy
-decides about those that are in, as if there were no others, so a wrapper goes around any policy, other wrappers
-included: but for those that hold back though nothing else runs, which go outermost. A request that was let in stays in.
+A wrapper holds requests back and admits them by a rule of its own: fairness, priority or a rate. The inner policy sees
+the admitted requests only. A wrapper goes around any policy, including other wrappers; a wrapper that holds requests
+back while the executor is free goes outermost. An admitted request stays admitted.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TypeVar
 
 from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, QueueView, View, Wait
 from symbiosis.core.queues import Queues
@@ -20,61 +18,36 @@ from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies.opportunistic import Opportunistic
+from symbiosis.policies.options import mapping, number
 
 __all__ = ["Admission", "mapping", "number", "tenant_of", "tokens"]
-
-T = TypeVar("T")
 
 
 @lru_cache(1 << 14)
 def tenant_of(client: str) -> str:
-    """``alice`` of ``alice/notebook``; a name without a slash is a tenant of its own."""
+    """Return the tenant of a client: ``alice`` for ``alice/notebook``, and the whole of a name without a slash."""
     return client.partition("/")[0]
 
 
 def tokens(request: Request, layers: int) -> float:
-    """What a request is of tokens' walks through all layers: one forward row through the whole model is 1."""
+    """Return a request's part of its tokens' forward walks: one row through all ``layers`` of the model counts 1."""
     return request.rows * len(request.key.layers) / layers
 
 
-def number(who: str, what: str, value: object) -> float:
-    """A finite number greater than 0.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise UsageError(f"{who}: {what} is {value!r}; it must be a number greater than 0")
-    return float(value)
-
-
-def mapping(who: str, what: str, value: Mapping[str, T] | None, *, tenants: bool = True) -> Mapping[str, T]:
-    """A mapping by the names of tenants, or of clients; empty for None.
-
-    Raises:
-        UsageError: it is none, or has a name that nobody can have.
-    """
-    if value is not None and not isinstance(value, Mapping):
-        raise UsageError(f"{who}: {what} is {value!r}; give one for each by name, as in {what}.alice=…")
-    for name in value or {}:
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"{who}: {what} has {name!r}, which is no name")
-        if tenants and "/" in name:
-            raise UsageError(f"{who}: {what} has {name!r}; it goes by tenants, so give {tenant_of(name)!r}")
-    return value or {}
-
-
 class Admission(Policy):
-    """What wrappers have in common.
+    """Base class of wrappers. A subclass implements :meth:`hold`, :meth:`release` and :meth:`drop`.
 
     Args:
-        policy: the inner policy; opportunistic batching if None.
+        policy: decides about the admitted requests; opportunistic batching if None.
+
+    Raises:
+        UsageError: ``policy`` is not a policy, or it is a wrapper that must be outside this one.
     """
 
     name: str
-    idles = False
-    """Whether it holds requests back though nothing else is queued. It goes around others then: one around it would
-    count what it holds as being served, and let others wait for that."""
+    idles: bool = False
+    """Whether the wrapper holds requests back while nothing else is queued. Such a wrapper goes around the ones that do
+    not: these would count requests that it holds back as being served, and hold other requests back for them."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         if policy is None:
@@ -83,14 +56,16 @@ class Admission(Policy):
             raise UsageError(f"{self.name}: policy is {policy!r}; give an instance of a subclass of Policy")
         if isinstance(policy, Admission) and policy.idles and not self.idles:
             raise UsageError(
-                f"{self.name} cannot go around {policy.name}: others would wait for what that holds back while nothing "
-                f"runs. Give them the other way round, {type(policy).name}+{self.name}+…"
+                f"{self.name} cannot go around {policy.name}: it would hold requests back for requests that "
+                f"{type(policy).name} does not let run; write {type(policy).name}+{self.name}+…"
             )
         self.policy = policy
         self.name = f"{type(self).name}+{policy.name}"
-        self._view = _View()
+        self.admitted = Queues()
+        """Queued requests that were admitted."""
+        self._view = _View(self.admitted)
         self._raised: BaseException | None = None
-        """By the inner policy, when it was shown a request."""
+        """Error that the inner policy raised when a request was admitted."""
 
     def bind(self) -> None:
         super().bind()
@@ -99,32 +74,33 @@ class Admission(Policy):
     def default_terms(self, client: str) -> Terms:
         return self.policy.default_terms(client)
 
-    # ---------------------------------------------------------------------------------------------- for the subclasses
+    # ------------------------------------------------------------------------------------------------- for subclasses
 
     @abstractmethod
     def hold(self, request: Request) -> None:
-        """A request was queued; it is held back until it is let in by :meth:`admit`."""
+        """Note that a request was queued. It is held back until :meth:`admit` is called for it."""
 
     @abstractmethod
     def release(self, view: View, now: float) -> float:
-        """Let in whatever may be by now; the time at which to ask again, or ``inf``."""
+        """Admit the requests that may run by now. Return the time at which to ask again, or ``inf``."""
 
     @abstractmethod
     def drop(self, request: Request) -> None:
-        """A request that is held was cancelled."""
+        """Note that a request that is held back was cancelled or has run."""
 
     def gone(self, requests: Sequence[Request]) -> None:
-        """Requests, let in or held, have no more rows to run. Called after :meth:`drop`."""
+        """Note that requests, admitted or held back, have no more rows to run. Called after :meth:`drop`."""
 
     def admit(self, request: Request) -> None:
-        """Show a request to the inner policy. If that raises, :meth:`decide` does, when all books are done."""
-        self._view.admitted.add(request)
+        """Show a request to the inner policy. An error of the inner policy is raised later, by :meth:`decide`, so that
+        the records of the wrapper stay right."""
+        self.admitted.add(request)
         try:
             self.policy.submitted(request)
-        except BaseException as error:  # noqa: BLE001 (whatever it is)
+        except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
             self._raised = error
 
-    # ---------------------------------------------------------------------------------------------------------- policy
+    # --------------------------------------------------------------------------------------------------------- policy
 
     def submitted(self, request: Request) -> None:
         self.hold(request)
@@ -134,23 +110,23 @@ class Admission(Policy):
         if (raised := self._raised) is not None:
             self._raised = None
             raise raised
-        if not len(self._view.admitted):
+        if not len(self.admitted):
             return Wait(min(until, now + MAX_WAIT_S))
         self._view.real = view
         decision = self.policy.decide(self._view, now)
         if isinstance(decision, Wait):
             wanted = math.inf if decision.until is None else decision.until
-            # A wait that the scheduler must refuse is its to see, not to be hidden by a shorter one.
+            # The scheduler must see a wait that it refuses; a shorter one would hide it.
             if until < wanted and (view.thinking or wanted <= now + MAX_WAIT_S):
                 return Wait(until)
         return decision
 
     def started(self, batch: Batch) -> None:
         first = batch.slices[0].request
-        shown = first in self._view.admitted
+        shown = first in self.admitted
         if shown:
-            self._view.admitted.started(batch)
-        elif not first.remaining:  # the scheduler has served it in place of a decision that it refused
+            self.admitted.started(batch)
+        elif not first.remaining:  # the scheduler refused a decision and served this request instead
             self.drop(first)
         self.gone([request for request, _, stop in batch.slices if stop == request.rows])
         if shown:
@@ -163,9 +139,9 @@ class Admission(Policy):
         self.policy.unloaded(seconds)
 
     def cancelled(self, request: Request) -> None:
-        shown = request in self._view.admitted
+        shown = request in self.admitted
         if shown:
-            self._view.admitted.cancel(request)
+            self.admitted.cancel(request)
         else:
             self.drop(request)
         self.gone([request])
@@ -177,20 +153,20 @@ class Admission(Policy):
 
 
 class _View:
-    """What was let in. Implements :class:`~symbiosis.core.policy.View`."""
+    """The admitted requests. Implements :class:`~symbiosis.core.policy.View`."""
 
     real: View
 
-    def __init__(self) -> None:
-        self.admitted = Queues()
+    def __init__(self, admitted: Queues) -> None:
+        self._admitted = admitted
 
     @property
     def queues(self) -> Mapping[Key, QueueView]:
-        return self.admitted.by_key
+        return self._admitted.by_key
 
     @property
     def oldest(self) -> Request:
-        return self.admitted.oldest
+        return self._admitted.oldest
 
     @property
     def thinking(self) -> int:

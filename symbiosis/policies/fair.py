@@ -1,20 +1,19 @@
 """Fair shares of the executor: Virtual Token Counters around any policy (Sheng et al., OSDI '24; FlexLLM, algorithm 4).
 
-Every tenant has a counter of the tokens that it was served, by weights. A request is let in while its tenant's counter
-is at most ``quantum`` above the least counter among the tenants that have something queued, and is charged as it is let
-in. When nobody behind has anything queued, whoever is ahead goes on: no time is wasted on fairness. Of each tenant no
-more is let in than fills a batch, or one request that is larger, so that who comes later does not stand behind all of a
-flood; what others have let in takes no room from it.
+Each tenant has a counter of the tokens that it was served, by weights. A request is admitted while its tenant's counter
+is at most ``quantum`` above the least counter of the tenants that have a request queued; then the tenant is charged. A
+tenant that is ahead goes on while no tenant behind it has a request queued, so fairness never leaves the executor idle.
+The admitted rows of one tenant fill at most one batch, or are one larger request, so a request that arrives later does
+not wait behind a long queue of one tenant. Each tenant has this room to itself.
 
-Let V be the highest counter that anybody was let in at, so far (before the charge). A tenant that comes back is lifted
-to V − quantum: what it did not use while it was away it cannot save up. That is less than VTC takes away, which lifts
-it to the least counter there is. Here a request is for one layer; tenants have nothing queued between two layers, and
-would never catch up.
+Let V be the highest counter at which a request was admitted so far, before the charge. A tenant that returns is raised
+to V − quantum: it cannot save up the service that it did not use. VTC raises it to the least counter, which is more.
+Here a request is for one layer, so tenants have no request queued between two layers, and would lose their arrears.
 
-Who is let in is at most ``quantum`` above the least, so no tenant with something queued is below V − quantum; and none
-is above V + its own last charge. So the counters of two tenants with something queued differ by at most U = ``quantum``
-+ the larger of their last charges, and what they are let in for while both always have something queued by at most
-2 · U (VTC's lemma 1 and theorem 1). What a third tenant asks for does not come into it, however large.
+*Bound.* An admitted tenant is at most ``quantum`` above the least counter. So no tenant with a queued request is below
+V − quantum, and none is above V + its own last charge. Hence the counters of two tenants with queued requests differ by
+at most U = ``quantum`` + the larger of their last charges, and while both always have requests queued, the service that
+they are admitted for differs by at most 2 · U (VTC's lemma 1 and theorem 1), whatever a third tenant asks for.
 """
 
 from __future__ import annotations
@@ -23,19 +22,22 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
-from symbiosis.policies.admission import Admission, mapping, number, tenant_of, tokens
+from symbiosis.policies.admission import Admission, tenant_of, tokens
+from symbiosis.policies.options import mapping, number
 
 __all__ = ["Fair"]
 
 _MAX_CLIENTS, _MAX_TENANTS = 16384, 4096
-"""Of whom something is remembered while they have nothing queued."""
+"""Clients and tenants that are remembered while they have nothing queued."""
+_MAX_WEIGHT = 1e6
+"""Largest weight, and the inverse of the smallest."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,32 +46,57 @@ class _Tenant:
     weight: float
     counter: float = 0.0
     queued: int = 0
-    """Requests with rows to run, held or let in."""
+    """Requests with rows to run, held back or admitted."""
     inside: int = 0
-    """Rows of those that were let in."""
+    """Rows of the admitted requests."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
-    in_queued: bool = False
-    in_held: bool = False
-    """Those with as many rows inside as fill a batch may be left out."""
 
 
-_MOST = 1e6
-"""Times as much as another, or as little."""
+class _ByCounter:
+    """Tenants by counter. Counters only grow, so an entry is never too high; it is corrected at the top of the heap."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, _Tenant]] = []
+        self._members: set[_Tenant] = set()
+
+    def add(self, tenant: _Tenant) -> None:
+        """Add a tenant, unless it is a member."""
+        if tenant not in self._members:
+            self._members.add(tenant)
+            heapq.heappush(self._entries, (tenant.counter, tenant.number, tenant))
+
+    def least(self, belongs: Callable[[_Tenant], object]) -> _Tenant | None:
+        """Return the tenant with the least counter, or None. Tenants on the way that do not belong are removed."""
+        entries = self._entries
+        while entries:
+            counter, _, tenant = entries[0]
+            if not belongs(tenant):
+                heapq.heappop(entries)
+                self._members.discard(tenant)
+            elif counter != tenant.counter:
+                heapq.heapreplace(entries, (tenant.counter, tenant.number, tenant))
+            else:
+                return tenant
+        return None
 
 
 class Fair(Admission):
-    """The tenant that was served least goes first.
+    """Admit the requests of the tenant that was served least.
 
-    A tenant is what stands before the slash of its clients' names, as in ``alice/notebook``: over ``tcp://`` with keys
-    that is the key's name, else what a client calls itself, which is taken on trust. A token's forward walk through all
-    layers counts 1 by its kind's weight; its walk back counts again.
+    The tenant of a client is the part of its name before the slash, as in ``alice/notebook``. Over ``tcp://`` with keys
+    this is the name of the key; otherwise it is what the client states. A token's forward walk through all layers
+    counts 1, times the weight of its kind; its backward walk counts again.
 
     Args:
-        policy: who decides about those that are let in; opportunistic batching if None.
-        quantum: tokens, by weight, that a tenant may be ahead of the one that was served least. Less is fairer from
-            moment to moment; more lets tenants share more batches, and a prompt of that length be read without pause.
-        prompt, output, finetune: weights of a token, by its kind (w_p, w_q and w_r in the paper).
-        weights: a tenant's share in proportion to others'; 1 for those that are not in it.
+        policy: decides about the admitted requests; opportunistic batching if None.
+        quantum: weighted tokens by which a tenant may be ahead of the one that was served least. A smaller quantum is
+            fairer in the short term. With a larger one, tenants share more batches, and a prompt of that length is read
+            without interruption.
+        prompt, output, finetune: weights of a token, by kind (w_p, w_q and w_r in the paper).
+        weights: shares of the executor by tenant, relative to 1 for the tenants that are not listed.
+
+    Raises:
+        UsageError: an option has no valid value.
     """
 
     name = "fair"
@@ -96,101 +123,77 @@ class Fair(Admission):
         }
         self._tenants: dict[str, _Tenant] = {}
         self._of: dict[str, _Tenant] = {}
-        """By client; those with something queued, and others that were here."""
-        self._reached = 0.0
-        """V."""
+        """Tenants by client."""
         self._numbers = itertools.count()
-        self._queued: list[tuple[float, int, _Tenant]] = []
-        """Tenants with something queued, by counter."""
+        self._queued, self._held = _ByCounter(), _ByCounter()
+        """Tenants with a request queued, and tenants with a request held back that has room in a batch."""
+        self._reached = 0.0
+        """Highest counter at which a request was admitted (V)."""
         self._floor = 0.0
-        """The least counter of the tenants with something queued is no less."""
-        self._held: list[tuple[float, int, _Tenant]] = []
-        """Tenants with something held, by counter."""
+        """Lower bound of the counters of tenants with a request queued."""
+
+    @property
+    def remembered(self) -> int:
+        """Number of tenants whose counters are kept."""
+        return len(self._tenants)
 
     def served(self, tenant: str) -> float:
-        """A tenant's counter: tokens by weight, and what it was lifted by."""
+        """Return a tenant's counter: weighted tokens, including those by which it was raised."""
         found = self._tenants.get(tenant)
         return found.counter if found else 0.0
-
-    # --------------------------------------------------------------------------------------------------------- parts
 
     def hold(self, request: Request) -> None:
         tenant = self._of.get(request.client) or self._tenant(request.client)
         if not tenant.queued:
             tenant.counter = max(tenant.counter, self._reached - self.quantum)
             self._floor = min(self._floor, tenant.counter)
-        if not tenant.in_queued:
-            heapq.heappush(self._queued, (tenant.counter, tenant.number, tenant))
-            tenant.in_queued = True
-        if not tenant.in_held:
-            heapq.heappush(self._held, (tenant.counter, tenant.number, tenant))
-            tenant.in_held = True
+            self._queued.add(tenant)
+        self._held.add(tenant)
         tenant.queued += 1
         tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         layers, max_rows = view.layers, view.max_rows
-        kinds, most = self._kinds, self._floor + self.quantum
-        while (first := self._first(max_rows)) is not None:
-            counter = first.counter
-            if counter > most:
+        most = self._floor + self.quantum
+
+        def has_room(tenant: _Tenant) -> bool:
+            return bool(tenant.held) and tenant.inside < max_rows
+
+        while (first := self._held.least(has_room)) is not None:
+            if first.counter > most:
                 self._floor = self._least()
                 most = self._floor + self.quantum
-                if counter > most:
+                if first.counter > most:
                     break
             _, request = first.held.popitem(last=False)
-            if counter > self._reached:
-                self._reached = counter
-            first.counter = counter + kinds[request.kind] * tokens(request, layers) / first.weight
+            if first.counter > self._reached:
+                self._reached = first.counter
+            first.counter += self._kinds[request.kind] * tokens(request, layers) / first.weight
             first.inside += request.rows
             self.admit(request)
         return math.inf
 
-    # Counters only grow, so an entry of a heap is never too high; it is put right when it comes to the top.
-
-    def _first(self, max_rows: int) -> _Tenant | None:
-        """Of the tenants with something held, and room for it, the one with the least counter."""
-        heap = self._held
-        while heap:
-            counter, _, tenant = heap[0]
-            if not tenant.held or tenant.inside >= max_rows:
-                heapq.heappop(heap)
-                tenant.in_held = False
-            elif counter != tenant.counter:
-                heapq.heapreplace(heap, (tenant.counter, tenant.number, tenant))
-            else:
-                return tenant
-        return None
-
-    def _least(self) -> float:
-        """The least counter of the tenants with something queued."""
-        heap = self._queued
-        while True:
-            counter, _, tenant = heap[0]  # who has something held has something queued
-            if not tenant.queued:
-                heapq.heappop(heap)
-                tenant.in_queued = False
-            elif counter != tenant.counter:
-                heapq.heapreplace(heap, (tenant.counter, tenant.number, tenant))
-            else:
-                return counter
-
     def drop(self, request: Request) -> None:
         tenant = self._of[request.client]
         if tenant.held.pop(request.id, None) is not None:
-            tenant.inside += request.rows  # which it never was; `gone` follows
+            tenant.inside += request.rows  # `gone` follows and takes them off again
 
     def gone(self, requests: Sequence[Request]) -> None:
         for request in requests:
             tenant = self._of[request.client]
             tenant.queued -= 1
             tenant.inside -= request.rows
-            if tenant.held and not tenant.in_held:
-                heapq.heappush(self._held, (tenant.counter, tenant.number, tenant))
-                tenant.in_held = True
+            if tenant.held:
+                self._held.add(tenant)
+
+    def _least(self) -> float:
+        """Return the least counter of the tenants with a request queued, of which there is one."""
+        tenant = self._queued.least(lambda tenant: tenant.queued)
+        assert tenant is not None
+        return tenant.counter
 
     def _tenant(self, client: str) -> _Tenant:
-        """Of a client that is not known."""
+        """Return the tenant of a client that is not known."""
         if len(self._of) >= _MAX_CLIENTS:
             self._forget()
         name = tenant_of(client)
@@ -203,7 +206,7 @@ class Fair(Admission):
         return tenant
 
     def _forget(self) -> None:
-        """Half of those who have nothing queued, whoever was here first."""
+        """Forget the older half of the tenants without a queued request."""
         idle = [name for name, tenant in self._tenants.items() if not tenant.queued]
         for name in idle[: len(idle) // 2 + 1]:
             del self._tenants[name]
@@ -213,9 +216,13 @@ class Fair(Admission):
         return f"Fair({self.policy!r}, quantum={self.quantum:g})"
 
 
-def _weight(what: str, value: object) -> float:
-    """A weight that counters can be counted with."""
-    weight = number("fair", what, value)
-    if not 1 / _MOST <= weight <= _MOST:
-        raise UsageError(f"fair: {what} is {value!r}; it must be between {1 / _MOST:g} and {_MOST:g}")
+def _weight(option: str, value: object) -> float:
+    """Return a weight that counters can be computed with.
+
+    Raises:
+        UsageError: the value is no number, too small or too large.
+    """
+    weight = number("fair", option, value)
+    if not 1 / _MAX_WEIGHT <= weight <= _MAX_WEIGHT:
+        raise UsageError(f"fair: {option} is {value!r}; it must be between {1 / _MAX_WEIGHT:g} and {_MAX_WEIGHT:g}")
     return weight

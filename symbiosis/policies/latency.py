@@ -1,8 +1,8 @@
-"""How long a batch will take: latency ≈ a + b · rows for each key, learned from the batches that have run.
+"""Batch latencies, learned: latency ≈ a + b · rows for each key.
 
-The line is fitted by least squares over what was measured, older batches counting less and less. ``a`` is what one row
-costs already (reading the weights), ``b`` what each further row adds. A policy that fills a latency budget asks the
-other way round: how many rows fit (FlexLLM, section 6: s = argmax f(c, s) ≤ SLO).
+The line is fitted by least squares to the batches that have run, where older batches count less. ``a`` is the time that
+one row takes already, mostly to read the weights; ``b`` is the time that each further row adds. A policy with a time
+budget asks for the number of rows that fit (FlexLLM, section 6: s = argmax f(c, s) ≤ SLO).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from symbiosis.core.requests import Key
 __all__ = ["LONGEST_S", "LatencyModel", "Line"]
 
 _KEEP = 0.98
-"""What a measurement counts for after the next one has come."""
+"""Factor of a measurement's weight after the next one."""
 _ENOUGH = 8
-"""Measurements after which one is held against those before."""
+"""Measurements after which outliers are recognised."""
 _OUTLIER = 8.0
-"""A batch that took so many times longer, or shorter, than expected counts as if it had taken no more than that."""
+"""A batch that takes more than so many times as long as expected, or as short, counts as taking that long."""
+_LEAST_SPREAD = 1e-3
+"""Variance of the row counts, relative to the square of their mean, below which no slope is fitted."""
 LONGEST_S = 3600.0
-"""No batch takes an hour."""
+"""Upper bound for the latency of a batch. A longer time is an error of measurement."""
 _MAX_KEYS = 20_000
 
 
@@ -37,10 +39,10 @@ class Line:
     _xx: float = 0.0
     _xy: float = 0.0
     _first: list[tuple[int, float]] = field(default_factory=list)
-    """Until there are enough to tell which of them are outliers."""
+    """The first measurements, until there are enough to recognise outliers."""
 
     def learn(self, rows: int, seconds: float) -> None:
-        """A batch of ``rows`` took ``seconds``. What cannot be true is ignored."""
+        """Learn that a batch of ``rows`` took ``seconds``. Impossible values are ignored."""
         if rows < 1 or not 0 < seconds < LONGEST_S:  # NaN is neither
             return
         if self.count >= _ENOUGH:
@@ -51,10 +53,11 @@ class Line:
         if self.count <= _ENOUGH:
             self._first.append((rows, seconds))
             if self.count == _ENOUGH:
-                self._begin_anew()
+                self._restart()
 
-    def _begin_anew(self) -> None:
-        """Without the outliers among the first ones: by the line with the median slope of all pairs (Theil and Sen)."""
+    def _restart(self) -> None:
+        """Fit the first measurements again, without those that are far from the line with the median slope of all pairs
+        (Theil and Sen)."""
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         slopes = [(t - s) / (n - m) for (m, s), (n, t) in itertools.combinations(self._first, 2) if n != m]
         slope = max(median(slopes), 0.0) if slopes else 0.0
@@ -73,27 +76,30 @@ class Line:
         self._xy = _KEEP * self._xy + rows * seconds
 
     @property
+    def _spread(self) -> float:
+        """Weighted variance of the row counts, or 0 while all batches had about the same size."""
+        spread = self._weight * self._xx - self._x * self._x
+        return spread if spread > _LEAST_SPREAD * self._x * self._x else 0.0
+
+    @property
     def start(self) -> float | None:
-        """Seconds that any batch takes, whatever its size; None until some have been measured. While all had about the
-        same size it could be all that they took, and no more."""
+        """Seconds that a batch of any size takes (``a``), or None while too few batches were measured. While all
+        batches had about the same size, this is an upper bound: the whole of their latency."""
         if self.count < _ENOUGH:
             return None
-        if self._weight * self._xx - self._x * self._x <= 1e-3 * self._x * self._x:
-            return self._y / self._weight
-        return self.coefficients[0]
+        return self.coefficients[0] if self._spread else self._y / self._weight
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """(a, b) in seconds and seconds a row, neither negative; (0, 0) before anything was measured.
+        """(a, b) in seconds and seconds per row, neither negative; (0, 0) before the first measurement.
 
-        While all batches had about the same size there is no slope to be seen. Then each row is taken to cost as much
-        as every other, which is the cautious guess for a larger batch.
+        While all batches had about the same size, no slope can be fitted. Then the latency counts as proportional to
+        the rows, which is the cautious estimate for a larger batch.
         """
         if not self.count:
             return 0.0, 0.0
-        weight, x, y = self._weight, self._x, self._y
-        spread = weight * self._xx - x * x
-        if spread <= 1e-3 * x * x:
+        weight, x, y, spread = self._weight, self._x, self._y, self._spread
+        if not spread:
             return 0.0, y / x
         slope = (weight * self._xy - x * y) / spread
         start = (y - slope * x) / weight
@@ -104,12 +110,13 @@ class Line:
         return start, slope
 
     def predict(self, rows: int) -> float:
-        """Seconds that a batch of ``rows`` will take; 0 before anything was measured."""
+        """Return the expected seconds of a batch of ``rows``; 0 before the first measurement."""
         start, slope = self.coefficients
         return start + slope * rows
 
     def rows_within(self, seconds: float, most: int) -> int:
-        """The largest batch, up to ``most`` rows, that takes no longer; 0 if not even one row does."""
+        """Return the size of the largest batch, up to ``most`` rows, that takes no longer than ``seconds``; 0 if one
+        row takes longer."""
         start, slope = self.coefficients
         if start + slope > seconds:
             return 0
@@ -119,15 +126,18 @@ class Line:
 
 
 class LatencyModel:
-    """A line for each key."""
+    """A line for each key. Beyond 20,000 keys, the half with the fewest measurements is forgotten."""
 
     def __init__(self) -> None:
         self._lines: dict[Key, Line] = {}
 
+    def __len__(self) -> int:
+        return len(self._lines)
+
     def __getitem__(self, key: Key) -> Line:
         line = self._lines.get(key)
         if line is None:
-            if len(self._lines) >= _MAX_KEYS:  # nobody makes so many groups of siblings in good faith
+            if len(self._lines) >= _MAX_KEYS:
                 known = sorted(self._lines, key=lambda key: self._lines[key].count)
                 for least in known[: _MAX_KEYS // 2]:
                     del self._lines[least]

@@ -1,4 +1,4 @@
-"""Lockstep: wait for every client at every layer (Symbiosis, section 3.7; what mLoRA and vLLM do)."""
+"""Lockstep: wait for all clients at every layer (Symbiosis, section 3.7; mLoRA and vLLM batch in this way)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Lockstep"]
 
 
 class Lockstep(Policy):
-    """Run only when every client in a pass is blocked, and then the queue that is furthest behind.
+    """Run a batch only when all clients in a pass are blocked, and then the queue that is furthest behind.
 
-    A client that thinks for long holds up all others: that is what lockstep means. A client cannot be overtaken for
-    ever, though: a request that was passed over for two walks of the model (2 × layers batches) goes first.
+    A client that thinks for a long time delays all other clients: this is what lockstep means. A request that was
+    passed over for two walks through the model (2 × layers batches) runs first.
     """
 
     name = "lockstep"
@@ -24,7 +24,8 @@ class Lockstep(Policy):
     def __init__(self) -> None:
         self._behind = FurthestBehind()
         self._batches = 0
-        self._seen: OrderedDict[int, int] = OrderedDict()  # request id → self._batches when it came
+        self._seen: OrderedDict[int, int] = OrderedDict()
+        """Value of ``_batches`` when a request arrived, by its id."""
 
     def submitted(self, request: Request) -> None:
         self._behind.add(request)

@@ -1,4 +1,4 @@
-"""No-lockstep: every request at once, alone (Symbiosis, section 3.7). The baseline that batches nothing."""
+"""No-lockstep: run each request at once and alone (Symbiosis, section 3.7). The baseline without batching."""
 
 from __future__ import annotations
 

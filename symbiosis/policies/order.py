@@ -1,11 +1,11 @@
-"""The order in which queues catch up with each other, shared by the policies that batch.
+"""The order of queues, and the requests of one kind.
 
-Clients drift apart: one waits at layer 5 while another is at layer 2. If the one *furthest behind* runs first, it
-arrives where the other waits and from there they share every batch. Running the oldest request first instead keeps
-their distance, and they never meet.
+Clients desynchronize: one waits at layer 5 while another is at layer 2. If the queue *furthest behind* runs first, the
+second client reaches layer 5 while the first one waits there, and they share every batch from there on. Serving the
+oldest request first keeps their distance, so they never meet.
 
-Forward and backward walk the layers in opposite directions and never meet, so they are ordered apart. Which of the two
-goes first is the policy's choice; both must be served.
+Forward and backward passes walk the layers in opposite directions and never meet, so they are ordered separately. The
+policy chooses between the two directions, and must serve both.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ __all__ = ["FurthestBehind", "Index"]
 
 
 class FurthestBehind:
-    """The non-empty queue furthest behind, per direction. O(log queues) a request; stale entries fall out lazily."""
+    """The non-empty queue that is furthest behind, by direction.
+
+    A request costs O(log queues). Keys of empty queues are removed when they reach the top of a heap.
+    """
 
     def __init__(self) -> None:
         self._heaps: tuple[list[tuple[int, Key]], list[tuple[int, Key]]] = ([], [])
+        """For forward and for backward keys."""
         self._known: set[Key] = set()
 
     def add(self, request: Request) -> None:
+        """Note that a request was queued."""
         key = request.key
         if key not in self._known:
             self._known.add(key)
@@ -34,7 +39,7 @@ class FurthestBehind:
             heapq.heappush(self._heaps[backward], (-key.layers[-1] if backward else key.layers[0], key))
 
     def candidates(self, queues: Container[Key]) -> list[Key]:
-        """The key furthest behind among the forward queues and the one among the backward queues, where there are."""
+        """Return the forward key and the backward key that are furthest behind, as far as there are any."""
         found = []
         for heap in self._heaps:
             while heap and heap[0][1] not in queues:
@@ -45,13 +50,14 @@ class FurthestBehind:
 
 
 class Index:
-    """The queued requests of some kinds, by key. Stale ones fall out when they come to the front."""
+    """The queued requests of some kinds, by key. A request that is no longer queued is removed when it comes first."""
 
     def __init__(self) -> None:
         self._behind = FurthestBehind()
         self._requests: dict[Key, OrderedDict[int, Request]] = {}
 
     def add(self, request: Request) -> None:
+        """Note that a request was queued."""
         self._behind.add(request)
         requests = self._requests.get(request.key)
         if requests is None:
@@ -70,12 +76,12 @@ class Index:
         return False
 
     def of(self, key: Key) -> Iterator[Request]:
-        """Those for a key, in the order they came."""
+        """Iterate over the requests for a key, in arrival order."""
         for request in self._requests[key].values():
             if request.taken < request.rows and not request.cancelled:
                 yield request
 
     def furthest_behind(self) -> Request | None:
-        """The first request for the key that is furthest behind; of the two directions, the one that came first."""
+        """Return the first request for the key that is furthest behind; of the two directions, the older request."""
         firsts = [next(iter(self._requests[key].values())) for key in self._behind.candidates(self)]
         return min(firsts, key=lambda request: request.id, default=None)

@@ -1,4 +1,4 @@
-"""Who is urgent goes first, around any policy."""
+"""Priorities around any policy: requests of higher priority run first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Terms
-from symbiosis.errors import UsageError
-from symbiosis.policies.admission import Admission, mapping, number, tenant_of
+from symbiosis.policies.admission import Admission, tenant_of
+from symbiosis.policies.options import mapping, milliseconds, whole
 
 __all__ = ["Priority"]
 
@@ -20,20 +20,23 @@ __all__ = ["Priority"]
 @dataclass(slots=True, eq=False)
 class _Level:
     queued: int = 0
-    """Requests with rows to run, held or let in."""
+    """Requests with rows to run, held back or admitted."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
 
 
 class Priority(Admission):
-    """While a client of higher priority has something queued, those of lower priority wait.
+    """Hold requests back while a client of higher priority has a request queued.
 
-    Who provides the executor says who is urgent: ``executor.client(priority=…)`` for a client in its process, and
-    ``tenants`` for those who come from elsewhere, who can only ask for less than nothing (a negative priority).
+    The provider states priorities: ``executor.client(priority=…)`` for a client in the executor's process, and
+    ``tenants`` for clients in other processes, which can only ask for a negative one themselves.
 
     Args:
-        policy: who decides about those that are let in; opportunistic batching if None.
-        max_wait_ms: the longest that a request is held back.
-        tenants: priorities by tenant (what stands before the slash of a client's name), added to its clients' own.
+        policy: decides about the admitted requests; opportunistic batching if None.
+        max_wait_ms: longest time that a request is held back, in milliseconds.
+        tenants: priorities by tenant (the part of a client's name before the slash), added to those of its clients.
+
+    Raises:
+        UsageError: an option has no valid value.
     """
 
     name = "priority"
@@ -42,18 +45,18 @@ class Priority(Admission):
         self, policy: Policy | None = None, max_wait_ms: float = 1000.0, tenants: Mapping[str, int] | None = None
     ) -> None:
         super().__init__(policy)
-        self.max_wait_ms = number("priority", "max_wait_ms", max_wait_ms)
-        self.tenants = dict(mapping("priority", "tenants", tenants))
-        for name, priority in self.tenants.items():
-            if isinstance(priority, bool) or not isinstance(priority, int):
-                raise UsageError(f"priority: that of {name!r} is {priority!r}; it must be a whole number")
+        self.max_wait_ms = milliseconds("priority", "max_wait_ms", max_wait_ms)
+        self.tenants = {
+            name: whole("priority", f"the priority of {name!r}", priority)
+            for name, priority in mapping("priority", "tenants", tenants).items()
+        }
         self._levels: dict[int, _Level] = {}
-        self._heap: list[int] = []
-        """Their priorities, negative: the highest first."""
+        self._highest: list[int] = []
+        """Heap of the negative priorities of the levels."""
         self._held: OrderedDict[int, Request] = OrderedDict()
-        """By id, in the order in which they came."""
+        """Requests that are held back, by id, in the order of arrival."""
         self._level_of: dict[int, _Level] = {}
-        """By request, held or let in."""
+        """Levels of the queued requests, by request id."""
 
     def default_terms(self, client: str) -> Terms:
         inner = super().default_terms(client)
@@ -64,7 +67,7 @@ class Priority(Admission):
         level = self._levels.get(priority)
         if level is None:
             level = self._levels[priority] = _Level()
-            heapq.heappush(self._heap, -priority)
+            heapq.heappush(self._highest, -priority)
         level.queued += 1
         self._level_of[request.id] = level
         level.held[request.id] = self._held[request.id] = request
@@ -74,9 +77,9 @@ class Priority(Admission):
             longest = next(iter(self._held.values()))
             self.drop(longest)
             self.admit(longest)
-        while self._heap and not (highest := self._levels[-self._heap[0]]).queued:
-            del self._levels[-heapq.heappop(self._heap)]
-        if self._heap and highest.held:
+        while self._highest and not (highest := self._levels[-self._highest[0]]).queued:
+            del self._levels[-heapq.heappop(self._highest)]
+        if self._highest and highest.held:
             for request in highest.held.values():
                 del self._held[request.id]
                 self.admit(request)
@@ -85,7 +88,7 @@ class Priority(Admission):
         return until
 
     def _until(self) -> float:
-        """When the next one has been held back for long enough."""
+        """Return when the next request has been held back for ``max_wait_ms``, or ``inf``."""
         return next(iter(self._held.values())).arrived + self.max_wait_ms / 1e3 if self._held else math.inf
 
     def drop(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""So many tokens a second for each tenant, around any policy."""
+"""Rate limits around any policy: a token bucket for each tenant."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
-from symbiosis.policies.admission import Admission, mapping, number, tenant_of, tokens
+from symbiosis.policies.admission import Admission, tenant_of, tokens
+from symbiosis.policies.options import mapping, number
 
 __all__ = ["RateLimit"]
 
 _MAX_TENANTS = 4096
-"""Of whom something is remembered while they have nothing held."""
-_SOON_S = 1e-4
-"""After a bucket is out of debt."""
+"""Tenants that are remembered while they have nothing held back."""
+_ROUNDING_S = 1e-4
+"""Added to the time at which a debt is paid, so that rounding does not leave a rest of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,23 +27,31 @@ class _Bucket:
     size: float
     level: float
     filled: float
-    """When ``level`` was right, in seconds."""
+    """Time at which ``level`` was right, in seconds."""
     held: OrderedDict[int, Request] = field(default_factory=OrderedDict)
     due: bool = False
-    """Whether it is to be looked at, now or later."""
+    """Whether the bucket is in one of the policy's lists of buckets to visit."""
+
+    def level_at(self, now: float) -> float:
+        """Return the tokens in the bucket at a time; less than 0 is a debt."""
+        return min(self.size, self.level + self.rate * max(now - self.filled, 0.0))
 
 
 class RateLimit(Admission):
-    """A token bucket for each tenant: what stands before the slash of its clients' names.
+    """Limit each tenant (the part of a client's name before the slash) to a number of tokens per second.
 
-    A request is let in while its tenant's bucket is not empty, and may leave it in debt, which is paid before the next.
+    A request is admitted while its tenant's bucket is not empty. It may leave the bucket in debt; the debt is paid
+    before the next request is admitted.
 
     Args:
-        policy: who decides about those that are let in; opportunistic batching if None.
-        tokens_per_s: of a tenant, prompts, output and fine-tuning together. A forward walk through all layers counts 1,
-            the walk back counts again.
-        burst_s: how many seconds' worth a tenant that was quiet may take at once.
-        tenants: ``tokens_per_s`` of those that have another.
+        policy: decides about the admitted requests; opportunistic batching if None.
+        tokens_per_s: rate of each tenant, for prompts, output and fine-tuning together. A forward walk through all
+            layers counts 1, and the backward walk counts again.
+        burst_s: size of a bucket, in seconds at that rate.
+        tenants: other rates, by tenant.
+
+    Raises:
+        UsageError: an option has no valid value.
     """
 
     name = "rate-limit"
@@ -63,10 +72,15 @@ class RateLimit(Admission):
             for name, rate in mapping("rate-limit", "tenants", tenants).items()
         }
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
-        self._ready: list[_Bucket] = []
-        """Those that hold something, or did, and were not looked at since."""
+        self._new: list[_Bucket] = []
+        """Buckets that got a request and are visited next."""
         self._due: list[tuple[float, int, _Bucket]] = []
-        """When the others that hold something, or did, are out of debt."""
+        """Heap of the times at which buckets with held requests are out of debt."""
+
+    @property
+    def visits(self) -> int:
+        """Number of buckets that are to be visited at a later time."""
+        return len(self._due)
 
     def hold(self, request: Request) -> None:
         name = tenant_of(request.client)
@@ -79,28 +93,27 @@ class RateLimit(Admission):
             bucket = self._buckets[name] = _Bucket(rate, size, size, request.arrived)
         if not bucket.due:
             bucket.due = True
-            self._ready.append(bucket)
+            self._new.append(bucket)
         bucket.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        due, layers = self._due, view.layers
-        looked: list[_Bucket] = []
+        due = self._due
+        buckets: list[_Bucket] = []
         while due and due[0][0] <= now:
-            looked.append(heapq.heappop(due)[2])
-        looked += self._ready
-        self._ready.clear()
-        for bucket in looked:
+            buckets.append(heapq.heappop(due)[2])
+        buckets += self._new
+        self._new.clear()
+        for bucket in buckets:
             bucket.due = False
-            bucket.level = min(bucket.size, bucket.level + bucket.rate * max(now - bucket.filled, 0.0))
-            bucket.filled = now
+            bucket.level, bucket.filled = bucket.level_at(now), now
             held = bucket.held
             while held and bucket.level > 0:
                 _, request = held.popitem(last=False)
-                bucket.level -= tokens(request, layers)
+                bucket.level -= tokens(request, view.layers)
                 self.admit(request)
             if held:
                 bucket.due = True
-                again = now + max(-bucket.level / bucket.rate, 0.0) + _SOON_S
+                again = now + max(-bucket.level / bucket.rate, 0.0) + _ROUNDING_S
                 heapq.heappush(due, (again, next(iter(held)), bucket))
         return due[0][0] if due else math.inf
 
@@ -108,9 +121,9 @@ class RateLimit(Admission):
         self._buckets[tenant_of(request.client)].held.pop(request.id, None)
 
     def _forget(self, now: float) -> None:
-        """Whose bucket is full again anyway."""
+        """Forget the buckets that are full and hold nothing back: they would be made anew as they are."""
         for name, bucket in list(self._buckets.items()):
-            if not bucket.held and not bucket.due and bucket.level + bucket.rate * (now - bucket.filled) >= bucket.size:
+            if not bucket.held and not bucket.due and bucket.level_at(now) >= bucket.size:
                 del self._buckets[name]
 
     def __repr__(self) -> str:

@@ -1,4 +1,8 @@
-"""A discrete-event simulator around the very same scheduler and policies that the executor runs."""
+"""A discrete-event simulator around the scheduler and the policies that the executor runs.
+
+It shows what clients would see of a policy, without a model. It imports ``core`` and ``policies``; start reading at
+:class:`Simulation`.
+"""
 
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.engine import Cost, Simulation

@@ -1,4 +1,4 @@
-"""What simulated clients do: generate text, fine-tune."""
+"""Simulated clients: one that generates text and one that fine-tunes."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from symbiosis.simulation.engine import Ask, Client, Think, Walk
 __all__ = ["Done", "Thinking", "backward", "finetune", "forward", "generate"]
 
 Thinking = Callable[[Kind, int], float]
-"""Seconds of a client's own work before each request: of its kind, and the rows it brings."""
+"""Function of a request's kind and rows: seconds of the client's own work before the request."""
 
 
 @dataclass(slots=True)
 class Done:
-    """When a client was done with what, in seconds."""
+    """The times at which a client finished its work, in seconds."""
 
     began: float = 0.0
     tokens: list[float] = field(default_factory=list)
-    """Of a generating client: when each token was there."""
+    """Time of each generated token."""
     steps: list[float] = field(default_factory=list)
-    """Of a fine-tuning client: when each step was over."""
+    """Time at which each fine-tuning step ended."""
     tuned: float = 0.0
-    """Of a fine-tuning client: tokens that have been through; of a step that is under way, as much as is done of it."""
+    """Fine-tuned tokens. An unfinished step counts by the part that is done."""
 
     @property
     def per_token(self) -> list[float]:
-        """Seconds between one token and the next."""
+        """Seconds from each token to the next."""
         return [later - earlier for earlier, later in zip(self.tokens, self.tokens[1:], strict=False)]
 
     @property
     def first_token_s(self) -> float:
-        """Seconds from its arrival to its first token."""
+        """Seconds from the client's arrival to its first token."""
         return self.tokens[0] - self.began
 
 
 def forward(layers: int) -> list[Key]:
-    """The keys of a walk through so many layers."""
+    """Return the keys of a walk through so many layers."""
     return [Key((layer,), Pass.FORWARD) for layer in range(layers)]
 
 
 def backward(keys: Sequence[Key]) -> list[Key]:
-    """The keys of the walk back: siblings are asked for one by one."""
+    """Return the keys of the walk back, where siblings are requested one by one."""
     return [Key((layer,), Pass.BACKWARD) for key in reversed(keys) for layer in reversed(key.layers)]
 
 
 def _walk(
     keys: Sequence[Key], rows: int, kind: Kind, thinking: Thinking, last: Container[Key] = ()
 ) -> Iterator[Think | Ask]:
-    """Through the model, with the client's own work before each layer."""
+    """Yield the actions of a walk: the client's own work, and a request, for each key."""
     seconds = thinking(kind, rows)
     for key in keys:
         yield Think(seconds)
@@ -59,7 +59,7 @@ def _walk(
 
 
 def _spread(think: float | Thinking, walk: Sequence[Key]) -> Thinking:
-    """A client's own work of a walk, in seconds, is spread over its requests."""
+    """Return a function that divides the seconds of a walk's own work among its requests."""
     return think if callable(think) else (lambda _kind, _rows: think / len(walk))
 
 
@@ -72,16 +72,15 @@ def generate(
     arrives: float = 0.0,
     last: Container[Key] = (),
 ) -> Client:
-    """Read a prompt, then make tokens one by one.
+    """Return a client that reads a prompt and then generates tokens one by one.
 
     Args:
-        layers: the keys of a walk, or how many.
-        prompt, tokens: how many.
-        think: seconds of the client's own work for one token, and for the prompt; or a function that says what it does
-            before each request.
-        done: filled in.
-        arrives: when it arrives, in seconds; the same as is given to :meth:`~symbiosis.simulation.Simulation.add`.
-        last: keys that are asked for the prompt's last token alone, as language models do at their head.
+        layers: keys of a walk, or their number.
+        prompt, tokens: numbers of tokens.
+        think: seconds of the client's own work for one token, and for the prompt; or a function for each request.
+        done: record that is filled in.
+        arrives: time of arrival in seconds, as given to :meth:`~symbiosis.simulation.Simulation.add`.
+        last: keys that are requested for the last token of the prompt alone, such as the language model head.
     """
     keys = forward(layers) if isinstance(layers, int) else layers
     thinking = _spread(think, keys)
@@ -103,8 +102,14 @@ def finetune(
     steps: int | None = None,
     back: Sequence[Key] | None = None,
 ) -> Client:
-    """Forward and backward, step after step; without ``steps`` for ever. Arguments as for :func:`generate`; ``rows`` of
-    one step; ``back``, the keys of the walk back, are those of the walk by default."""
+    """Return a client that trains step after step, forward and backward.
+
+    Args:
+        layers, think, done: as for :func:`generate`.
+        rows: tokens of a step.
+        steps: number of steps; None for no end.
+        back: keys of the walk back; those of :func:`backward` by default.
+    """
     keys = forward(layers) if isinstance(layers, int) else layers
     walk = [*keys, *(backward(keys) if back is None else back)]
     thinking = _spread(think, walk)

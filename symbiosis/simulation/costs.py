@@ -1,6 +1,7 @@
-"""How long things take: what a simulation has to know, and a GPU that is described.
+"""The costs of a simulation: latencies of batches and of clients' own work.
 
-What it takes here is measured by :mod:`symbiosis.bench.calibrate`.
+:func:`roofline` derives them from the data sheet of a GPU; :mod:`symbiosis.bench.calibrate` measures them on this
+machine.
 """
 
 from __future__ import annotations
@@ -17,41 +18,44 @@ __all__ = ["GPUS", "MODELS", "Costs", "Gpu", "Shape", "roofline"]
 
 @dataclass(frozen=True)
 class Costs:
-    """What a simulation needs to know of a model on a machine."""
+    """The figures of a model on a machine that a simulation needs."""
 
     walk: Sequence[Key]
-    """What a token asks for, in order."""
+    """Keys of a token's walk, in order."""
     back: Sequence[Key]
-    """What fine-tuning asks for on its walk back."""
+    """Keys of the walk back of fine-tuning."""
     layers: int
     """Size of the layer table."""
     batch: Callable[[Batch, bool], float]
-    """Seconds a batch takes; whether the one before it had the same key is told as well."""
+    """Function of a batch, and of whether the batch before it had the same key: the latency in seconds."""
     think: Thinking
+    """Function of a request's kind and rows: seconds of the client's own work before the request."""
     overhead_s: float
+    """Seconds that the executor needs for each batch besides its latency."""
     local: bool
-    """See :class:`~symbiosis.simulation.Simulation`."""
+    """Whether clients compute in the executor's process. See :class:`~symbiosis.simulation.Simulation`."""
     last: Container[Key]
-    """What a prompt asks for its last token alone."""
+    """Keys that are requested for the last token of a prompt alone."""
     text: str
-    """Where these figures come from, in a few words."""
+    """Source of these figures, in a few words."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a data sheet says, and how much of it dense layers get."""
+    """The figures of a data sheet, and the part of them that dense layers reach."""
 
     bytes_per_s: float
     flops: float
-    """Of bf16 matrix products, dense."""
+    """Floating-point operations per second of dense bf16 matrix products."""
     efficiency: float = 0.7
+    """Part of both figures that dense layers reach."""
     launch_s: float = 10e-6
-    """A batch beside its matrix product: gathering rows, launching, scattering."""
+    """Seconds of a batch besides its matrix product: gathering rows, launching kernels, scattering results."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-shaped model, bf16."""
+    """The shape of a Llama model in bf16."""
 
     hidden: int
     intermediate: int
@@ -60,7 +64,7 @@ class Shape:
     kv_heads: int
 
     def siblings(self) -> list[list[tuple[int, int]]]:
-        """(in, out) of the base layers of one block, those that read the same rows together."""
+        """Return (in, out) of the base layers of one block, grouped by the rows that they read."""
         kv = self.hidden // self.heads * self.kv_heads
         return [
             [(self.hidden, self.hidden), (self.hidden, kv), (self.hidden, kv)],
@@ -79,18 +83,21 @@ MODELS = {
 
 
 def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
-    """A base layer takes as long as its weights take to be read, or its products to be computed, whichever is longer.
+    """Return the costs of a model on a GPU. A base layer takes the time to read its weights or to compute its
+    products, whichever is longer.
 
     Args:
-        gpu: one of :data:`GPUS`.
-        model: one of :data:`MODELS`.
+        gpu: name in :data:`GPUS`.
+        model: name in :data:`MODELS`.
         think_s: seconds of a client's own work (attention, norms, adapter) before each request, on a GPU of its own.
 
     Raises:
-        UsageError: there is no such GPU, or model.
+        UsageError: the tables have no such GPU or model.
     """
     if gpu not in GPUS or model not in MODELS:
-        raise UsageError(f"no figures for {model} on {gpu}; there are {', '.join(MODELS)} and {', '.join(GPUS)}")
+        raise UsageError(
+            f"no figures for {model} on {gpu}; models are {', '.join(MODELS)}, machines are {', '.join(GPUS)}"
+        )
     card, shape = GPUS[gpu], MODELS[model]
     walk: list[Key] = []
     sizes: list[int] = []

@@ -1,9 +1,8 @@
-"""Time, one executor, and clients that think and ask.
+"""The engine of the simulator: a clock, one executor, and clients that compute and send requests.
 
-A client is a generator. What it yields is what it does next: :class:`Think` for some seconds, or :class:`Ask` the
-executor for a key; it is resumed with the time at which that was over. The executor runs one batch after another, each
-for as long as a :class:`Cost` says, and what runs next is the scheduler's to say, which does not know that the clock is
-not real.
+A client is a generator. It yields its next action, such as :class:`Think` for some seconds or :class:`Ask` the executor
+for a key, and is sent the time at which the action ended. The executor runs one batch after another; a cost function
+gives their latencies. The scheduler chooses the batches as in a real executor.
 """
 
 from __future__ import annotations
@@ -25,25 +24,25 @@ __all__ = ["Ask", "Client", "Cost", "Simulation", "Think", "Until", "Walk"]
 
 
 class Think(NamedTuple):
-    """Compute on the client's side for so many seconds."""
+    """Compute in the client for a number of seconds."""
 
     seconds: float
 
 
 class Until(NamedTuple):
-    """Do nothing until a time, in seconds."""
+    """Be idle until a time, in seconds."""
 
     time: float
 
 
 class Walk(NamedTuple):
-    """Begin a walk through the model, or end it."""
+    """Begin or end a walk through the model."""
 
     begins: bool
 
 
 class Ask(NamedTuple):
-    """A request to the executor."""
+    """Send a request to the executor, and wait for the answer."""
 
     key: Key
     rows: int
@@ -51,44 +50,46 @@ class Ask(NamedTuple):
 
 
 Client = Generator[Think | Until | Walk | Ask, float, None]
-"""Yields what it does; is sent the time, in seconds, when that was over."""
+"""Generator that yields actions and is sent the time, in seconds, at which each one ended."""
 
 
 class Cost(NamedTuple):
-    """Seconds that a batch takes: ``start`` for any, and ``row`` for each of its rows."""
+    """A linear latency in seconds: ``start`` for any batch, and ``row`` for each of its rows."""
 
     start: float
     row: float
 
     def of(self, batch: Batch, again: bool = False) -> float:
+        """Return the latency of a batch, in seconds."""
         return self.start + self.row * batch.rows
 
 
 @dataclass(slots=True)
 class Totals:
-    """What the executor did."""
+    """The work of the executor so far."""
 
     batches: int = 0
     members: int = 0
+    """Requests, counted once for each batch that took rows of them."""
     rows: int = 0
     busy_s: float = 0.0
 
 
 class Simulation:
-    """Run clients against a policy.
+    """One executor and its clients, in simulated time.
 
     Args:
-        policy: fresh, as for a new executor.
+        policy: a new policy.
         layers: size of the layer table.
-        max_rows: most rows in a batch.
-        cost: what a batch takes, in seconds; a :class:`Cost`'s ``of``, or anything else that takes the batch, and
-            whether the one before it had the same key.
-        overhead_s: that the executor needs beside each batch.
-        local: whether clients compute in the executor's process, where one thing happens at a time: whoever has
-            something to compute, in the order in which they were answered, and a batch when none of them has.
+        max_rows: largest number of rows in a batch.
+        cost: function of a batch, and of whether the batch before it had the same key: the latency in seconds, such as
+            :meth:`Cost.of`.
+        overhead_s: seconds that the executor needs for each batch besides its latency.
+        local: whether clients compute in the executor's process, where one action happens at a time: clients compute in
+            the order of their answers, and a batch starts when no client has anything to compute.
 
     Raises:
-        PolicyError: from :meth:`run`, where the scheduler had to refuse what the policy decided.
+        PolicyError: from :meth:`run` and :meth:`step`: the scheduler refused a decision of the policy.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Simulation:
         self._overhead_s = overhead_s
         self._local = local
         self._free = 0.0
-        """When what the clients have to compute is done, if they are local."""
+        """Time at which local clients have finished their computations."""
         self._clients: dict[str, Client] = {}
         self._waiting: dict[int, str] = {}
         self._numbers = itertools.count()
@@ -116,10 +117,10 @@ class Simulation:
         self._busy = False
         self._last_key: Key | None = None
         self._wake = math.inf
-        """When the scheduler wants to be asked again."""
+        """Time at which the scheduler is asked again."""
 
     def add(self, name: str, client: Client, at: float = 0.0) -> None:
-        """A client that joins at time ``at`` and leaves when it has no more to do."""
+        """Add a client that joins at time ``at`` (seconds) and leaves when its generator ends."""
 
         def join() -> None:
             self._scheduler.client_joined(name, local=self._local)
@@ -130,28 +131,26 @@ class Simulation:
 
     @property
     def next_at(self) -> float:
-        """When something happens next, in seconds; ``inf`` if nothing does."""
+        """Time of the next event, in seconds; ``inf`` if there is none."""
         return self._events[0][0] if self._events else math.inf
 
     def step(self) -> None:
-        """Let the next thing happen."""
+        """Process the next event."""
         self.now, _, happen = heapq.heappop(self._events)
         happen()
-        if not self._events or self._events[0][0] > self.now:  # all that happens at one time happens first
+        if not self._events or self._events[0][0] > self.now:  # the scheduler is asked after all events of one time
             self._ask()
 
     def run(self, until: float = math.inf) -> None:
-        """Go on until nothing is left to do, or until a time, in seconds."""
+        """Process all events, or those up to a time, in seconds."""
         while self._events and self._events[0][0] <= until:
             self.step()
-
-    # ----------------------------------------------------------------------------------------------------------- parts
 
     def _at(self, time: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), happen))
 
     def _resume(self, name: str, start: bool = False) -> None:
-        """Let a client do what it does, up to the next thing that takes time."""
+        """Resume a client, and start its next action that takes time."""
         client = self._clients[name]
         try:
             action = next(client) if start else client.send(self.now)
@@ -192,7 +191,7 @@ class Simulation:
             self._at(action.time, self._woken)
 
     def _run(self, batch: Batch) -> None:
-        """A batch starts now. Nothing else is running."""
+        """Start a batch; no other batch is running."""
         self._busy = True
         seconds = self._cost(batch, batch.key == self._last_key)
         self._last_key = batch.key

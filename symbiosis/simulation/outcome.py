@@ -1,4 +1,4 @@
-"""What became of a trace: the figures that a simulation and a run on a real executor are compared by."""
+"""The outcome of a trace: figures that compare policies, and a simulation with a run on a real executor."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["SLO", "Outcome", "outcome", "percentile"]
 
 @dataclass(frozen=True)
 class SLO:
-    """What inference is promised, in milliseconds."""
+    """Latency targets of inference, in milliseconds."""
 
     token_ms: float
-    """From one token to the next, on average over a request."""
+    """Target for the mean time from one token to the next of a request."""
     first_ms: float
-    """From arrival to the first token."""
+    """Target for the time from arrival to the first token."""
 
     def met_by(self, done: Done) -> bool:
-        """Whether a finished request got what it was promised."""
+        """Return whether a finished request met both targets."""
         gaps = done.per_token
         slow = bool(gaps) and sum(gaps) / len(gaps) > self.token_ms / 1e3
         return not slow and done.first_token_s <= self.first_ms / 1e3
@@ -28,30 +28,30 @@ class SLO:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Times are in milliseconds, rates in tokens a second; ``nan`` where there was nothing to count."""
+    """Figures of one run. Times are in milliseconds, rates in tokens per second; ``nan`` where nothing was counted."""
 
     seconds: float
     tokens_per_s: float
-    """Generated."""
+    """Rate of generated tokens."""
     finetune_per_s: float
-    """Of fine-tuning; a step that is under way in the end counts for as much as is done of it."""
+    """Rate of fine-tuned tokens. An unfinished step counts by the part that is done."""
     token_mean: float
     token_p50: float
     token_p99: float
     first_mean: float
     first_p99: float
     slo_attainment: float
-    """Part of the finished requests that were served within their SLO."""
+    """Part of the finished requests that met their targets."""
     fairness: float
-    """Jain's index of the rates at which finished requests got their tokens: 1 if all were served alike."""
+    """Jain's index of the token rates of finished requests: 1 if all rates are equal."""
     finished: int
-    """Requests."""
+    """Number of finished requests."""
     mean_batch: float
-    """Requests for a layer in a batch."""
+    """Mean number of requests in a batch."""
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The value that ``part`` of them do not exceed; ``nan`` of none."""
+    """Return the value that ``part`` (0 to 1) of the values do not exceed; ``nan`` if there are none."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -65,14 +65,14 @@ def _mean(values: Sequence[float]) -> float:
 def outcome(
     texts: Sequence[tuple[Done, int]], jobs: Sequence[Done], seconds: float, mean_batch: float, slo: SLO
 ) -> Outcome:
-    """The figures.
+    """Return the figures of a run.
 
     Args:
-        texts: what became of each request for text, and how many tokens it wanted.
-        jobs: what became of fine-tuning.
-        seconds: how long all of it took.
-        mean_batch: requests a batch, of the executors.
-        slo: what was promised.
+        texts: record of each request for text, and the number of tokens that it asked for.
+        jobs: records of the fine-tuning clients.
+        seconds: duration of the run.
+        mean_batch: mean number of requests in a batch, over all executors.
+        slo: latency targets.
     """
     finished = [done for done, wanted in texts if len(done.tokens) >= wanted]
     gaps = [1e3 * gap for done, _ in texts for gap in done.per_token]

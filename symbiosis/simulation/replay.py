@@ -1,4 +1,4 @@
-"""A trace, played to policies in a simulation."""
+"""Replay of a trace in a simulation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Load", "replay", "told"]
 
 @dataclass(frozen=True)
 class Load:
-    """What clients ask for.
+    """The work of all clients.
 
     Args:
         trace: requests for text.
-        clients: that ask for it, one request after another; each request is a client of its own if None.
-        paced: whether requests come when the trace says, to each client every so manieth; or whichever client is done
-            takes the next.
-        tuning: clients that fine-tune until the last text is finished.
+        clients: number of clients that send them, each one request after another; None for a client per request.
+        paced: whether requests arrive at the times of the trace, dealt to the clients in turn. Otherwise a client that
+            has finished a request takes the next one of the trace.
+        tuning: number of clients that fine-tune until the last text is finished.
         rows: tokens of a fine-tuning step.
     """
 
@@ -37,19 +37,19 @@ class Load:
     rows: int = 256
 
     def by_client(self) -> list[Iterator[Arrival]]:
-        """What each client asks for, as it gets to it."""
+        """Return the requests of each client, in order."""
         count = min(self.clients or len(self.trace), len(self.trace))
         if not self.paced:
-            return [iter(self.trace)] * count  # the very same
+            return [iter(self.trace)] * count  # all clients share one iterator
         return [iter(self.trace[number::count]) for number in range(count)]
 
 
 def told(policy: Policy, costs: Costs) -> Policy:
-    """The policy, once it has been told what a token takes when nothing else goes on.
+    """Tell a policy the latency of one token in the base layers of an idle executor, and return the policy.
 
     Raises:
-        UsageError: it promises what cannot be kept even then.
-        PolicyError: it raised something else.
+        UsageError: the policy promises latencies below this.
+        PolicyError: the policy raised another error.
     """
     tell_unloaded(policy, sum(costs.batch(Batch(key, (), "", 1), False) for key in costs.walk))
     return policy
@@ -65,15 +65,15 @@ def replay(
     max_rows: int = 8192,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Outcome:
-    """Simulate a load, with clients spread over executors of the same base model in turn.
+    """Simulate a load, with clients dealt in turn to executors of the same base model.
 
     Args:
-        make_policy: called for each executor.
-        progress: told what part of the texts is finished.
+        make_policy: called once for each executor.
+        progress: called with the part (0 to 1) of the texts that is finished.
 
     Raises:
-        PolicyError: the policy made a decision that the scheduler had to refuse.
-        UsageError: it promises what cannot be kept even when nothing else goes on.
+        PolicyError: the scheduler refused a decision of the policy.
+        UsageError: the policy promises latencies below those of an idle executor.
     """
     texts: list[tuple[Done, int]] = []
     jobs: list[Done] = []
@@ -92,7 +92,7 @@ def replay(
     ]
 
     def asks(arrivals: Iterator[Arrival]) -> Client:
-        """One request for text after another."""
+        """Send one request for text after another."""
         nonlocal left
         for arrival in arrivals:
             now = yield Until(arrival.at if load.paced else 0.0)
@@ -109,7 +109,7 @@ def replay(
         jobs.append(Done())
         tunes = finetune(costs.walk, load.rows, costs.think, jobs[-1], back=costs.back)
         simulations[number % executors].add(f"job-{number}", tunes)
-    while left:  # all executors at the same time: clients of one may take what those of another leave
+    while left:  # executors advance together, because clients of all of them share an unpaced trace
         min(simulations, key=lambda simulation: simulation.next_at).step()
     batches = sum(simulation.totals.batches for simulation in simulations)
     members = sum(simulation.totals.members for simulation in simulations)

@@ -1,4 +1,4 @@
-"""What clients ask for and when: traces from files, and made up ones of the same shape."""
+"""Traces: arrival times and lengths of requests for text, read from files or generated with the same statistics."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Arrival", "read_trace", "scaled", "synthetic"]
 
 COLUMNS = ("arrival_s", "ContextTokens", "GeneratedTokens")
 TIMESTAMP = "TIMESTAMP"
-"""May stand for the first."""
+"""Column that may replace the first one."""
 MAX_TOKENS = 1_000_000
 _SPELL_S = 10.0
-"""How long the load stays the same, in a made up trace."""
+"""Seconds for which the rate of a synthetic trace stays the same."""
 
 
 class Arrival(NamedTuple):
@@ -30,29 +30,31 @@ class Arrival(NamedTuple):
     at: float
     """Seconds from the beginning of the trace."""
     prompt: int
-    """Tokens to read, 1 or more."""
+    """Tokens of the prompt, 1 or more."""
     tokens: int
     """Tokens to generate, 1 or more."""
 
 
 def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
-    """A CSV file with the columns ``arrival_s``, ``ContextTokens`` and ``GeneratedTokens`` in any order; or with
-    ``TIMESTAMP``, dates and times, in place of the first, as Azure's traces of inference have it (Patel et al.,
-    "Splitwise", ISCA '24). Other columns are ignored; rows that generate nothing are left out.
+    """Read a trace from a CSV file.
+
+    The columns are ``arrival_s``, ``ContextTokens`` and ``GeneratedTokens``, in any order. ``TIMESTAMP``, a date and
+    time, may replace the first, as in Azure's traces of inference (Patel et al., "Splitwise", ISCA '24). Other columns
+    are ignored, and so are rows that generate nothing.
 
     Args:
-        file: of UTF-8 text.
-        limit: no more than so many requests, the earliest.
+        file: UTF-8 text.
+        limit: number of requests to return, the earliest ones; None for all.
 
     Returns:
-        Requests in order of arrival, with seconds from the first.
+        Requests in order of arrival, with seconds from the first one.
 
     Raises:
-        UsageError: the file cannot be read, or a row is not what it should be; says which line.
+        UsageError: the file cannot be read, or a row has no valid value. The message names the line.
     """
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
-            above = 0  # lines, of nothing
+            above = 0  # empty lines before the header
             first = next(lines, "")
             while first.isspace():
                 above, first = above + 1, next(lines, "")
@@ -65,7 +67,7 @@ def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
                 raise UsageError(f"{file} has no column {missing[0]!r}; a trace has {', '.join(COLUMNS)}")
             arrivals = (_arrival(f"{file}, line {rows.line_num + above}", row, columns) for row in rows)
             asking = (arrival for arrival in arrivals if arrival.tokens)
-            # A trace of weeks need not fit into memory.
+            # The whole of a long trace may not fit into memory.
             found = sorted(asking, key=_at) if limit is None else heapq.nsmallest(limit, asking, key=_at)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"cannot read the trace {file}: {error}") from error
@@ -85,10 +87,10 @@ def _arrival(where: str, row: dict[str, str | None], columns: Sequence[str]) -> 
 
 
 def _number(where: str, row: dict[str, str | None], column: str, columns: Sequence[str]) -> float:
-    """What a row has in a column: seconds, or tokens.
+    """Return the value of a column: seconds, or a number of tokens.
 
     Raises:
-        UsageError: nothing, or something else.
+        UsageError: the value is missing or not valid.
     """
     text = (row[column] or "").strip()
     if not text:
@@ -114,14 +116,16 @@ def _number(where: str, row: dict[str, str | None], column: str, columns: Sequen
 
 
 def synthetic(count: int, rate: float = 5.53, seed: int = 0) -> list[Arrival]:
-    """A made up trace with the shape of Azure's conversations of 2023: lengths are log-normal (prompts: median 760, up
-    to 14,050; answers: 151, up to 1,000), arrivals are Poisson at a rate that changes every 10 s, so that the variance
-    of arrivals in 10 s is 4 times their mean at the rate of the original.
+    """Return a trace with the statistics of Azure's conversations of 2023.
+
+    Lengths are log-normal: prompts with a median of 760 tokens, up to 14,050; answers with a median of 151, up to
+    1,000. Arrivals are Poisson at a rate that changes every 10 s, so that the variance of arrivals in 10 s is 4 times
+    their mean at the rate of the original.
 
     Args:
-        count: of requests.
-        rate: requests a second, on average.
-        seed: the same seed gives the same trace.
+        count: number of requests.
+        rate: mean requests per second.
+        seed: seed of the random numbers.
     """
     random_ = random.Random(seed)
     found: list[Arrival] = []
@@ -138,7 +142,7 @@ def synthetic(count: int, rate: float = 5.53, seed: int = 0) -> list[Arrival]:
 
 
 def scaled(trace: Sequence[Arrival], *, speed: float = 1.0, lengths: float = 1.0) -> list[Arrival]:
-    """The same with arrivals ``speed`` times as fast, and ``lengths`` times as many tokens, though 1 at least."""
+    """Return the trace with arrivals ``speed`` times as fast and ``lengths`` times as many tokens, at least 1."""
     return [
         Arrival(arrival.at / speed, max(round(arrival.prompt * lengths), 1), max(round(arrival.tokens * lengths), 1))
         for arrival in trace

@@ -1,8 +1,8 @@
 """Public test kits. They need Hypothesis and pytest (``pip install hypothesis pytest``).
 
-* :class:`PolicyConformance`: is a batching policy correct and fair? :class:`World`, :class:`FakeClock` are its parts.
-* :func:`compare`: does a model, or a PEFT method, give the same numbers as plain ``transformers`` + PEFT?
-* :func:`tiny_model`: small random models of four architectures.
+* :class:`PolicyConformance` checks a batching policy. :class:`World` and :class:`FakeClock` are its parts.
+* :func:`compare` compares a model, or a PEFT method, with plain ``transformers`` + PEFT.
+* :func:`tiny_model` builds small random models of four architectures.
 """
 
 from symbiosis.testing.compare import Comparison, Job, Outcome, compare, run_job, run_job_plain

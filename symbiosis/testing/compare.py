@@ -1,6 +1,6 @@
-"""Compare a client with plain ``transformers`` + PEFT: the same job, the same seeds, every number that comes out.
+"""Compare a client with plain ``transformers`` + PEFT: the same job, the same seeds, all resulting numbers.
 
-For a provider who wants to know whether a model or a PEFT method agrees before offering it::
+A provider can check in this way whether a model or a PEFT method agrees before offering it::
 
     comparison = await compare(model, LoraConfig(task_type="CAUSAL_LM"))
     assert comparison.bit_equal, comparison
@@ -27,17 +27,17 @@ __all__ = ["Comparison", "Job", "Outcome", "compare", "run_job", "run_job_plain"
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with a model: look at logits, generate twice, take gradients, train.
+    """A job for a model: compute logits, generate twice, compute gradients, train.
 
     Args:
-        vocabulary: token ids are drawn below this number.
-        seed: of the token ids, and of the random stream when sampling and training start.
+        vocabulary: upper bound of the token ids, exclusive.
+        seed: seed of the token ids, and of the random stream when sampling and training start.
         sequences, length: shape of each batch of token ids.
-        new_tokens: how many to generate; 0 to leave it out.
-        steps: AdamW steps; 0 to leave training out.
-        learning_rate: of AdamW.
-        prepare: called with the adapted model before anything else, to switch on gradient checkpointing or to unfreeze
-            a norm, say.
+        new_tokens: number of tokens to generate; 0 for no generation.
+        steps: number of AdamW steps; 0 for no training.
+        learning_rate: learning rate of AdamW.
+        prepare: called with the adapted model first, for example to switch on gradient checkpointing or to unfreeze a
+            norm.
     """
 
     vocabulary: int = 64
@@ -50,7 +50,7 @@ class Job:
     prepare: Callable[[Any], object] | None = None
 
     def batch(self, number: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Token ids [sequences, length], mask and labels. The second sequence is padded at its end."""
+        """Return token ids, mask and labels, [sequences, length] each. The second sequence is padded at its end."""
         generator = torch.Generator().manual_seed(self.seed + number)
         ids = torch.randint(3, self.vocabulary, (self.sequences, self.length), generator=generator).to(device)
         mask = torch.ones_like(ids)
@@ -58,7 +58,7 @@ class Job:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
     def prompt(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Token ids [sequences, length] without padding, and their mask."""
+        """Return token ids [sequences, length] without padding, and their mask."""
         ids = self.batch(0, device)["input_ids"]
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -73,19 +73,19 @@ class Job:
 
 @dataclass
 class Outcome:
-    """Every number that came out of a job. Tensors are copies, on the CPU."""
+    """The numbers that a job gave. Tensors are copies, on the CPU."""
 
     logits: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    """After the first backward pass, by parameter name."""
+    """Gradients after the first backward pass, by parameter name."""
     losses: list[float] = field(default_factory=list)
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
-    """All trainable parameters after the last step, by name."""
+    """Trainable parameters after the last step, by name."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything, flattened."""
+        """Return all numbers as tensors, by name."""
         alone = {"logits": self.logits, "greedy": self.greedy, "sampled": self.sampled}
         return {
             **{name: tensor for name, tensor in alone.items() if tensor is not None},
@@ -97,15 +97,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest relative difference of each tensor of two outcomes: max|a - b| / max|b|; infinite where one is missing,
-    has another shape, or is not finite where the other is."""
+    """Differences between two outcomes."""
 
     differences: Mapping[str, float]
+    """Largest relative difference of each tensor, max|a - b| / max|b|. Infinite if one tensor is missing, has another
+    shape, or is not finite where the other one is."""
     unequal: tuple[str, ...]
-    """Names of the tensors that differ in any bit."""
+    """Names of the tensors that are not bit-equal."""
 
     @classmethod
     def of(cls, outcome: Outcome, expected: Outcome) -> Comparison:
+        """Return the differences of an outcome from the expected one."""
         a, b = outcome.tensors(), expected.tensors()
         names = sorted({*a, *b})
         return cls(
@@ -115,10 +117,11 @@ class Comparison:
 
     @property
     def bit_equal(self) -> bool:
+        """Whether all tensors are bit-equal."""
         return not self.unequal
 
     def worst(self, prefix: str = "") -> float:
-        """The largest difference among the tensors whose name starts with ``prefix``."""
+        """Return the largest difference of the tensors whose names start with ``prefix``."""
         return max(difference for name, difference in self.differences.items() if name.startswith(prefix))
 
     def __str__(self) -> str:
@@ -143,7 +146,7 @@ def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
 def run_job_plain(
     model: nn.Module, peft_config: PeftConfig | None, job: Job | None = None, *, seed: int = 0
 ) -> Outcome:
-    """The job with plain ``transformers`` + PEFT, on a copy of the model. The caller keeps its random numbers."""
+    """Run a job with plain ``transformers`` + PEFT, on a copy of the model. The caller's random state is kept."""
     from peft import get_peft_model
 
     job = job or Job()
@@ -180,7 +183,7 @@ def run_job_plain(
 
 
 async def run_job(client: Client, job: Job | None = None) -> Outcome:
-    """The job with a client that has just been opened (its seed is the ``seed`` of the plain run)."""
+    """Run a job with a newly opened client, whose seed is the ``seed`` of the plain run."""
     job = job or Job()
     model = client.model
     if job.prepare is not None:
@@ -213,13 +216,14 @@ async def run_job(client: Client, job: Job | None = None) -> Outcome:
 async def compare(
     model: nn.Module, peft_config: PeftConfig | None = None, job: Job | None = None, *, seed: int = 0, **options: Any
 ) -> Comparison:
-    """One client alone on an executor against plain ``transformers`` + PEFT.
+    """Compare one client alone on an executor with plain ``transformers`` + PEFT.
 
     Args:
         model: as for :class:`~symbiosis.Executor`; a copy is served.
         peft_config: as for :meth:`~symbiosis.Executor.client`.
-        seed: before the adapter is initialised.
-        **options: for the executor.
+        job: job to run; a :class:`Job` with its defaults if None.
+        seed: seed of the adapter's initial values.
+        **options: options of the executor.
     """
     expected = run_job_plain(model, peft_config, job, seed=seed)
     async with (
@@ -230,11 +234,12 @@ async def compare(
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters of a model, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all gradients, which the first optimizer step then starts from without."""
+    """Return copies of all gradients, and clear the gradients for the first optimizer step."""
     gradients = {name: _copy(p.grad) for name, p in trainable(model).items() if p.grad is not None}
     model.zero_grad()
     return gradients

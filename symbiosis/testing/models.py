@@ -1,4 +1,4 @@
-"""Small random models of the architectures that symbiosis is tested on, built in milliseconds without a download."""
+"""Small random models of the tested architectures, built in milliseconds without a download."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 ARCHITECTURES = tuple(_CONFIGS)
-"""What :func:`tiny_model` can build."""
+"""Architectures that :func:`tiny_model` builds."""
 
 
 def tiny_model(
     architecture: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Any:
-    """A causal language model with random weights, in evaluation mode: 2 blocks, width 32, 64 tokens.
+    """Return a causal language model with random weights, in evaluation mode: 2 blocks, width 32, 64 tokens.
 
-    Biases are random too (``transformers`` starts them at zero), so that a bias applied twice, or not at all, shows.
+    Biases are random too (``transformers`` initializes them with zeros), so that a missing or doubled bias shows.
 
     Args:
-        architecture: one of :data:`ARCHITECTURES`.
-        seed: of the weights. The caller's random numbers are left alone.
-        dtype: of the weights.
-        **overrides: for the configuration (``num_hidden_layers=4``, ``tie_word_embeddings=True``…).
+        architecture: name in :data:`ARCHITECTURES`.
+        seed: seed of the weights. The caller's random state is kept.
+        dtype: dtype of the weights.
+        **overrides: fields of the configuration (``num_hidden_layers=4``, ``tie_word_embeddings=True``…).
 
     Raises:
-        UnknownNameError: no such architecture.
+        UnknownNameError: the architecture is not in :data:`ARCHITECTURES`.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""The conformance kit for batching policies. The author of a policy tests it in three lines::
+"""The conformance kit for batching policies. The author of a policy subclasses it::
 
     from symbiosis.testing import PolicyConformance
 
@@ -6,19 +6,20 @@
         def make_policy(self):
             return Mine()
 
-pytest then runs Hypothesis scripts against the real scheduler: clients of several tenants join, on terms of all sorts,
-walk, submit rows of all kinds, cancel and leave in any order, several batches run at once, the clock goes on in steps.
+pytest then runs Hypothesis scripts against the scheduler. Clients of several tenants join with terms of all kinds,
+walk, submit rows of all kinds, cancel and leave in any order; several batches run at once; the clock advances in steps.
 A script that fails is shrunk and printed as code.
 
-What is tested, on a tiny system (2 layers, batches of 8 rows), where bugs show soonest, and on a wide one:
+The properties are tested on a tiny system (2 layers, batches of 8 rows), where errors show in short scripts, and on a
+wider one:
 
-* **nothing lost, nothing twice**: every row of every request is served exactly once, in order, unless it is cancelled;
-* **rules of a batch**: one key, 1 to ``max_rows`` rows, first in first out for each client and key;
-* **waits end**: a wait without limit only while somebody is thinking; while somebody is who never comes, one with a
-  limit for no longer than :attr:`patience_s` after the oldest request came, and not by asking again all the time;
-* **it drains**: when nobody submits any more, everything is served, after waits of at most :attr:`patience_s` a batch;
-* **nobody starves**: see :meth:`PolicyConformance.test_nobody_starves`;
-* **no refusals**: the scheduler had no reason to refuse a decision, however strange the times that it was told of.
+* **Each row runs once**: all rows of each request run exactly once, in order, unless the request is cancelled.
+* **Batches are valid**: one key, 1 to ``max_rows`` rows, first in first out for each client and key.
+* **Waits end**: a wait has no limit only while a client is thinking. If that client never sends a request, a wait with
+  a limit ends at most :attr:`patience_s` after the arrival of the oldest request, and does not consist of many waits.
+* **The queues drain**: without new requests, all requests run, after waits of at most :attr:`patience_s` per batch.
+* **No request starves**: see :meth:`PolicyConformance.test_nobody_starves_tiny`.
+* **No decision is refused**, even if the policy is told of impossible latencies.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Size(NamedTuple):
     max_rows: int
     clients: int
     most_rows: int
-    """Of one request: more than a batch may have, so that requests are cut."""
+    """Largest number of rows in a request; more than in a batch, so that requests are cut."""
 
 
 _ANY_WISHES = st.builds(
@@ -58,68 +59,78 @@ _ANY_WISHES = st.builds(
     kind=st.none() | st.sampled_from(Kind),
 )
 _Joining = tuple[Terms, bool]
-"""What a client asks for, and whether it is local."""
+"""Terms that a client asks for, and whether it is local."""
 _ANY_TERMS = st.tuples(_ANY_WISHES, st.booleans())
 _TENANTS = 2
-"""Whose clients take part: ``tenant-0/…``, ``tenant-1/…``"""
+"""Number of tenants, whose clients are named ``tenant-0/…`` and ``tenant-1/…``."""
 _TINY = _Size(layers=2, max_rows=8, clients=3, most_rows=20)
 _WIDE = _Size(layers=12, max_rows=64, clients=8, most_rows=200)
 
 
 class PolicyConformance(ABC):
-    """Inherit from it, say how to make the policy, and let pytest collect the class.
+    """Base class of a policy's conformance tests. A subclass implements :meth:`make_policy`, and pytest collects it.
 
-    A policy that is patient on purpose raises the bounds; one that promises more lowers them.
+    A policy that waits for longer on purpose raises the bounds; a policy that promises more lowers them.
     """
 
     max_examples = 100
-    """Scripts per test."""
+    """Number of scripts for each test."""
     steps = 50
-    """Most steps in a script."""
+    """Largest number of steps in a script."""
     patience_s = 1.0
-    """Longest wait, in seconds, that the policy may impose on a request, or on the executor while nobody thinks. A wait
-    without limit is not counted: the executor ends it, after a second in which whoever thinks asks for nothing."""
+    """Longest wait, in seconds, that the policy may impose on a request, or on the executor while no client thinks. A
+    wait without a limit does not count: the scheduler ends it when the thinking clients have stopped."""
 
     def patience_batches(self, layers: int) -> int:
-        """How many batches may go before a request that came earlier: two walks of the model (as in lockstep), plus the
-        batch that was being decided when the request came and the one in which the policy notices."""
+        """Return how many batches may run before a request that arrived earlier.
+
+        The default is two walks through the model, as in lockstep, and two more: the batch that was being decided when
+        the request arrived, and the batch in which the policy notices that the request is overdue.
+        """
         return 2 * layers + 2
 
     @abstractmethod
     def make_policy(self) -> Policy:
-        """A fresh policy, as for a new executor."""
-
-    # ----------------------------------------------------------------------------------------------------------- tests
+        """Return a new policy."""
 
     def test_is_a_policy(self) -> None:
         policy = self.make_policy()
-        assert isinstance(policy, Policy), f"{policy!r} needs a name, submitted() and decide()"
+        assert isinstance(policy, Policy), f"{policy!r} is not an instance of a subclass of Policy"
         assert isinstance(policy.name, str), f"the name of {policy!r} is {policy.name!r}"
         assert policy.name, f"{policy!r} has an empty name"
         assert self.make_policy() is not policy, "make_policy must make a new policy each time"
 
     def test_any_script_tiny(self) -> None:
-        """Random scripts, 2 layers, batches of 8 rows."""
+        """Run random scripts with 2 layers, 3 clients and batches of 8 rows."""
         self._run_machine(_TINY)
 
     def test_any_script_wide(self) -> None:
-        """Random scripts, 12 layers, batches of 64 rows, 8 clients."""
+        """Run random scripts with 12 layers, 8 clients and batches of 64 rows."""
         self._run_machine(_WIDE)
 
     def test_nobody_starves_tiny(self) -> None:
+        """Check that a request is served although all other clients submit again the moment they are answered.
+
+        It may wait for :attr:`patience_s` seconds and for :meth:`patience_batches` batches, whichever is later. After
+        that, the requests that are queued at that moment may run first, but no later ones: it must be answered within
+        as many batches as serve each of those requests alone.
+        """
         self._starve(_TINY)
 
     def test_nobody_starves_wide(self) -> None:
+        """Check the same with 12 layers, 8 clients and batches of 64 rows."""
         self._starve(_WIDE)
 
     def test_waits_end_tiny(self) -> None:
+        """Check that waits end if a client is thinking and never sends a request."""
         self._wait(_TINY)
 
     def test_waits_end_wide(self) -> None:
+        """Check the same with 12 layers and batches of 64 rows."""
         self._wait(_WIDE)
 
     def test_one_client_alone(self) -> None:
-        """One client walks the model forward and back, thinking between layers; nothing makes it wait for long."""
+        """Check that a client alone, which walks forward and back, never waits for more than :attr:`patience_s`."""
         world = World(self.make_policy(), layers=4, max_rows=8)
         world.join("alone")
         for rows in (1, 8, 20):
@@ -139,8 +150,6 @@ class PolicyConformance(ABC):
                         world.clock.advance(action.time - world.clock.now)
             world.end_pass("alone")
 
-    # ----------------------------------------------------------------------------------------------------------- parts
-
     def _run_machine(self, size: _Size) -> None:
         machine = _machine(self.make_policy, size, self.patience_s)
         run_state_machine_as_test(
@@ -148,7 +157,6 @@ class PolicyConformance(ABC):
         )
 
     def _wait(self, size: _Size) -> None:
-        """Requests that come one after another, while a client thinks and asks for nothing."""
         work = st.tuples(st.integers(0, 2 * size.layers), st.integers(1, size.most_rows), st.sampled_from(Kind))
 
         @settings(max_examples=self.max_examples, deadline=None)
@@ -163,14 +171,7 @@ class PolicyConformance(ABC):
         game()
 
     def _starve(self, size: _Size) -> None:
-        """One request waits while all other clients submit again the moment they are answered, whatever they like.
-
-        It may wait for :attr:`patience_s` seconds and for :meth:`patience_batches` batches, whichever is later. From
-        then on, what was queued at that moment may go first, but nothing that came later: so it must be answered within
-        as many batches as it takes to serve all that, each request by itself.
-        """
-        keys = st.integers(0, 2 * size.layers)
-        work = st.tuples(keys, st.integers(1, size.most_rows), st.sampled_from(Kind))
+        work = st.tuples(st.integers(0, 2 * size.layers), st.integers(1, size.most_rows), st.sampled_from(Kind))
 
         @settings(max_examples=self.max_examples, deadline=None)
         @given(
@@ -190,7 +191,7 @@ class PolicyConformance(ABC):
 
 
 _Work = tuple[int, int, Kind]
-"""Index of a key, number of rows, what they are for."""
+"""Index of a key, number of rows, and their kind."""
 
 
 def _play(
@@ -202,7 +203,7 @@ def _play(
     terms: Sequence[_Joining],
     batch_s: float,
 ) -> None:
-    """The victim comes on the first of the terms, rivals on all of them in turn."""
+    """Let rivals compete with one request, the victim. The clients have the given terms in turn, the victim first."""
     script = itertools.cycle(others)
     names = [f"tenant-{number % _TENANTS}/rival-{number}" for number in range(rivals)]
     terms_of = dict(zip(["victim", *names], itertools.cycle(terms), strict=False))
@@ -230,7 +231,7 @@ def _play(
             )
         assert world.batches < allowed, (
             f"{world.policy!r} starves a request: {world.batches - first} batches and {world.clock.now - arrived:.2f} s"
-            f" have gone by, and it is still passed over for newer ones"
+            f" have passed, and newer requests still run before it"
         )
         action = world.decide()
         if isinstance(action, Batch):
@@ -240,19 +241,18 @@ def _play(
                     submit(answered.client, next(script))
         else:
             assert isinstance(action, WaitUntil)
-            assert action.time < math.inf, f"{world.policy!r} waits for ever, though everybody is blocked"
+            assert action.time < math.inf, f"{world.policy!r} waits for ever although all clients are blocked"
             world.clock.advance(action.time - world.clock.now)
             assert world.clock.now - arrived < 10 * kit.patience_s, f"{world.policy!r} only waits"
 
 
 _BATCH_S = 1e-3
 _WAITS, _WAITS_A_SECOND = 100, 10_000
-"""Without anything that happens in between: more is asking all the time."""
+"""Largest number of waits without an event in between, and more for each second that they last."""
 
 
 def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_Joining], patience_s: float) -> None:
-    """Each work is submitted so many seconds after the one before it, by a client of its own, or later if a batch is
-    running then."""
+    """Submit each work so many seconds after the previous one, or after the running batch, by a client of its own."""
     thinker = "tenant-0/thinker"
     world.join(thinker)
     world.begin_pass(thinker)
@@ -279,11 +279,11 @@ def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_
             late = min(request.arrived for request in world.queued) + patience_s
             assert action.time <= max(late, world.clock.now) + 1e-9, (
                 f"{world.policy!r} lets a request wait for more than {patience_s:g} s: at {world.clock.now:g} s until "
-                f"{action.time:g} s, for somebody who never comes"
+                f"{action.time:g} s, for a client that sends no request"
             )
             waits += 1
             most = _WAITS + _WAITS_A_SECOND * (world.clock.now - began)
-            assert waits <= most, f"{world.policy!r} waits again and again: {waits} times, and nothing has happened"
+            assert waits <= most, f"{world.policy!r} waits {waits} times in a row without an event in between"
             until = min(action.time, until)
         world.clock.advance(max(until - world.clock.now, 0.0))
 
@@ -294,7 +294,7 @@ def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) 
     numbers = st.integers(0, 63)
 
     class AnyScript(RuleBasedStateMachine):
-        """Anything that may happen to a scheduler, in any order."""
+        """All events of a scheduler, in any order."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,8 +1,7 @@
-"""A pretend executor: the real scheduler, pretend clients, a clock that stands still until told to go.
+"""A simulated executor: the real scheduler with simulated clients and a clock that the test advances.
 
-:class:`World` keeps books of its own, in the simplest way that could be right, and holds the scheduler and its policy
-against them after every step. The conformance kit drives it with random scripts; a test of one's own can drive it by
-hand::
+:class:`World` keeps records of its own, in the simplest form, and compares the scheduler and its policy with them after
+each step. The conformance kit drives it with random scripts; a test can drive it directly::
 
     world = World(MyPolicy(), layers=2, max_rows=8)
     world.join("alice")
@@ -24,14 +23,19 @@ __all__ = ["FakeClock", "World"]
 
 
 class FakeClock:
-    """Seconds that pass when told to."""
+    """A clock, in seconds, that the test advances."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
 
     def advance(self, seconds: float) -> None:
+        """Advance the clock.
+
+        Raises:
+            ValueError: ``seconds`` is less than 0 or not finite.
+        """
         if not 0 <= seconds < math.inf:
-            raise ValueError(f"the clock cannot go on by {seconds} seconds")
+            raise ValueError(f"the clock cannot advance by {seconds} seconds")
         self.now += seconds
 
     def __repr__(self) -> str:
@@ -39,14 +43,14 @@ class FakeClock:
 
 
 class World:
-    """A scheduler with pretend clients.
+    """A scheduler with simulated clients.
 
-    Every method that changes something ends with :meth:`check`. Several batches may run at once.
+    Each method that changes the state ends with :meth:`check`. Several batches may run at once.
 
     Args:
-        policy: the policy under test, fresh.
-        layers: size of the layer table. Layers 0 and 1 are siblings as well as layers of their own.
-        max_rows: most rows in a batch.
+        policy: a new policy, which is tested.
+        layers: size of the layer table. Layers 0 and 1 have a key each, and one key as siblings.
+        max_rows: largest number of rows in a batch.
     """
 
     def __init__(self, policy: Policy, *, layers: int, max_rows: int) -> None:
@@ -59,27 +63,27 @@ class World:
         ]
         self.running: list[Batch] = []
         self.batches = 0
-        """How many batches were started."""
+        """Number of batches that were started."""
         self.clients: dict[str, bool] = {}
-        """Who has joined, and whether they are in a pass."""
+        """Clients that have joined, and whether they are in a pass."""
         self.waiting: dict[int, Request] = {}
-        """Requests neither answered nor cancelled, in the order in which they arrived."""
+        """Requests neither answered nor cancelled, by id, in arrival order."""
         self._taken: dict[int, int] = {}
         self._done: dict[int, int] = {}
         self._began: dict[int, float] = {}
-        """When the running batches started, by identity."""
+        """Times at which the running batches started, by ``id()``."""
         self._thinks_since: dict[str, float] = {}
         """Clients in a pass with nothing outstanding that have not stopped, and since when."""
         self._ids = 0
 
-    # ---------------------------------------------------------------------------------------------------- what happens
-
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> None:
+        """Let a client join."""
         self.scheduler.client_joined(client, terms, local=local)
         self.clients[client] = False
         self.check()
 
     def leave(self, client: str) -> None:
+        """Let a client leave; its open requests are cancelled."""
         left = self.scheduler.client_left(client, self.clock.now)
         mine = [request for request in self.waiting.values() if request.client == client]
         assert left == mine, f"{client} left: {mine} were open, but {left} were given back"
@@ -90,12 +94,14 @@ class World:
         self.check()
 
     def begin_pass(self, client: str) -> None:
+        """Let a client begin a pass."""
         self.scheduler.pass_began(client, self.clock.now)
         self.clients[client] = True
         self._freed(client)
         self.check()
 
     def end_pass(self, client: str) -> None:
+        """Let a client end its pass."""
         self.scheduler.pass_ended(client)
         self.clients[client] = False
         self._thinks_since.pop(client, None)
@@ -167,8 +173,8 @@ class World:
         self.batches += 1
 
     def complete(self, batch: Batch, seconds: float | None = None) -> list[Request]:
-        """A running batch has ended. Returns the requests that this answered. The policy is told that it took as long
-        as the clock says, or ``seconds``."""
+        """End a running batch, and return the requests that it answered. The policy is told that the batch took
+        ``seconds``, or the time on the clock since it started."""
         self.running.remove(batch)
         began = self._began.pop(id(batch))
         expected = []
@@ -186,8 +192,7 @@ class World:
         return answered
 
     def drain(self, patience_s: float) -> None:
-        """Nobody submits any more: everything queued must be served without waiting longer than ``patience_s`` for any
-        batch."""
+        """Serve all queued requests, without new ones, after waits of at most ``patience_s`` seconds for each batch."""
         for batch in list(self.running):
             self.complete(batch)
         for client in self.clients:
@@ -202,19 +207,17 @@ class World:
                 assert isinstance(action, WaitUntil)
                 waited += action.time - self.clock.now
                 assert waited <= patience_s, (
-                    f"{self.policy!r} waits {waited:.3f} s while nobody is thinking; {patience_s} s are allowed"
+                    f"{self.policy!r} waits {waited:.3f} s while no client is thinking; {patience_s} s are allowed"
                 )
                 self.clock.advance(action.time - self.clock.now)
             else:
-                raise AssertionError(f"{self.policy!r} waited {_MOST_WAITS} times in a row while nobody is thinking")
+                raise AssertionError(f"{self.policy!r} waited {_MOST_WAITS} times in a row while no client is thinking")
         assert not self.waiting, f"{list(self.waiting.values())} were lost"
         assert isinstance(self.decide(), Idle)
 
-    # -------------------------------------------------------------------------------------------------------- the books
-
     @property
     def queued(self) -> list[Request]:
-        """Requests with rows that no batch has taken, in the order in which they arrived."""
+        """Requests with rows that no batch has taken, in arrival order."""
         return [request for request in self.waiting.values() if self._taken[request.id] < request.rows]
 
     @property
@@ -223,7 +226,7 @@ class World:
         return list(self._thinks_since)
 
     def check(self) -> None:
-        """The scheduler's books agree with ours, and it has found no fault with the policy."""
+        """Assert that the scheduler's records agree with these, and that it has refused no decision of the policy."""
         self.scheduler.validate()
         if self.scheduler.policy_errors:
             error = self.scheduler.policy_errors[0]
@@ -240,7 +243,7 @@ class World:
         rows = 0
         for request, start, stop in batch.slices:
             assert request.key == batch.key, f"a batch of {batch.key} has rows of {request.key}"
-            assert self.waiting.get(request.id) is request, f"request {request.id} is served, but nobody waits for it"
+            assert self.waiting.get(request.id) is request, f"request {request.id} is served although it is not open"
             assert start == self._taken[request.id], (
                 f"request {request.id}: row {self._taken[request.id]} is next, not {start}"
             )

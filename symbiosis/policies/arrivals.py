@@ -1,0 +1,116 @@
+"""Arrivals: whether, and for how long, it pays to wait for another request with the same key.
+
+A batch of a key takes a + b · rows seconds. A second request in the batch saves ``a``, and saves it again at each layer
+through which the two clients stay together. With n such layers, waiting pays if the next request for the key usually
+comes within n · a of the last one, and if a client is on its way to the key. n, the gaps between requests and the order
+in which clients ask for keys are learned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+from symbiosis.core.requests import Batch, Key, Request
+
+__all__ = ["Arrivals"]
+
+_LEARN_GAP = 0.1
+"""Weight of the newest gap between two requests for a key."""
+_LEARN_TOGETHER = 0.02
+"""Weight of the newest batch in the share of neighbours that stayed together."""
+_MAX_LAYERS_TOGETHER = 64
+_MAX_WALK = 16
+"""Number of requests before the one for a key at which a client counts as on its way to the key."""
+_MAX_KEYS = 20_000
+_MAX_CLIENTS = 20_000
+
+
+class Arrivals:
+    """The recent requests of all clients, by key.
+
+    Args:
+        longest_s: upper bound for a gap between two requests for a key, in seconds.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._gaps: dict[Key, tuple[float, float]] = {}
+        """Time of the last request for a key, and the usual gap between two; in seconds."""
+        self._served_at: dict[str, Key] = {}
+        """Key of the latest batch of each client that has sent no request since."""
+        self._left: dict[Key, OrderedDict[str, float]] = {}
+        """The same clients by key, with the time of that batch; the latest one is last."""
+        self._before: dict[Key, Key] = {}
+        """Key for which clients were served before they asked for a key."""
+        self._batches = 0
+        self._last_batch: dict[str, int] = {}
+        """Number of the latest batch of each client."""
+        self._together = 0.0
+        """Share of the neighbours in a batch that were in the same batch before."""
+
+    def submitted(self, request: Request) -> None:
+        """Learn from a request that was queued."""
+        key, now = request.key, request.arrived
+        last, usual = self._gaps.get(key) or self._new_key()
+        gap = min(now - last, self._longest_s) if now > last else 0.0  # a wrapper may have held the request back
+        self._gaps[key] = max(now, last), (1 - _LEARN_GAP) * usual + _LEARN_GAP * gap
+        before = self._served_at.pop(request.client, None)
+        if before is not None:
+            del self._left[before][request.client]
+            self._before[key] = before
+
+    def started(self, batch: Batch, now: float) -> None:
+        """Learn from a batch that starts now."""
+        if len(self._last_batch) >= _MAX_CLIENTS:
+            for known in (self._last_batch, self._served_at, self._left):
+                known.clear()
+        self._batches += 1
+        same, previous = 0, -1
+        left = self._left.get(batch.key)
+        if left is None:
+            left = self._left[batch.key] = OrderedDict()
+        for request, _, _ in batch.slices:
+            client = request.client
+            last = self._last_batch.get(client, -2)
+            same += last == previous
+            previous = last
+            self._last_batch[client] = self._batches
+            if client in self._served_at:  # a client may have several requests queued, or a long one
+                del self._left[self._served_at[client]][client]
+            self._served_at[client] = batch.key
+            left[client] = now
+        if len(batch.slices) > 1:
+            self._together += _LEARN_TOGETHER * (same / (len(batch.slices) - 1) - self._together)
+
+    def pays_until(self, key: Key, start: float, now: float) -> float:
+        """Return until when waiting for another request for a key is expected to pay, or ``-inf``.
+
+        Args:
+            start: seconds that any batch of the key takes (``a``).
+            now: present time, in seconds.
+        """
+        last, usual = self._gaps.get(key, (-math.inf, math.inf))
+        worth = start * min(1 / max(1 - self._together, 1e-9), _MAX_LAYERS_TOGETHER)
+        if usual >= worth or not self._is_on_the_way(key, now - start - worth):
+            return -math.inf
+        return last + worth
+
+    def _is_on_the_way(self, key: Key, since: float) -> bool:
+        """Return whether a client that has sent no request since was served a few layers earlier, after ``since``."""
+        for _ in range(_MAX_WALK):
+            before = self._before.get(key)
+            if before is None:
+                return False
+            left = self._left.get(before)
+            if left and next(reversed(left.values())) >= since:
+                return True
+            key = before
+        return False
+
+    def _new_key(self) -> tuple[float, float]:
+        """Make room for a new key, and return its time of the last request and its usual gap."""
+        if len(self._gaps) >= _MAX_KEYS:
+            for known in (self._gaps, self._served_at, self._left, self._before):
+                known.clear()
+        return -math.inf, 0.0
