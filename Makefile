@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test check bench examples clean
+.PHONY: demo test thorough check bench clean
 .DEFAULT_GOAL := test
 
 # torch first and alone: with it installed, nothing else asks for another build of it.
@@ -21,6 +21,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2
+
+# Property tests with all examples, the tests that `make test` runs with a quarter of them.
+thorough: $(STAMP)
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --numprocesses 2 -m hypothesis tests
 
 check: $(STAMP)
 	$(BIN)/ruff check .

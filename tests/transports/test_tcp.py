@@ -35,7 +35,7 @@ from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp_listener import DOUBT_S
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
-from tests.raw import a_call, hello, raw, receive, rows
+from tests.transports.raw import a_call, hello, raw, receive, rows
 
 T = TypeVar("T")
 LOCAL = "tcp://127.0.0.1:0"

@@ -21,7 +21,7 @@ from symbiosis.privacy.masks import MaskedKey
 from symbiosis.privacy.noise_pool import add_rotating
 from symbiosis.privacy.typical_sizes import TypicalSizes
 from symbiosis.privacy.wrapped import wrap
-from tests.masking import SCHEMES, Layers, Masking, assert_uniform, normal_rows
+from tests.privacy.masking import SCHEMES, Layers, Masking, assert_uniform, normal_rows
 
 # Amplitudes.
 

@@ -21,7 +21,7 @@ from symbiosis.testing import ARCHITECTURES, tiny_model
 from symbiosis.training import pruning
 from symbiosis.training.pruning import pruned
 from tests.helpers import BATCH, GRADIENTS, METHODS, adamw, lora
-from tests.test_windows import Gradients, difference, plain, quiet, undropped
+from tests.training.test_windows import Gradients, difference, plain, quiet, undropped
 
 
 def held_bytes(packed: list[Any], model: nn.Module | None = None) -> int:

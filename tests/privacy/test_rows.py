@@ -17,7 +17,17 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ExecutorClosedError, PrivacyError
 from symbiosis.privacy import LocalPads, MaskedChannel, NoisePool, SecretShares
-from tests.masking import FORWARD, SCHEMES, WRAPPED, Direct, Layers, Masking, all_schemes, assert_uniform, normal_rows
+from tests.privacy.masking import (
+    FORWARD,
+    SCHEMES,
+    WRAPPED,
+    Direct,
+    Layers,
+    Masking,
+    all_schemes,
+    assert_uniform,
+    normal_rows,
+)
 
 # Results.
 

@@ -19,7 +19,7 @@ from symbiosis.core.registry import make_transport
 from tests.helpers import IDS
 from tests.service import Service, save_model
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples" / "policy_package"
 
 

@@ -18,7 +18,7 @@ from symbiosis.core.requests import Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads
 from symbiosis.privacy.pad_folder import EFFECT_HEADER, PadCounter, PadFolder
-from tests.masking import Layers, Masking, assert_all_different, normal_rows
+from tests.privacy.masking import Layers, Masking, assert_all_different, normal_rows
 
 MODEL = Layers(32, 8)
 X = normal_rows(2, 32)

@@ -30,8 +30,8 @@ from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
 from symbiosis.transports.tcp_client import TcpConnection
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
-from tests.raw import a_call, hello, raw, receive, rows
 from tests.service import free_port
+from tests.transports.raw import a_call, hello, raw, receive, rows
 
 LOCAL = "dist://127.0.0.1:0"
 CPU = torch.device("cpu")

@@ -139,9 +139,9 @@ class TestInstalled:
     def installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         entries = {
             POLICIES: [
-                EntryPoint("mine", "tests.test_registry:Mine", POLICIES),
+                EntryPoint("mine", "tests.core.test_registry:Mine", POLICIES),
                 EntryPoint("broken", "tests.nowhere:Nothing", POLICIES),
-                EntryPoint("lockstep", "tests.test_registry:Mine", POLICIES),
+                EntryPoint("lockstep", "tests.core.test_registry:Mine", POLICIES),
             ],
             TRANSPORTS: [EntryPoint("mine", "symbiosis.transports.inproc:InProcTransport", TRANSPORTS)],
         }

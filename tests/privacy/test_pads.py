@@ -16,7 +16,7 @@ from symbiosis.core.requests import Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads, SecretShares, keystream, pad_stock, pads
 from symbiosis.privacy.own_weights import OwnWeights
-from tests.masking import FORWARD, Layers, Masking, ask_on_thread, assert_all_different, normal_rows
+from tests.privacy.masking import FORWARD, Layers, Masking, ask_on_thread, assert_all_different, normal_rows
 
 MODEL = Layers(32, 8)
 

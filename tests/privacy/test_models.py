@@ -1,8 +1,8 @@
 """Masked clients against plain transformers + PEFT, and what their executors receive.
 
 Tolerances are relative to the largest element of each tensor. They follow from the scale of the noise: a product in
-fp32 has an error of at most 1.5e-6 · scale (tests/masking.py), and a model a few times as much. Noise comes from fixed
-keys here, so that all runs are equal.
+fp32 has an error of at most 1.5e-6 · scale (tests/privacy/masking.py), and a model a few times as much. Noise comes
+from fixed keys here, so that all runs are equal.
 """
 
 from __future__ import annotations

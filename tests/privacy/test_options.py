@@ -14,7 +14,7 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PrivacyError, UnknownNameError, UsageError
 from symbiosis.privacy import LocalPads, NoisePool, SecretShares
-from tests.masking import SCHEMES, Layers, Masking
+from tests.privacy.masking import SCHEMES, Layers, Masking
 
 
 @pytest.mark.parametrize(
