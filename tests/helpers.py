@@ -10,6 +10,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
 
@@ -32,6 +33,7 @@ def examples(thorough: int, *, profile: str = PROFILE) -> int:
 class Conformance(PolicyConformance):
     """The conformance kit with as many scripts as the Hypothesis profile allows."""
 
+    pytestmark = pytest.mark.hypothesis
     max_examples = examples(PolicyConformance.max_examples)
     steps = PolicyConformance.steps if PROFILE == "thorough" else 30
 

@@ -187,7 +187,7 @@ def test_policies_lists_options_and_defaults(runner: CliRunner) -> None:
 def test_policies_does_not_list_the_policy_inside_as_an_option(runner: CliRunner) -> None:
     result = runner.invoke(app, ["policies"])
     assert "policy=" not in result.output
-    assert "fair, priority, rate-limit go around another, written after a plus: --policy fair:" in result.output
+    assert "fair, priority, rate-limit wrap another policy, written after a plus: --policy fair:" in result.output
 
 
 class Installed:
