@@ -40,7 +40,7 @@ KeyOption = Annotated[
 InsecureOption = Annotated[
     bool,
     typer.Option(
-        help="Allow tcp:// without keys, and dist://, beyond this host. Any host on the network can read the traffic."
+        help="Required for dist://; allows tcp:// without keys beyond this host. The network can read the traffic."
     ),
 ]
 

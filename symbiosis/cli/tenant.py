@@ -52,7 +52,7 @@ def finetune(
             show_default=False,
         ),
     ] = None,
-    learning_rate: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 1e-4,
+    learning_rate: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW.")] = 1e-4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the adapter and of the order of the data.")] = 0,
     key: KeyOption = None,
     insecure: InsecureOption = False,
@@ -168,7 +168,7 @@ def generate(
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature; 0 always takes the likeliest token.")
     ] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling.")] = None,
     key: KeyOption = None,
     insecure: InsecureOption = False,
     retry: RetryOption = 60.0,

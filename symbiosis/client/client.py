@@ -196,13 +196,13 @@ class Client:
         are those of the whole sequence, up to the order of sums. The client then holds the activations of one window
         and the keys and values of all, and sends smaller requests. It runs every window but the last forward twice.
 
+        A step that fails, or is cancelled, leaves parameters as they were and no gradients.
+
         Args:
             batch: arguments of the model, with ``labels``; tensors are moved to the client's device.
             window: number of tokens in a window; None, or as many as there are, for the whole sequence at once.
             prune: keep fewer activations for backward and recompute exactly what follows from them: norms, SiLU·up,
-                repeated keys (FlexLLM, section 5.2). By default if there is a window.
-
-        A step that fails, or is cancelled, leaves parameters as they were and no gradients.
+                repeated keys (FlexLLM, section 5.2). Default: True with a window, otherwise False.
 
         Raises:
             UsageError: the model gave no loss, or nothing is trainable; or the model, its PEFT method or the batch

@@ -1,4 +1,4 @@
-"""A client's part of the model, built from the share that an executor offers (D10).
+"""A client's part of the model, built from the share that an executor offers.
 
 In the executor's process the skeleton is copied from the executor's model. Elsewhere the model is built from its
 configuration with parameters on the meta device, then filled with the tensors of the share: a :class:`Hollow` model, of
@@ -65,7 +65,7 @@ class Hollow:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ShareError(
                 f"transformers {transformers.__version__} cannot build the executor's model "
-                f"({description.get('architecture')}): {error}; is it older than the executor's?"
+                f"({description.get('architecture')}): {error}; install the executor's version of transformers"
             ) from error
         known: Any = transformers.PreTrainedModel
         if not (isinstance(architecture, type) and issubclass(architecture, known)):

@@ -23,7 +23,7 @@ __all__ = ["OpenedModel", "open_model"]
 
 
 class OpenedModel:
-    """What a synchronous client can do beside calling its model: ``model.symbiosis`` of an opened model."""
+    """Operations of a synchronous client beside calling its model: ``model.symbiosis`` of an opened model."""
 
     def __init__(self, model: Any, requester: Requester, channel: Channel, tokenizer: Callable[[], Any]) -> None:
         self._model = model

@@ -3,7 +3,7 @@
 A client's model has two sorts of frozen parameters. Embeddings, norms and biases have values and share memory with
 every other client of the process. The weights of base layers are *placeholders*: one NaN expanded to the weight's
 shape. PEFT finds a weight of the right shape, dtype and device, and code that reads it gets NaN instead of a wrong
-number (D8). :mod:`symbiosis.client.placeholders` explains what else a VirtLayer's placeholder can do.
+number. :mod:`symbiosis.client.placeholders` explains what else a VirtLayer's placeholder can do.
 
 A parameter of either sort becomes the tenant's own copy when the tenant makes it trainable or writes to it
 (``modules_to_save``, ``bias="all"``, an unfrozen norm, a loaded adapter with biases). No other tenant sees the change.

@@ -14,7 +14,7 @@ __all__ = ["Passes"]
 
 
 class Passes:
-    """Tells the executor when a client is in a pass, so that batches wait for it then and only then (D5).
+    """Tells the executor when a client is in a pass, so that batches wait for it then and only then.
 
     Several threads may walk the model at once, forward and backward. The client is in a pass from the time at which the
     first of them begins until the last has ended.

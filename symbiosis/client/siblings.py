@@ -1,4 +1,4 @@
-"""Siblings: layers that read the same rows, so that one request serves them all (D9).
+"""Siblings: layers that read the same rows, so that one request serves them all.
 
 A model feeds the very same tensor to its q, k and v projections, and to gate and up. Layers that were fed one tensor,
 one after another, form a group from then on. The member that is called first sends the request of the whole group; the
@@ -22,7 +22,7 @@ from symbiosis.core.requests import Key, LayerSpec, Pass
 __all__ = ["Member", "SiblingState", "Siblings"]
 
 _MISSES = 3
-"""Requests of a group in a row of which a result was not collected, after which the group is dissolved."""
+"""Consecutive requests of a group with an uncollected result, after which the group is dissolved."""
 _grouping = threading.Lock()
 
 

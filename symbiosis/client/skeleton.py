@@ -1,4 +1,4 @@
-"""A client's skeleton of the model: its module tree, with VirtLayers in place of the base layers (D10)."""
+"""A client's skeleton of the model: its module tree, with VirtLayers in place of the base layers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """VirtLayer: stands for a base layer in a client's model.
 
-To ``transformers`` and PEFT a VirtLayer *is* the ``nn.Linear`` or ``Conv1D`` that it replaces (D8). Its forward pass
+To ``transformers`` and PEFT a VirtLayer *is* the ``nn.Linear`` or ``Conv1D`` that it replaces. Its forward pass
 sends the rows to the executor and waits for the result, and so does its backward pass (:mod:`symbiosis.client.waiting`
 explains how).
 

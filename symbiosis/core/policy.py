@@ -109,7 +109,8 @@ class Policy(ABC):
 
     lone_at_once: bool = False
     """Whether the scheduler may run a request without asking the policy when nothing else is queued or running and no
-    other client is thinking. This halves the cost of such a request. A policy that limits rates must say False."""
+    other client is thinking. This halves the cost of such a request, and the policy gets no hook for it. A policy that
+    limits rates must say False."""
 
     _bound: bool = False
 
@@ -131,7 +132,9 @@ class Policy(ABC):
         return NO_TERMS
 
     def unloaded(self, seconds: float) -> None:
-        """Note how long one token takes in the base layers of an idle executor. Called once, before all else.
+        """Note how long one token takes in the base layers of an idle executor.
+
+        Called at most once, before all other hooks; not called if the layers of a token are not known.
 
         Raises:
             UsageError: the policy promises latencies below this.

@@ -46,7 +46,7 @@ class Key(NamedTuple):
     """What the requests of a batch have in common."""
 
     layers: tuple[int, ...]
-    """Indices into the layer table, in ascending order. Several indices are siblings, which read the same rows (D9)."""
+    """Indices into the layer table, in ascending order. Several indices are siblings, which read the same rows."""
     pass_: Pass
     fp32: bool = False
     """Whether rows and results are fp32 whatever the layer's dtype; for rows that are masked. Linear layers only."""

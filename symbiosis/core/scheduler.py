@@ -168,7 +168,7 @@ class Scheduler:
         """Return a batch of this request alone if it may run at once; otherwise None, and nothing has changed.
 
         A request runs at once if nothing is queued or running, no other client is thinking, and the policy allows it.
-        There is nothing to choose then, and the policy is not told of the request.
+        There is nothing to choose then, and the policy gets no hook for the request.
         """
         client = request.client
         if (
@@ -299,8 +299,8 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
-    def _admit(self, request: Request) -> _Client:
-        """Enter a request in the books of open requests."""
+    def _admit(self, request: Request) -> None:
+        """Record a request as open."""
         if request.rows < 1 or request.taken or request.done:
             raise UsageError(
                 f"request {request.id} of {request.client!r} must bring 1 or more rows, none of them taken"
@@ -313,10 +313,9 @@ class Scheduler:
         self._open[request.id] = state.open[request.id] = request
         self._thinking.pop(request.client, None)
         request.terms, request.local = state.terms, state.local
-        return state
 
     def _closed(self, request: Request, now: float) -> None:
-        """A request is no longer open."""
+        """Remove a request from the open requests."""
         state = self._clients[request.client]
         del state.open[request.id]
         if state.in_pass and not state.open:

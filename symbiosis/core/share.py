@@ -1,4 +1,4 @@
-"""What a client needs to build its part of the model (D10).
+"""What a client needs to build its part of the model.
 
 An executor offers it in one of two forms. A client in the executor's process gets the :class:`Resident` model itself
 and shares its memory. A client elsewhere gets a :class:`Share`: plain data that travels over a transport.

@@ -118,7 +118,7 @@ class Engine:
             self.scheduler.pass_began(client, began)
         if self.timeline is not None:
             self.timeline.pass_began(client, began)
-        self._turned = -math.inf  # other clients may be about to begin: the loop turns before anything skips the queue
+        self._turned = -math.inf  # other clients may be about to begin: queue requests until the event loop has turned
 
     def end_pass(self, client: str) -> None:
         """Note that a client is idle."""
@@ -178,10 +178,11 @@ class Engine:
             self._pump_soon()
 
     def flush(self) -> None:
-        """Decide at once if no client is thinking, unless the event loop's other work has waited for long enough.
+        """Decide at once if no client is thinking, unless the event loop has run no other work for 10 ms.
 
-        A round of the event loop for each request would double what a lone client pays (D5). Called outside all
-        fibers, because their torch modes must not reach base layers.
+        A round of the event loop for each request would double what a lone client pays
+        (docs/decisions/0008-lone-requests.md). Called outside all fibers, because their torch modes must not reach base
+        layers.
         """
         loop = self._loop
         if loop is not None and not self.scheduler.thinking and now() - self._turned < _TURN_S:
@@ -300,7 +301,7 @@ def _fail(call: Call, error: BaseException) -> None:
 
 
 def _copy(error: LayerError) -> LayerError:
-    """Return the same error for another tenant: what one raises must not gather the frames of the other."""
+    """Return a copy of the error for another tenant, because raising one object twice would join both tracebacks."""
     copy = LayerError(*error.args)
     copy.__cause__ = error.__cause__
     return copy

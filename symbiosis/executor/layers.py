@@ -1,6 +1,6 @@
 """Base layers: the frozen modules that an executor runs for all clients.
 
-A base layer is stateless (D3). The backward pass of a linear layer needs the weights alone: dX = dY·W, whatever the
+A base layer is stateless. The backward pass of a linear layer needs the weights alone: dX = dY·W, whatever the
 batch was in the forward pass (Symbiosis, section 3.6). Any other row-wise module receives X again and recomputes.
 
 Legend: n rows; i in_features; o out_features.

@@ -1,4 +1,4 @@
-"""Merge and split: a base layer sees one matrix of rows of all tenants (D1).
+"""Merge and split: a base layer sees one matrix of rows of all tenants.
 
 The position in a sequence does not matter to a layer that works row by row, so batch and sequence are flattened and
 nothing is padded. Both functions are pure. However requests are cut and merged, each gets the results that it would get

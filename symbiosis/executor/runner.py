@@ -1,4 +1,4 @@
-"""The runner: gathers the rows of a batch, runs base layers, scatters results. Only here the executor touches tensors.
+"""The runner: gathers the rows of a batch, runs base layers, scatters results. It alone computes with rows.
 
 Requests larger than a batch are served in slices. Their results are collected in a matrix of the full size until the
 last slice is done, so ``max_rows`` bounds the other memory of the executor whatever the sequence length.

@@ -1,4 +1,4 @@
-"""The share of a split model: a client's part of it, as data for clients in other processes (D10)."""
+"""The share of a split model: a client's part of it, as data for clients in other processes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A batch of a key takes a + b · rows seconds. A second request in the batch saves ``a``, and saves it again at each layer
 through which the two clients stay together. With n such layers, waiting pays if the next request for the key usually
-comes within n · a of the last one, and if a client is on its way to the key. n, the gaps between requests and the order
+comes within n · a of the last one, and if a client is *near* the key: it was served at one of the 16 requests before
+the key's. n, the gaps between requests and the order
 in which clients ask for keys are learned.
 """
 
@@ -21,7 +22,7 @@ _LEARN_TOGETHER = 0.02
 """Weight of the newest batch in the share of neighbours that stayed together."""
 _MAX_LAYERS_TOGETHER = 64
 _MAX_WALK = 16
-"""Number of requests before the one for a key at which a client counts as on its way to the key."""
+"""Number of requests before the one for a key at which a client counts as near the key."""
 _MAX_KEYS = 20_000
 _MAX_CLIENTS = 20_000
 

@@ -8,7 +8,7 @@ layer, where they cost least, or as batches of their own. Large requests are cut
 
 Two more costs count. A client in the executor's process computes with each answer on the executor's cores
 (:mod:`symbiosis.policies.own_work`). And fine-tuning may delay a prefill only by a part of its usual time, because
-prefills that wait end together, and more texts are then decoded at the same time than fit into any SLO.
+delayed prefills end at the same time; their texts then decode together and miss their SLO.
 """
 
 from __future__ import annotations
@@ -190,8 +190,10 @@ class CoServing(Policy):
         return Run(key, self._with_inference(queue, rows, now), "hurry" if hurry else "prefill")
 
     def _tuning_alone(self, tuning: Request, view: View, now: float) -> Run | None:
-        """Run fine-tuning rows at another layer than inference rows, if the slack allows it. They do not wait for a
-        moment without inference, because such a moment does not come under load."""
+        """Run fine-tuning rows at another layer than inference rows, if the slack allows it.
+
+        They also run while inference is queued, because under load inference is always queued.
+        """
         queue = view.queues[tuning.key]
         rows = self._rows_within(tuning.key, 0, self._for_tuning(tuning, now), view.max_rows)
         if rows < min(queue.rows, self._worth_a_batch(tuning.key)):

@@ -34,7 +34,7 @@ class Opportunistic(Policy):
     client for the same layer. While no request is due, the queue that is *furthest behind* runs, so that clients at
     different layers meet and share batches from there on. This queue waits for other requests, except in four cases:
 
-    * no client is thinking, so no request can join (D5);
+    * no client is thinking, so no request can join;
     * a queue fills a batch of ``max_rows``;
     * no thinking client is on the way to that layer;
     * the wait is not expected to pay (:mod:`symbiosis.policies.arrivals`).

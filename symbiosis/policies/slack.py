@@ -98,8 +98,10 @@ class _Heap:
         return self._entries[0][2] if self._entries else None
 
     def shrink(self, most: int) -> None:
-        """Remove tokens that are over if there are more than ``most`` entries. Below a client with a short SLO, which
-        stays at the top, finished tokens of other clients would never leave."""
+        """Remove tokens that are over if there are more than ``most`` entries.
+
+        Otherwise a token that stays at the top would keep all finished tokens below it in the heap.
+        """
         if len(self._entries) > most:
             self._entries[:] = [entry for entry in self._entries if not entry[2].over]
             heapq.heapify(self._entries)

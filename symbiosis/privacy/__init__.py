@@ -1,8 +1,8 @@
 """Privacy schemes: mask the rows that leave a client, so that an executor computes with rows it cannot read.
 
-A scheme is given to a client (``privacy=``) and wraps the client's channel, above every transport. The package imports
-``core``; start reading at :mod:`symbiosis.privacy.scheme`. ``docs/privacy.md`` states what each scheme protects against
-and what it costs.
+A scheme is given to a client (``privacy=``) and wraps the client's channel, above every transport. It may
+import ``core``, ``executor``, ``client`` and ``host``. Start reading at :mod:`symbiosis.privacy.scheme`.
+``docs/privacy.md`` states what each scheme protects against and what it costs.
 """
 
 from importlib import import_module
@@ -28,7 +28,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use. An eager import would be circular: ``core`` imports the channel."""
+    """Import a public name at its first use, so that ``import symbiosis.privacy`` does not load torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

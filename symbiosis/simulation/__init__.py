@@ -1,6 +1,6 @@
 """A discrete-event simulator around the scheduler and the policies that the executor runs.
 
-It shows what clients would see of a policy, without a model. It imports ``core`` and ``policies``; start reading at
+It shows what clients would see of a policy, without a model. It may import ``core`` and ``policies``. Start reading at
 :class:`Simulation`.
 """
 

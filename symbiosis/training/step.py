@@ -69,7 +69,7 @@ def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
     loss: torch.Tensor | None = getattr(output, "loss", None)
     del output
     if loss is None:
-        raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; does it have labels?")
+        raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; add labels")
     _check_trainable(loss)
     yield Backward(loss.backward)
     return loss.item()

@@ -4,11 +4,11 @@ The arena consists of *segments*, which the executor allocates at the client's r
 both processes map (CUDA IPC). Their places continue after the end of the arena in host memory, which clients without
 this GPU use. The client alone decides what lies where, and the executor checks it.
 
-Neither process waits for the GPU (D12). Two interprocess events order the work: the client records ``called`` when its
+Neither process waits for the GPU. Two interprocess events order the work: the client records ``called`` when its
 rows are written, the executor records ``answered`` when its results are written. Each side has its stream wait for the
-other's event when the corresponding message comes. The event may stand for a later call by then. Waiting for that one
-is longer than necessary, but never circular: a call's message follows its record, and the answer's message follows the
-executor's wait.
+other's event when the corresponding message comes. The event may already have been recorded again for a later call.
+Waiting for the later record takes longer but cannot deadlock: a call's message follows its record, and the answer's
+message follows the executor's wait.
 
 Memory comes from the driver and not from torch's allocator, whose blocks contain other tensors. Segments are multiples
 of 2 MiB, because an IPC handle opens the whole block that contains an allocation, and are zeroed before use.

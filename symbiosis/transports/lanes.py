@@ -1,13 +1,13 @@
 """Tensors by ``torch.distributed``, point to point: what ``dist://`` adds to ``tcp://``.
 
 A client and the executor have two *lanes*: process groups of two ranks, one for each direction. A lane keeps the order
-of its matrices, so they need no tag (NCCL has none), and neither side can wait for the other in a circle. The sender
+of its matrices, so they need no tag (NCCL has none), and the two sides cannot deadlock. The sender
 also sends a message over the control connection; the receiver allocates, after its checks, when it has read that
 message. Sender and receiver match by order alone.
 
 Each lane has a thread, because an operation of gloo blocks, and on CUDA a stream of its own: the current stream of a
 new thread is the default stream, on which all lanes would wait for one another. Streams wait for events; threads do not
-wait for the GPU (D12).
+wait for the GPU.
 
 A peer that dies ends its own lanes only: gloo raises an error in the thread that waits, at once or, in the middle of a
 matrix, after :data:`WITHIN_S` (decision 0021). Peers are trusted: what a peer sends on a lane is not checked.

@@ -1,7 +1,7 @@
 """``shm:///run/symbiosis.sock``: clients in other processes of the same host.
 
 Messages travel over a Unix socket; tensors lie in an arena that both processes map (:mod:`symbiosis.transports.arena`),
-and the client's share of the model in a sealed memfd that all clients map (D10, D11). Both descriptors come over the
+and the client's share of the model in a sealed memfd that all clients map. Both descriptors come over the
 socket: there is no name to guess, and nothing is left behind, however either side ends. The kernel tells each side when
 the other is gone.
 

@@ -3,11 +3,10 @@
 ZeroMQ lets a client choose the identity by which a ROUTER knows it. So every message must come over the TCP connection,
 and with the public key, with which its conversation began.
 
-ZeroMQ reuses descriptors and tells of a message only the descriptor and the identity it came by. A connection may end
-before its messages were read, and its descriptor then belongs to another connection; what the ended one has sent must
-not be taken for the other's. So a client that speaks for the first time is *unidentified*: it is met only when
-everything that was sent before has been read. By then ZeroMQ knows which connections have ended, and refuses to send to
-them.
+ZeroMQ reuses descriptors, and reports only the descriptor and the identity of a message. A connection may end before
+its messages were read, and its descriptor may then belong to another connection. A late message of the ended connection
+must not be attributed to the new one. So a client that sends its first message is *unidentified* until everything that
+was sent before has been read. By then ZeroMQ knows which connections have ended, and refuses to send to them.
 """
 
 from __future__ import annotations

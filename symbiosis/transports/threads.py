@@ -17,7 +17,7 @@ import torch
 
 from symbiosis.core.requests import Call
 from symbiosis.core.transport import Channel
-from symbiosis.errors import ExecutorClosedError, SymbiosisError
+from symbiosis.errors import ClientClosedError, ExecutorClosedError, SymbiosisError
 from symbiosis.transports.synchronous import SynchronousChannel, closed_error, forked_error
 
 __all__ = ["LoopThread", "ThreadCalls", "ThreadedChannel"]
@@ -101,7 +101,7 @@ class ThreadCalls:
 
 def _deliver(waiting: _Waiting, reply: asyncio.Future[Results]) -> None:
     if reply.cancelled():
-        waiting.answer(None, ExecutorClosedError("the request was cancelled"))
+        waiting.answer(None, ClientClosedError("the request was cancelled"))
     elif (error := reply.exception()) is not None:
         waiting.answer(None, error)
     else:

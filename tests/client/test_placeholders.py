@@ -425,7 +425,7 @@ async def test_after_the_client_was_closed(executor: Any) -> None:
 async def test_a_state_dict_goes_to_a_file_and_back(executor: Any, client: Any) -> None:
     """With a warning; the placeholders are placeholders still."""
     file = io.BytesIO()
-    with pytest.warns(UserWarning, match="stay with the executor: what is written for them is NaN; save the adapter"):
+    with pytest.warns(UserWarning, match="stay with the executor, so NaN is saved in their place; save the adapter"):
         torch.save(client.model.state_dict(), file)
     assert len(file.getvalue()) < 8000
     file.seek(0)

@@ -125,7 +125,7 @@ def test_a_full_trace_says_so(
     events = [event for event in json.loads((tmp_path / "t.json").read_text()) if event]
     assert len(events) == 11
     assert events[-1]["name"] == "the trace is full and ends here"
-    assert caplog.text.count("what follows is not in it") == 1
+    assert caplog.text.count("later events are not in it") == 1
 
 
 def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,4 +149,4 @@ async def test_a_full_disk_ends_the_trace_and_nothing_else(base: Any, caplog: py
             for _ in range(6):
                 await asyncio.wait_for(client.forward(input_ids=IDS), 20)
         await asyncio.wait_for(client.forward(input_ids=IDS), 20)
-    assert "cannot go on with the trace" in caplog.text
+    assert "the trace cannot be continued" in caplog.text

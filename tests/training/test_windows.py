@@ -369,9 +369,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "labels": ({"labels": None}, "has no labels"),
     "shape": ({"labels": TEXTS[:, 1:]}, r"labels are \[2, 18\]"),
     "mask": ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "attention_mask is .*must be"),
-    "tensor": ({"head_mask": torch.ones(2)}, "not known how to cut head_mask"),
-    "cache": ({"past_key_values": DynamicCache()}, "past_key_values=.* does not go with `window`"),
-    "no cache": ({"use_cache": False}, "use_cache=False does not go with `window`"),
+    "tensor": ({"head_mask": torch.ones(2)}, "head_mask cannot be cut into windows"),
+    "cache": ({"past_key_values": DynamicCache()}, "past_key_values=.* cannot be combined with `window`"),
+    "no cache": ({"use_cache": False}, "use_cache=False cannot be combined with `window`"),
     "packed": ({"position_ids": (torch.arange(LENGTH) % 10).expand(2, -1)}, "a row of its own"),
 }
 
@@ -445,7 +445,7 @@ async def test_models_that_ignore_the_cache() -> None:
 
     model = Forgetful(quiet("llama").config).eval()
     async with symbiosis.Executor(model) as executor, executor.client(lora()) as client:
-        with pytest.raises(UsageError, match="does not put all keys and values into the cache"):
+        with pytest.raises(UsageError, match="does not put all keys and values into the given cache"):
             await client.train_step(batch(), adamw(client.model), window=4)
 
 
