@@ -54,6 +54,7 @@ class Requester:
 
     Attributes:
         model: the model, of layers that are not copies.
+        here: what is remembered for the calling thread.
     """
 
     def __init__(self, *, masked: bool = False, before_backward: Callable[[], None] | None = None) -> None:
@@ -63,7 +64,7 @@ class Requester:
         self.finetuning = False
         self._channel: Channel | None = None
         self._waiter: Waiter = BlockingWaiter()
-        self._here = ThreadState()
+        self.here = ThreadState()
 
     def open(self, channel: Channel, waiter: Waiter | None = None) -> None:
         """Send over this channel from now on. By default every thread that sends blocks."""
@@ -80,25 +81,20 @@ class Requester:
         """The channel that requests are sent over; None before it is opened and after it is closed."""
         return self._channel
 
-    @property
-    def here(self) -> ThreadState:
-        """What is remembered for this thread."""
-        return self._here
-
     def forget(self) -> None:
         """Drop what a pass that has ended, or failed, left behind on any thread."""
-        self._here.forget()
-        self._here = ThreadState()
+        self.here.forget()
+        self.here = ThreadState()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Answer the requests of this thread with zeros meanwhile."""
-        self._here.rehearsing = True
+        self.here.rehearsing = True
         try:
             yield
         finally:
-            self._here.rehearsing = False
-            self._here.forget()
+            self.here.rehearsing = False
+            self.here.forget()
 
     @contextlib.contextmanager
     def in_training_step(self) -> Iterator[None]:

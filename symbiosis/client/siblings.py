@@ -49,6 +49,8 @@ class Member(Protocol):
 class Siblings:
     """A group of layers that read the same rows."""
 
+    dissolved = False
+
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = sorted(members, key=lambda member: member.spec.layer)
         self._keys = {
@@ -63,6 +65,7 @@ class Siblings:
     def dissolve(self) -> None:
         """End the group: its members ask for themselves from now on."""
         with _grouping:
+            self.dissolved = True
             for member in self.members:
                 member.leave_for_good()
 
@@ -104,11 +107,12 @@ class SiblingState:
         self._pass = Pass.FORWARD
         self._run: list[Member] = []
         """Layers that were fed the last input so far."""
-        self.fetched: weakref.WeakKeyDictionary[Siblings, _Fetched] = weakref.WeakKeyDictionary()
-        """By group, until the group is dissolved."""
+        self.fetched: dict[Siblings, _Fetched] = {}
 
     def watch(self, layer: Member, x: torch.Tensor, pass_: Pass) -> None:
         """Note that a layer without siblings is fed x."""
+        if self.fetched:  # of groups that another thread has dissolved
+            self.fetched = {group: found for group, found in self.fetched.items() if not group.dissolved}
         last = self._last_input
         if last is not None and last() is x and self._pass is pass_:
             if layer in self._run:

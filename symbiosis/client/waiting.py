@@ -49,11 +49,9 @@ class BlockingWaiter:
 
 
 class FiberWaiter:
-    """Waits in fibers."""
+    """Waits in the running fiber."""
 
-    def wait(self, channel: Channel, call: Call, name: str) -> Results:
-        fiber = getcurrent()
-        assert isinstance(fiber, Fiber)
+    def wait(self, fiber: Fiber, channel: Channel, call: Call, name: str) -> Results:
         if torch._C._current_graph_task_id() != -1:
             raise CannotWaitError(
                 f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
@@ -109,7 +107,10 @@ class _OnLoop:
         self._on_thread = ThreadWaiter(thread, threading.get_ident())
 
     def wait(self, channel: Channel, call: Call, name: str) -> Results:
-        return (self._in_fiber if isinstance(getcurrent(), Fiber) else self._on_thread).wait(channel, call, name)
+        fiber = getcurrent()
+        if isinstance(fiber, Fiber):
+            return self._in_fiber.wait(fiber, channel, call, name)
+        return self._on_thread.wait(channel, call, name)
 
 
 def waiter_on_loop(thread: ClientThread) -> Waiter:

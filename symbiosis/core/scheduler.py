@@ -87,12 +87,15 @@ class Scheduler:
         policy.bind()
         self.policy = policy
         self._name = _text(policy.name)
+        self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows
         self.policy_errors: deque[PolicyError] = deque(maxlen=16)
         self._clients: dict[str, _Client] = {}
         self._thinking: OrderedDict[str, float] = OrderedDict()
-        """Clients in a pass with nothing outstanding that have not stopped, and since when."""
+        """Clients in a pass with nothing outstanding that have not stopped, and since when, in order of time."""
+        self._look_at = 0.0
+        """Time before which no client can have stopped."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
 
@@ -145,7 +148,8 @@ class Scheduler:
         state = self._clients[client]
         state.in_pass = True
         if not state.open:
-            self._thinks(client, now)
+            self._thinking[client] = now
+            self._thinking.move_to_end(client)
 
     def pass_ended(self, client: str) -> None:
         """Note that a client is idle."""
@@ -170,17 +174,17 @@ class Scheduler:
         A request runs at once if nothing is queued or running, no other client is thinking, and the policy allows it.
         There is nothing to choose then, and the policy gets no hook for the request.
         """
-        client = request.client
+        rows = request.rows
         if (
             self._open
-            or not self.policy.lone_at_once
-            or request.rows > self.max_rows
-            or len(self._thinking) > (client in self._thinking)
+            or not self._lone_at_once
+            or rows > self.max_rows
+            or len(self._thinking) > (request.client in self._thinking)
         ):
             return None
         self._admit(request)
-        request.taken = request.rows
-        return Batch(request.key, (_slice((request, 0, request.rows)),), LONE, request.rows)
+        request.taken = rows
+        return Batch(request.key, (_slice((request, 0, rows)),), LONE, rows)
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its id must be new, and its client must have joined."""
@@ -212,8 +216,8 @@ class Scheduler:
             seconds: how long it took; None if that is to be reported later by :meth:`measured`.
             now: the time at which its results are handed out.
         """
-        if seconds is not None:
-            self.measured(batch, seconds)
+        if seconds is not None and batch.reason is not LONE:
+            self._tell("ran", self.policy.ran, batch, seconds)
         answered = []
         for request, start, stop in batch.slices:
             request.done += stop - start
@@ -229,7 +233,8 @@ class Scheduler:
         """Return the next thing to do at time ``now``. A batch counts as running until `completed`."""
         if not len(self._queues):
             return IDLE
-        stops = self._drop_stopped(now)
+        if now >= self._look_at:
+            self._drop_stopped(now)
         try:
             decision = self.policy.decide(self, now)
             if isinstance(decision, Run):
@@ -242,7 +247,7 @@ class Scheduler:
         else:
             if problem is None:
                 if isinstance(decision, Wait):
-                    return WaitUntil(min(math.inf if decision.until is None else decision.until, stops))
+                    return WaitUntil(min(math.inf if decision.until is None else decision.until, self._next_stop()))
                 return self._start(decision)
             self._refuse(problem, _INSTEAD)
         oldest = self.oldest
@@ -319,20 +324,17 @@ class Scheduler:
         state = self._clients[request.client]
         del state.open[request.id]
         if state.in_pass and not state.open:
-            self._thinks(request.client, now)
+            self._thinking[request.client] = now
 
-    def _thinks(self, client: str, now: float) -> None:
-        self._thinking[client] = now
-        self._thinking.move_to_end(client)
+    def _next_stop(self) -> float:
+        """Return when the next thinking client will have stopped; ``inf`` if no client is thinking."""
+        return next(iter(self._thinking.values())) + STOPPED_S if self._thinking else math.inf
 
-    def _drop_stopped(self, now: float) -> float:
-        """Stop counting clients that have stopped as thinking; return when the next one will have stopped."""
-        while self._thinking:
-            client, since = next(iter(self._thinking.items()))
-            if now < since + STOPPED_S:
-                return since + STOPPED_S
-            del self._thinking[client]
-        return math.inf
+    def _drop_stopped(self, now: float) -> None:
+        """Stop counting clients that have stopped as thinking."""
+        while self._next_stop() <= now:
+            self._thinking.popitem(last=False)
+        self._look_at = min(self._next_stop(), now + STOPPED_S)
 
     def _tell(self, name: str, hook: Callable[..., None], *what: Any) -> None:
         """Call a hook of the policy."""

@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -136,22 +136,21 @@ class Engine:
         assert loop is not None
         reply: asyncio.Future[Results] = loop.create_future()
         request = self._request(client, call, kind)
-        turn_is_over = request.arrived - self._turned > _TURN_S
-        with self._lock:
-            if turn_is_over or in_modes():  # a tenant's torch modes must not reach base layers
-                batch = None
+        if request.arrived - self._turned > _TURN_S or in_modes():  # a tenant's modes must not reach base layers
+            with self._lock:
                 self.scheduler.submit(request)
-            else:
-                batch = self.scheduler.offer(request, request.arrived)
-        if batch is None:
-            call.id, call.reply = request.id, reply
-            self.calls[request.id] = call
-            self._pump_soon()
         else:
-            try:
-                reply.set_result(self._run_lone(batch, call))
-            except LayerError as error:
-                reply.set_exception(error)
+            with self._lock:
+                batch = self.scheduler.offer(request, request.arrived)
+            if batch is not None:
+                try:
+                    reply.set_result(self._run_lone(batch, call))
+                except LayerError as error:
+                    reply.set_exception(error)
+                return reply
+        call.id, call.reply = request.id, reply
+        self.calls[request.id] = call
+        self._pump_soon()
         return reply
 
     def at_once(self, client: str, call: Call, kind: Kind) -> Results | None:
@@ -230,12 +229,16 @@ class Engine:
     def _run(self, batch: Batch) -> None:
         """Run a queued batch and answer its calls."""
         calls = [self.calls[request.id] for request, _, _ in batch.slices]
+        started, clock = now(), self.device_clock
+        began = None if clock is None else clock.mark()
         try:
-            answered = self._timed(batch, lambda: self.runner.run(batch, calls))
-        except LayerError as error:
+            self.runner.run(batch, calls)
+        except Exception as cause:  # noqa: BLE001 (whatever it was, it belongs to the clients of this batch)
+            error = self._failed(batch, cause)
             for request, _, _ in batch.slices:
                 _fail(self.calls.pop(request.id), _copy(error))
             return
+        answered = self._completed(batch, started, began)
         for request in answered:
             call = self.calls.pop(request.id, None)
             if call is None:
@@ -246,28 +249,23 @@ class Engine:
                 reply.set_result(results)
 
     def _run_lone(self, batch: Batch, call: Call) -> Results:
-        """Run a batch of one call that skipped the queue, and return its results."""
-        results: list[Results] = []
-        self._timed(batch, lambda: results.append(self.runner.run_alone(call)))
-        return results.pop()
-
-    def _timed(self, batch: Batch, run: Callable[[], None]) -> list[Request]:
-        """Run a batch, account for it, and return the requests that it answered.
+        """Run a batch of one call that skipped the queue, and return its results.
 
         Raises:
-            LayerError: a base layer failed. The requests of the batch are cancelled.
+            LayerError: the base layer failed.
         """
         started, clock = now(), self.device_clock
         began = None if clock is None else clock.mark()
         try:
-            run()
+            results = self.runner.run_alone(call)
         except Exception as cause:
-            error = self._layer_error(batch, cause)
-            with self._lock:
-                for request, _, _ in batch.slices:
-                    self.scheduler.cancel(request.id, now())
-            raise error from cause
-        ended = now()
+            raise self._failed(batch, cause) from cause
+        self._completed(batch, started, began)
+        return results
+
+    def _completed(self, batch: Batch, started: float, began: torch.cuda.Event | None) -> list[Request]:
+        """Account for a batch that has run, or was launched on a device, and return the requests that it answered."""
+        ended, clock = now(), self.device_clock
         with self._lock:
             if clock is None or began is None:
                 answered = self.scheduler.completed(batch, ended - started, ended)
@@ -281,11 +279,17 @@ class Engine:
             self.timeline.ran(batch, answered, started, ended)
         return answered
 
-    def _layer_error(self, batch: Batch, cause: Exception) -> LayerError:
+    def _failed(self, batch: Batch, cause: Exception) -> LayerError:
+        """Cancel the requests of a batch whose base layer has failed, and return the error for its clients."""
         names = ", ".join(self.layers[layer].spec.name for layer in batch.key.layers)
         log.error("%s failed on a batch of %d rows", names, batch.rows, exc_info=cause)
         _strip_tracebacks(cause)  # their frames hold the rows of every tenant in the batch
-        return LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
+        error = LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
+        error.__cause__ = cause
+        with self._lock:
+            for request, _, _ in batch.slices:
+                self.scheduler.cancel(request.id, now())
+        return error
 
     def _report_policy(self) -> None:
         while self.scheduler.policy_errors:
