@@ -189,7 +189,7 @@ async def test_threads_and_fibers_agree(executor: symbiosis.Executor) -> None:
 
 async def test_a_batch_without_labels(executor: symbiosis.Executor) -> None:
     async with executor.client(lora()) as client:
-        with pytest.raises(UsageError, match="no loss for a batch of input_ids; does it have labels"):
+        with pytest.raises(UsageError, match="no loss for a batch of input_ids; add labels"):
             await client.train_step({"input_ids": IDS}, adamw(client.model))
         await client.train_step(BATCH, adamw(client.model))
 
