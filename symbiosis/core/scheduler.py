@@ -18,16 +18,16 @@ Two decisions are not the policy's. A request that finds the executor idle runs 
 and the policy allows it. A client that is thinking for :data:`STOPPED_S` without a request is taken to have stopped: it
 no longer counts as thinking until its next request.
 
-Cost: submission, cancellation, completion and leaving are O(1) in the number of clients and of other requests. A
-decision costs what the policy needs, plus the size of its batch.
+Cost: submission, cancellation and completion are O(1) in the number of clients and of other requests. A decision costs
+what the policy needs, plus the size of its batch; once in :data:`STOPPED_S` it looks at all clients.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,8 +65,12 @@ class _Client:
     terms: Terms
     local: bool
     in_pass: bool = False
-    open: dict[int, Request] = field(default_factory=dict)
+    open: int = 0
     """Requests not yet answered, queued or running."""
+    thinking: bool = False
+    """Whether the client is in a pass with nothing outstanding, and has not stopped."""
+    since: float = 0.0
+    """When it began to think."""
 
 
 class Scheduler:
@@ -90,10 +94,9 @@ class Scheduler:
         self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows
+        self.thinking = 0
         self.policy_errors: deque[PolicyError] = deque(maxlen=16)
         self._clients: dict[str, _Client] = {}
-        self._thinking: OrderedDict[str, float] = OrderedDict()
-        """Clients in a pass with nothing outstanding that have not stopped, and since when, in order of time."""
         self._look_at = 0.0
         """Time before which no client can have stopped."""
         self._queues = Queues()
@@ -108,10 +111,6 @@ class Scheduler:
     @property
     def oldest(self) -> Request:
         return self._queues.oldest
-
-    @property
-    def thinking(self) -> int:
-        return len(self._thinking)
 
     @property
     def outstanding(self) -> int:
@@ -137,7 +136,7 @@ class Scheduler:
     def client_left(self, client: str, now: float) -> list[Request]:
         """Forget a client, and return its unanswered requests, which are now cancelled."""
         self.pass_ended(client)
-        mine = list(self._clients[client].open.values())
+        mine = [request for request in self._open.values() if request.client == client]
         for request in mine:
             self.cancel(request.id, now)
         del self._clients[client]
@@ -148,13 +147,13 @@ class Scheduler:
         state = self._clients[client]
         state.in_pass = True
         if not state.open:
-            self._thinking[client] = now
-            self._thinking.move_to_end(client)
+            self._begin_thinking(state, now)
 
     def pass_ended(self, client: str) -> None:
         """Note that a client is idle."""
-        self._clients[client].in_pass = False
-        self._thinking.pop(client, None)
+        state = self._clients[client]
+        state.in_pass = False
+        self._end_thinking(state)
 
     def offer(self, request: Request, now: float) -> Batch | None:
         """Run or queue a request. Its id must be new, and its client must have joined.
@@ -174,12 +173,12 @@ class Scheduler:
         A request runs at once if nothing is queued or running, no other client is thinking, and the policy allows it.
         There is nothing to choose then, and the policy gets no hook for the request.
         """
-        rows = request.rows
+        rows, state = request.rows, self._clients.get(request.client)
         if (
             self._open
             or not self._lone_at_once
             or rows > self.max_rows
-            or len(self._thinking) > (request.client in self._thinking)
+            or self.thinking > (state is not None and state.thinking)
         ):
             return None
         self._admit(request)
@@ -233,7 +232,7 @@ class Scheduler:
         """Return the next thing to do at time ``now``. A batch counts as running until `completed`."""
         if not len(self._queues):
             return IDLE
-        if now >= self._look_at:
+        if now >= self._look_at and self.thinking:
             self._drop_stopped(now)
         try:
             decision = self.policy.decide(self, now)
@@ -247,7 +246,8 @@ class Scheduler:
         else:
             if problem is None:
                 if isinstance(decision, Wait):
-                    return WaitUntil(min(math.inf if decision.until is None else decision.until, self._next_stop()))
+                    until = math.inf if decision.until is None else decision.until
+                    return WaitUntil(min(until, self._look_at) if self.thinking else until)
                 return self._start(decision)
             self._refuse(problem, _INSTEAD)
         oldest = self.oldest
@@ -315,26 +315,39 @@ class Scheduler:
         state = self._clients.get(request.client)
         if state is None:
             raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
-        self._open[request.id] = state.open[request.id] = request
-        self._thinking.pop(request.client, None)
+        self._open[request.id] = request
+        state.open += 1
+        if state.thinking:
+            state.thinking = False
+            self.thinking -= 1
         request.terms, request.local = state.terms, state.local
 
     def _closed(self, request: Request, now: float) -> None:
-        """Remove a request from the open requests."""
+        """Note that a request is no longer open."""
         state = self._clients[request.client]
-        del state.open[request.id]
+        state.open -= 1
         if state.in_pass and not state.open:
-            self._thinking[request.client] = now
+            self._begin_thinking(state, now)
 
-    def _next_stop(self) -> float:
-        """Return when the next thinking client will have stopped; ``inf`` if no client is thinking."""
-        return next(iter(self._thinking.values())) + STOPPED_S if self._thinking else math.inf
+    def _begin_thinking(self, state: _Client, now: float) -> None:
+        if not state.thinking:
+            state.thinking = True
+            self.thinking += 1
+        state.since = now
+
+    def _end_thinking(self, state: _Client) -> None:
+        if state.thinking:
+            state.thinking = False
+            self.thinking -= 1
 
     def _drop_stopped(self, now: float) -> None:
         """Stop counting clients that have stopped as thinking."""
-        while self._next_stop() <= now:
-            self._thinking.popitem(last=False)
-        self._look_at = min(self._next_stop(), now + STOPPED_S)
+        self._look_at = now + STOPPED_S
+        for state in self._clients.values():
+            if state.thinking and state.since + STOPPED_S <= now:
+                self._end_thinking(state)
+            elif state.thinking:
+                self._look_at = min(self._look_at, state.since + STOPPED_S)
 
     def _tell(self, name: str, hook: Callable[..., None], *what: Any) -> None:
         """Call a hook of the policy."""
@@ -357,14 +370,13 @@ class Scheduler:
             assert 0 <= request.done <= request.taken <= request.rows
             assert not request.cancelled
             assert (request.remaining > 0) == (request in self._queues), "a request with rows left is not queued"
-        theirs = {request.id: request for state in self._clients.values() for request in state.open.values()}
-        assert theirs == self._open, "the clients' open requests differ from the open requests"
         for client, state in self._clients.items():
-            assert all(request.client == client for request in state.open.values()), f"{client!r} has a foreign request"
-        for client in self._thinking:
-            assert self._clients[client].in_pass, f"{client!r} counts as thinking outside a pass"
-            assert not self._clients[client].open, f"{client!r} counts as thinking with an open request"
-        assert list(self._thinking.values()) == sorted(self._thinking.values()), "thinking clients are out of order"
+            mine = [request for request in self._open.values() if request.client == client]
+            assert state.open == len(mine), f"the number of open requests of {client!r} is wrong"
+            assert state.in_pass or not state.thinking, f"{client!r} counts as thinking outside a pass"
+            assert not (state.open and state.thinking), f"{client!r} counts as thinking with an open request"
+        assert all(request.client in self._clients for request in self._open.values()), "a request has no client"
+        assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is wrong"
 
 
 _slice = partial(tuple.__new__, Slice)

@@ -54,8 +54,12 @@ class Arrivals:
         """Learn from a request that was queued."""
         key, now = request.key, request.arrived
         last, usual = self._gaps.get(key) or self._new_key()
-        gap = min(now - last, self._longest_s) if now > last else 0.0  # a wrapper may have held the request back
-        self._gaps[key] = max(now, last), (1 - _LEARN_GAP) * usual + _LEARN_GAP * gap
+        usual *= 1 - _LEARN_GAP
+        if now > last:  # otherwise a wrapper has held the request back
+            gap = now - last
+            usual += _LEARN_GAP * min(gap, self._longest_s)
+            last = now
+        self._gaps[key] = last, usual
         before = self._served_at.pop(request.client, None)
         if before is not None:
             del self._left[before][request.client]
@@ -67,19 +71,20 @@ class Arrivals:
             for known in (self._last_batch, self._served_at, self._left):
                 known.clear()
         self._batches += 1
-        same, previous = 0, -1
-        left = self._left.get(batch.key)
+        same, previous, number = 0, -1, self._batches
+        key, last_batch, served_at = batch.key, self._last_batch, self._served_at
+        left = self._left.get(key)
         if left is None:
-            left = self._left[batch.key] = OrderedDict()
+            left = self._left[key] = OrderedDict()
         for request, _, _ in batch.slices:
             client = request.client
-            last = self._last_batch.get(client, -2)
+            last = last_batch.get(client, -2)
             same += last == previous
             previous = last
-            self._last_batch[client] = self._batches
-            if client in self._served_at:  # a client may have several requests queued, or a long one
-                del self._left[self._served_at[client]][client]
-            self._served_at[client] = batch.key
+            last_batch[client] = number
+            if client in served_at:  # a client may have several requests queued, or a long one
+                del self._left[served_at[client]][client]
+            served_at[client] = key
             left[client] = now
         if len(batch.slices) > 1:
             self._together += _LEARN_TOGETHER * (same / (len(batch.slices) - 1) - self._together)

@@ -69,14 +69,14 @@ class _ByCounter:
         """Return the tenant with the least counter, or None. Tenants on the way that do not belong are removed."""
         entries = self._entries
         while entries:
-            counter, _, tenant = entries[0]
+            counter, number, tenant = entries[0]
             if not belongs(tenant):
                 heapq.heappop(entries)
                 self._members.discard(tenant)
-            elif counter != tenant.counter:
-                heapq.heapreplace(entries, (tenant.counter, tenant.number, tenant))
-            else:
+            elif counter == tenant.counter:
                 return tenant
+            else:
+                heapq.heapreplace(entries, (tenant.counter, number, tenant))
         return None
 
 
@@ -153,22 +153,23 @@ class Fair(Admission):
         tenant.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
-        layers, max_rows = view.layers, view.max_rows
+        layers, max_rows, least = view.layers, view.max_rows, self._held.least
         most = self._floor + self.quantum
 
-        def has_room(tenant: _Tenant) -> bool:
-            return bool(tenant.held) and tenant.inside < max_rows
+        def has_room(tenant: _Tenant) -> bool | OrderedDict[int, Request]:
+            return tenant.inside < max_rows and tenant.held
 
-        while (first := self._held.least(has_room)) is not None:
-            if first.counter > most:
+        while (first := least(has_room)) is not None:
+            counter = first.counter
+            if counter > most:
                 self._floor = self._least()
                 most = self._floor + self.quantum
-                if first.counter > most:
+                if counter > most:
                     break
             _, request = first.held.popitem(last=False)
-            if first.counter > self._reached:
-                self._reached = first.counter
-            first.counter += self._kinds[request.kind] * tokens(request, layers) / first.weight
+            if counter > self._reached:
+                self._reached = counter
+            first.counter = counter + self._kinds[request.kind] * tokens(request, layers) / first.weight
             first.inside += request.rows
             self.admit(request)
         return math.inf
