@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import astuple
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -50,8 +49,8 @@ async def check(
             crowds[name] = await stack.enter_async_context(Crowd(executor, settings.preset, load))
         for turn in range(-1, settings.rounds):
             for name, crowd in crowds.items():
-                text = settings.says(turn, f"{name}, on the executor")
-                played = await crowd.play(slo, partial(settings.says_part, text))
+                settings.says(turn, f"{name}, on the executor")
+                played = await crowd.play(slo, settings.says_part)
                 if turn < 0:
                     continue
                 after: Notes = await calibration.measure()

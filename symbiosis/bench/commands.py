@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-if TYPE_CHECKING:
-    from symbiosis.bench.report import Report
+from symbiosis.terminal.console import console
+from symbiosis.terminal.loop import run, wait_passively
 
-__all__ = ["app"]
+__all__ = ["LayersOption", "PresetName", "app"]
 
 app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, interleaved in one run.")
-console = Console()
 
 
 class PresetName(StrEnum):
@@ -29,15 +28,12 @@ class PresetName(StrEnum):
     B1 = "1b"
 
 
-PresetOption = Annotated[PresetName, typer.Option(help="Model: tiny and 100m are fp32, 1b is bf16; random weights.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
-DeviceOption = Annotated[str, typer.Option(help="Device of base model and clients, such as cpu or cuda.")]
-PolicyOption = Annotated[str, typer.Option(help="Batching policy, with options: opportunistic:wait_ms=20.")]
-LayersOption = Annotated[
-    str,
-    typer.Option(help="What is served: linear, or mlp (whole MLPs as well, for tenants that adapt nothing inside)."),
-]
-RoundsOption = Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are shown.")]
+class WireName(StrEnum):
+    """Transports between processes."""
+
+    SHM = "shm"
+    TCP = "tcp"
+    DIST = "dist"
 
 
 class TransportName(StrEnum):
@@ -49,26 +45,29 @@ class TransportName(StrEnum):
     DIST = "dist"
 
 
-class WireName(StrEnum):
-    """Transports between processes."""
-
-    SHM = "shm"
-    TCP = "tcp"
-    DIST = "dist"
-
-
+PresetOption = Annotated[PresetName, typer.Option(help="Model: tiny and 100m are fp32, 1b is bf16; random weights.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file.")]
+DeviceOption = Annotated[str, typer.Option(help="Device of base model and clients, such as cpu or cuda.")]
+PolicyOption = Annotated[str, typer.Option(help="Batching policy, with options: opportunistic:wait_ms=20.")]
+MaybePolicyOption = Annotated[
+    str, typer.Option(help="Policy in place of co-serving with the SLO that was measured first.")
+]
+LayersOption = Annotated[
+    str,
+    typer.Option(help="What is served: linear, or mlp (whole MLPs as well, for tenants that adapt nothing inside)."),
+]
+RoundsOption = Annotated[int, typer.Option(min=1, help="Measurements of each kind; medians are shown.")]
+ClientsOption = Annotated[list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")]
 TransportOption = Annotated[
     TransportName,
     typer.Option(help="inproc: clients in the executor's process; otherwise executor and clients in their own."),
 ]
-PLAYED = {
-    "policies": PresetName.B1,
-    "mix": PresetName.B1,
-    "fairness": PresetName.M100,
-    "coserve": PresetName.M100,
-}
-"""Benchmarks that play a load, which takes long, and the preset of each in ``bench all``."""
-COUNTS = {"serve": (1, 2, 4, 8, 16), "finetune": (1, 2, 4, 8)}
+TraceOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="CSV with arrival_s, ContextTokens, GeneratedTokens. By default a trace of that shape is generated."
+    ),
+]
 
 
 @app.command()
@@ -82,7 +81,9 @@ def overhead(
     json: JsonOption = None,
 ) -> None:
     """Measure one client against plain HF+PEFT: decode step and training step, with the paper's four LoRAs."""
-    _show(_measure("overhead", preset, rounds, policy, base_layers, device, transport=transport.value), json)
+    if transport is not TransportName.INPROC:
+        wait_passively()
+    _on_model("overhead", json, preset, rounds, policy, base_layers, device, transport=transport.value)
 
 
 @app.command()
@@ -92,14 +93,17 @@ def serve(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "mlp",
     device: DeviceOption = "cpu",
-    clients: Annotated[
-        list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")
-    ] = None,
+    clients: ClientsOption = None,
     transport: TransportOption = TransportName.INPROC,
     json: JsonOption = None,
 ) -> None:
     """Measure 1 to 16 decoding clients: tokens/s against plain jobs in turn and against a mixed-adapter batch."""
-    _show(_measure("serve", preset, rounds, policy, base_layers, device, clients, transport.value), json)
+    counts = [1, 2, 4, 8, 16]
+    if transport is not TransportName.INPROC:
+        wait_passively()
+        counts.pop()
+    options = {"counts": tuple(clients or counts), "transport": transport.value}
+    _on_model("serve", json, preset, rounds, policy, base_layers, device, **options)
 
 
 @app.command()
@@ -111,21 +115,9 @@ def wire(
     json: JsonOption = None,
 ) -> None:
     """Measure round trips of one row and of 1 MiB over each transport, against the raw echo of the same mechanism."""
-    from symbiosis.terminal.loop import wait_passively
-
     wait_passively()
-    with console.status("bench wire") as status:
-        from symbiosis.bench.wire import wire as measure
-        from symbiosis.terminal.loop import run
-
-        report = run(
-            measure(
-                transports=tuple(name.value for name in transport or WireName),
-                rounds=rounds,
-                progress=lambda text: status.update(f"bench wire: {text}"),
-            )
-        )
-    _show(report, json)
+    transports = tuple(name.value for name in transport or WireName)
+    _measure("wire", "", json, lambda progress: {"transports": transports, "rounds": rounds, "progress": progress})
 
 
 @app.command()
@@ -136,20 +128,10 @@ def schedule(
     json: JsonOption = None,
 ) -> None:
     """Measure the CPU time of scheduling one request, for each policy, with 8, 100 and 1000 clients."""
-    with console.status("bench schedule") as status:
-        from symbiosis.bench.schedule import schedule as measure
-        from symbiosis.core.registry import POLICIES, names
-        from symbiosis.terminal.loop import run
+    from symbiosis.core.registry import POLICIES, names
 
-        report = run(
-            measure(
-                policies=tuple(policy or names(POLICIES)),
-                counts=tuple(clients or (8, 100, 1000)),
-                rounds=rounds,
-                progress=lambda text: status.update(f"bench schedule: {text}"),
-            )
-        )
-    _show(report, json)
+    options = {"policies": tuple(policy or names(POLICIES)), "counts": tuple(clients or (8, 100, 1000))}
+    _measure("schedule", "", json, lambda progress: {**options, "rounds": rounds, "progress": progress})
 
 
 @app.command()
@@ -159,13 +141,12 @@ def finetune(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
-    clients: Annotated[
-        list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")
-    ] = None,
+    clients: ClientsOption = None,
     json: JsonOption = None,
 ) -> None:
     """Measure 1 to 8 adapters trained at once: tokens/s and peak memory against as many plain jobs."""
-    _show(_measure("finetune", preset, rounds, policy, base_layers, device, clients), json)
+    counts = tuple(clients or (1, 2, 4, 8))
+    _on_model("finetune", json, preset, rounds, policy, base_layers, device, counts=counts)
 
 
 @app.command()
@@ -179,31 +160,8 @@ def memory(
     json: JsonOption = None,
 ) -> None:
     """Measure activations over sequence length: HF+PEFT, gradient checkpointing, pruned, in windows."""
-    with console.status(f"bench memory {preset.value}") as status:
-        import torch
-
-        from symbiosis.bench.memory import memory as measure
-        from symbiosis.bench.models import PRESETS
-
-        report = measure(
-            PRESETS[preset.value],
-            device=torch.device(device),
-            lengths=tuple(lengths or (256, 512, 1024, 2048)),
-            window=window,
-            progress=lambda text: status.update(f"bench memory {preset.value}: {text}"),
-        )
-    _show(report, json)
-
-
-TraceOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="CSV with arrival_s, ContextTokens, GeneratedTokens. By default a trace of that shape is generated."
-    ),
-]
-MaybePolicyOption = Annotated[
-    str, typer.Option(help="Policy in place of co-serving with the SLO that was measured first.")
-]
+    chosen = tuple(lengths or (256, 512, 1024, 2048))
+    _on_model("memory", json, preset, 1, "", "linear", device, lengths=chosen, window=window)
 
 
 @app.command()
@@ -214,14 +172,12 @@ def policies(
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     device: DeviceOption = "cpu",
-    clients: Annotated[
-        list[int] | None, typer.Option(min=1, help="Number of clients at once; repeat for several.")
-    ] = None,
+    clients: ClientsOption = None,
     json: JsonOption = None,
 ) -> None:
     """Measure 8 and 32 clients with mixed adapters and lengths: no-lockstep, lockstep and opportunistic batching."""
-    counts = tuple(clients or (8, 32))
-    _show(_run("policies", preset, rounds, policy, base_layers, device, counts=counts, trace=_trace(trace)), json)
+    options = {"counts": tuple(clients or (8, 32)), "trace": _trace(trace)}
+    _on_model("policies", json, preset, rounds, policy, base_layers, device, **options)
 
 
 @app.command()
@@ -234,7 +190,7 @@ def mix(
     json: JsonOption = None,
 ) -> None:
     """Measure a small request beside a large one, and decoding beside fine-tuning."""
-    _show(_run("mix", preset, rounds, policy, base_layers, device), json)
+    _on_model("mix", json, preset, rounds, policy, base_layers, device)
 
 
 @app.command()
@@ -257,8 +213,8 @@ def coserve(
     json: JsonOption = None,
 ) -> None:
     """Measure bursty inference beside fine-tuning, over load: co-serving and temporal sharing."""
-    loads = {"loads": tuple(sorted(set(load)))} if load else {}
-    _show(_run("coserve", preset, rounds, policy, base_layers, device, trace=_trace(trace), **loads), json)
+    options = {"loads": tuple(sorted(set(load or (0.2, 0.4, 0.6)))), "trace": _trace(trace)}
+    _on_model("coserve", json, preset, rounds, policy, base_layers, device, **options)
 
 
 @app.command()
@@ -271,7 +227,7 @@ def fairness(
     json: JsonOption = None,
 ) -> None:
     """Measure a tenant that floods the executor beside three that do not, with fair sharing and without."""
-    _show(_run("fairness", preset, rounds, policy, base_layers, device), json)
+    _on_model("fairness", json, preset, rounds, policy, base_layers, device)
 
 
 @app.command()
@@ -283,16 +239,17 @@ def privacy(
     json: JsonOption = None,
 ) -> None:
     """Measure decode and training steps over tcp://, unmasked and under each privacy scheme, and the logits' error."""
-    from symbiosis.terminal.loop import wait_passively
-
     wait_passively()
-    _show(_run("privacy", preset, rounds, policy, base_layers, "cpu"), json)
+    _on_model("privacy", json, preset, rounds, policy, base_layers, "cpu")
 
 
-def _trace(file: Path | None) -> Any:
-    from symbiosis.simulation.trace import read_trace
-
-    return None if file is None else read_trace(file, 1000)
+PLAYED = {
+    "policies": PresetName.B1,
+    "mix": PresetName.B1,
+    "fairness": PresetName.M100,
+    "coserve": PresetName.M100,
+}
+"""Benchmarks that play a load, which takes long, and the preset of each in ``bench all``."""
 
 
 @app.command("all")
@@ -310,88 +267,84 @@ def run_all(
     from symbiosis.bench.page import write_page
 
     folder = output.parent / "benchmarks"
-    work = [(folder / "wire.json", ["wire"]), (folder / "schedule.json", ["schedule"])]
+    work = {"wire": ["wire"], "schedule": ["schedule"]}
     for name in preset or list(PresetName):
         size = ["--preset", name.value]
+        on_device = [*size, "--device", device]
         for benchmark, rounds in (("overhead", 6), ("serve", 3), ("finetune", 2)):
-            options = [benchmark, *size, "--rounds", str(rounds), "--device", device]
-            work.append((folder / f"{name.value}-{benchmark}.json", options))
+            work[f"{name.value}-{benchmark}"] = [benchmark, *on_device, "--rounds", str(rounds)]
         for benchmark, chosen in PLAYED.items():
             if name is chosen:
-                work.append((folder / f"{name.value}-{benchmark}.json", [benchmark, *size, "--device", device]))
-        work.append((folder / f"{name.value}-privacy.json", ["privacy", *size]))
-        work.append((folder / f"{name.value}-memory.json", ["memory", *size, "--device", device]))
-        work.append((folder / f"{name.value}-overhead-shm.json", ["overhead", *size, "--transport", "shm"]))
-        work.append(
-            (
-                folder / f"{name.value}-serve-shm.json",
-                ["serve", *size, "--rounds", "2", "--transport", "shm"],
-            )
-        )
-    for file, options in work:
+                work[f"{name.value}-{benchmark}"] = [benchmark, *on_device]
+        work[f"{name.value}-privacy"] = ["privacy", *size]
+        work[f"{name.value}-memory"] = ["memory", *on_device]
+        work[f"{name.value}-overhead-shm"] = ["overhead", *size, "--transport", "shm"]
+        work[f"{name.value}-serve-shm"] = ["serve", *size, "--rounds", "2", "--transport", "shm"]
+    for result, options in work.items():
         # Each in a process of its own, so that memory and OpenMP settings of one do not affect the next.
-        subprocess.run([sys.executable, "-m", "symbiosis.cli.main", "bench", *options, "--json", str(file)], check=True)
+        command = [sys.executable, "-m", "symbiosis.cli.main", "bench", *options]
+        subprocess.run([*command, "--json", str(folder / f"{result}.json")], check=True)
         write_page(output)  # after each, so that an interrupted run keeps its results
-    console.print(f"wrote {output}")
+    console().print(f"wrote {output}")
 
 
-def _measure(
+def _trace(file: Path | None) -> Any:
+    from symbiosis.simulation.trace import read_trace
+
+    return None if file is None else read_trace(file, 1000)
+
+
+def _on_model(
     benchmark: str,
+    json: Path | None,
     preset: PresetName,
     rounds: int,
     policy: str,
     base_layers: str,
     device: str,
-    clients: list[int] | None = None,
-    transport: str = "inproc",
-) -> Report:
-    if transport != "inproc":
-        from symbiosis.terminal.loop import wait_passively
-
-        wait_passively()
-    options: dict[str, Any] = {}
-    if benchmark != "finetune":
-        options["transport"] = transport
-    if benchmark in COUNTS:
-        options["counts"] = tuple(
-            clients or [count for count in COUNTS[benchmark] if transport == "inproc" or count <= 8]
-        )
-    return _run(benchmark, preset, rounds, policy, base_layers, device, **options)
-
-
-def _run(
-    benchmark: str, preset: PresetName, rounds: int, policy: str, base_layers: str, device: str, **options: Any
-) -> Report:
-    import importlib
+    **options: Any,
+) -> None:
+    """Run a benchmark that measures a preset."""
     import warnings
 
     import torch
 
+    from symbiosis.bench.models import PRESETS
+    from symbiosis.bench.settings import Settings
+
     # transformers warns of attributes that PEFT still uses.
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
-    from symbiosis.bench.models import PRESETS
-    from symbiosis.bench.settings import Settings
-    from symbiosis.terminal.loop import run
-
-    measure: Callable[..., Awaitable[Report]] = getattr(
-        importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark
-    )
-    with console.status(f"bench {benchmark} {preset.value}") as status:
-
-        def progress(text: str) -> None:
-            status.update(f"bench {benchmark} {preset.value}: {text}")
-
+    def arguments(progress: Callable[[str], None]) -> dict[str, Any]:
         settings = Settings(PRESETS[preset.value], torch.device(device), policy, base_layers, rounds, progress)
+        return {"settings": settings, **options}
 
-        async def main() -> Report:
-            return await measure(settings, **options)
-
-        return run(main())
+    _measure(benchmark, f" {preset.value}", json, arguments)
 
 
-def _show(report: Report, file: Path | None) -> None:
-    report.print(console)
-    if file is not None:
-        report.save(file)
-        console.print(f"wrote {file}")
+def _measure(
+    benchmark: str, what: str, json: Path | None, arguments: Callable[[Callable[[str], None]], dict[str, Any]]
+) -> None:
+    """Run ``symbiosis.bench.BENCHMARK.BENCHMARK``, and show and write its report.
+
+    Args:
+        benchmark: its name.
+        what: what it measures, for the progress line.
+        json: where to write the report.
+        arguments: returns its arguments, given the function that shows progress.
+    """
+    title = f"bench {benchmark}{what}"
+    out = console()
+    with out.status(title) as status:
+        measure: Callable[..., Awaitable[Any]] = getattr(
+            importlib.import_module(f"symbiosis.bench.{benchmark}"), benchmark
+        )
+
+        async def main() -> Any:
+            return await measure(**arguments(lambda text: status.update(f"{title}: {text}")))
+
+        report = run(main())
+    report.print(out)
+    if json is not None:
+        report.save(json)
+        out.print(f"wrote {json}")

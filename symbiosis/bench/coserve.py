@@ -49,8 +49,10 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
     async def play(spec: str, load: Load, text: str) -> Outcome:
         async with AsyncExitStack() as stack:
             one = await crowd(stack, spec, load)
-            await one.play(NO_SLO, partial(settings.says_part, f"{text}, warm-up"))
-            return await one.play(NO_SLO, partial(settings.says_part, text))
+            for turn in (-1, 0):
+                settings.says(turn, text)
+                outcome = await one.play(NO_SLO, settings.says_part)
+        return outcome
 
     alone = await play("opportunistic", Load(found[:4], clients=1, paced=False), "one client alone")
     peak = await play("opportunistic", Load(found, clients=CLIENTS, paced=False), "inference without pause")
@@ -63,17 +65,12 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
         paced = scaled(found, speed=part * peak.tokens_per_s / tokens)
         without = Load(paced, clients=CLIENTS)
         load = Load(paced, clients=CLIENTS, tuning=TUNING, rows=rows)
-        played: dict[str, list[Outcome]] = {}
         async with AsyncExitStack() as stack:
             crowds = {UNTUNED: await crowd(stack, policies["co-serving"], without)}
             for name, spec in policies.items():
                 crowds[name] = await crowd(stack, spec, load)
-            for turn in range(-1, settings.rounds):
-                for name, one in crowds.items():
-                    text = settings.says(turn, f"{name}, load {part:g}")
-                    outcome = await one.play(slo, partial(settings.says_part, text))
-                    if turn >= 0:
-                        played.setdefault(name, []).append(outcome)
+            jobs = {name: partial(one.play, slo, settings.says_part) for name, one in crowds.items()}
+            played = await settings.interleaved(f"load {part:g}", jobs)
         for name, outcomes in played.items():
             row = _row(part, name, outcomes, tuned)
             report.rows.append(row)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from contextlib import AsyncExitStack
 from statistics import median
 
-from symbiosis.bench.jobs import Decoding
+from symbiosis.bench.jobs import Tenant, now
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
-from symbiosis.client.client import Client
+from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
 from symbiosis.host import Executor
 from symbiosis.policies import Fair
@@ -27,6 +26,7 @@ QUANTUM = 2.0
 SIBLINGS = 3
 """Layers of the largest request: q, k and v."""
 OUTPUT_WEIGHT = 2.0
+ALONE, WITHOUT, FAIR = "alone", "without", "fair"
 
 
 async def fairness(settings: Settings) -> Report:
@@ -36,58 +36,47 @@ async def fairness(settings: Settings) -> Report:
     requests that were running.
     """
     policy = settings.policy
-    report = Report("fairness", settings.preset.name, GOALS)
     base = settings.base()
-    names = [*(f"flood/{number}" for number in range(FLOOD)), *(f"polite-{number}" for number in range(POLITE))]
-    polite = names[FLOOD:]
-    times: dict[str, list[float]] = {"alone": [], "without": [], "fair": []}
-    gaps: list[float] = []
-    shares: dict[str, list[float]] = {"without": [], "fair": []}
     async with AsyncExitStack() as stack:
-        fair = Fair(make_policy(policy), quantum=QUANTUM, output=OUTPUT_WEIGHT)
-        crowds: dict[str, tuple[Executor, dict[str, Client]]] = {}
-        for what, chosen in (("without", make_policy(policy)), ("fair", fair)):
+
+        async def crowd(chosen: Policy) -> _Crowd:
             executor = await stack.enter_async_context(settings.executor(base, chosen))
-            clients = {name: await executor.client(lora(), name=name).open() for name in names}
-            crowds[what] = executor, clients
-        for turn in range(-1, settings.rounds):
-            settings.says(turn, "all decode")
-            clients = crowds["without"][1]
-            alone = await _decode({name: clients[name] for name in polite}, settings, {}, polite)
-            for what, (executor, clients) in crowds.items():
-                served: dict[str, list[float]] = {}
-                together = await _decode(clients, settings, served, polite, executor)
-                if turn >= 0:
-                    times[what].append(together)
-                    shares[what].append(served["flood"][-1] / median(served[name][-1] for name in polite))
-                    if what == "fair":
-                        widest = max(_widest(served[a], served[b]) for a, b in itertools.combinations(served, 2))
-                        largest = max(settings.preset.prompt, OUTPUT_WEIGHT) * SIBLINGS / len(executor.layers)
-                        under_way = 2 * OUTPUT_WEIGHT * (FLOOD + 1) / len(executor.layers)
-                        gaps.append(widest / (2 * (QUANTUM + largest) + under_way))
-            if turn >= 0:
-                times["alone"].append(alone)
-        for _, clients in crowds.values():
-            for client in clients.values():
-                await client.close()
+            names = [*(f"flood/{number}" for number in range(FLOOD)), *(f"polite-{number}" for number in range(POLITE))]
+            clients = [await stack.enter_async_context(executor.client(lora(), name=name)) for name in names]
+            tenants = [Tenant(client, settings.preset, settings.device, seed) for seed, client in enumerate(clients)]
+            return _Crowd(executor, tenants, settings)
+
+        without = await crowd(make_policy(policy))
+        fair = await crowd(Fair(make_policy(policy), quantum=QUANTUM, output=OUTPUT_WEIGHT))
+        jobs = {ALONE: without.polite_alone, WITHOUT: without.all, FAIR: fair.all}
+        played = await settings.interleaved("all decode", jobs)
+    times = {what: [seconds for seconds, _ in found] for what, found in played.items()}
+    shares = {
+        what: [
+            served["flood"][-1] / median(served[f"polite-{number}"][-1] for number in range(POLITE))
+            for _, served in found
+        ]
+        for what, found in played.items()
+        if what != ALONE
+    }
+    report = Report("fairness", settings.preset.name, GOALS)
     for what, text in (
-        ("alone", "polite tenants alone"),
-        ("without", f"with the flood, {policy}"),
-        ("fair", f"with the flood, fair+{policy}"),
+        (ALONE, "polite tenants alone"),
+        (WITHOUT, f"with the flood, {policy}"),
+        (FAIR, f"with the flood, fair+{policy}"),
     ):
-        served_ratio = median(shares[what]) if what in shares else ""
         report.rows.append(
             {
                 "what": text,
                 "ms a token of the polite": 1e3 * median(times[what]),
-                "the flood's tokens for one of theirs": served_ratio,
+                "the flood's tokens for one of theirs": median(shares[what]) if what in shares else "",
             }
         )
-    report.headline["max_gap_over_bound"] = max(gaps)
-    report.headline["polite_latency_fair"] = ratio(times["fair"], times["alone"])
-    report.headline["polite_latency_without"] = ratio(times["without"], times["alone"])
-    report.headline["flood_share_fair"] = median(shares["fair"])
-    report.headline["flood_share_without"] = median(shares["without"])
+    bound = _bound(settings, fair.layers)
+    report.headline["max_gap_over_bound"] = max(_widest_gap(served) for _, served in played[FAIR]) / bound
+    for what in (FAIR, WITHOUT):
+        report.headline[f"polite_latency_{what}"] = ratio(times[what], times[ALONE])
+        report.headline[f"flood_share_{what}"] = median(shares[what])
     report.notes.append(
         f"A tenant with {FLOOD} clients and {POLITE} with one each, all decoding; quantum {QUANTUM:g} tokens by "
         f"weight, a generated token counts {OUTPUT_WEIGHT:g}. Medians of {settings.rounds} rounds, the gap is "
@@ -96,55 +85,69 @@ async def fairness(settings: Settings) -> Report:
     return report
 
 
-async def _decode(
-    clients: dict[str, Client],
-    settings: Settings,
-    served: dict[str, list[float]],
-    polite: list[str],
-    executor: Executor | None = None,
-) -> float:
-    """Have all clients decode until the polite tenants have their tokens; return their seconds per token.
+class _Crowd:
+    """The clients of all tenants on one executor."""
 
-    ``served`` receives, by tenant, its weighted tokens at each time at which a polite tenant got a token.
-    """
-    preset, device = settings.preset, settings.device
-    jobs = {name: Decoding(client.model, preset, device, seed) for seed, (name, client) in enumerate(clients.items())}
-    await asyncio.gather(*(clients[name].run(job.prefill) for name, job in jobs.items()))
-    requests = 1
-    if executor is not None:  # requests of one token
-        executor.reset_statistics()
-        await clients[polite[0]].run(jobs[polite[0]].steps, 1)
-        requests = executor.statistics().requests
-        executor.reset_statistics()
+    def __init__(self, executor: Executor, tenants: list[Tenant], settings: Settings) -> None:
+        self.layers = len(executor.layers)
+        self._executor = executor
+        self._flood, self._polite = tenants[:FLOOD], tenants[FLOOD:]
+        self._settings = settings
 
-    def look() -> None:
-        if executor is not None:
-            now: dict[str, float] = {tenant_of(name): 0.0 for name in clients}
+    async def polite_alone(self) -> tuple[float, dict[str, list[float]]]:
+        """Have the polite tenants decode; see :meth:`all`."""
+        return await self._decode([])
+
+    async def all(self) -> tuple[float, dict[str, list[float]]]:
+        """Have all clients decode until the polite tenants have their tokens.
+
+        Return the seconds per token of the polite tenants; and, by tenant, its weighted tokens at each time at which a
+        polite tenant got a token.
+        """
+        return await self._decode(self._flood)
+
+    async def _decode(self, flood: list[Tenant]) -> tuple[float, dict[str, list[float]]]:
+        executor, polite, steps = self._executor, self._polite, self._settings.preset.decode_steps
+        everyone = [*flood, *polite]
+        await asyncio.gather(*(tenant.prefill() for tenant in everyone))
+        executor.reset_statistics()
+        await polite[0].steps(1)
+        requests = executor.statistics().requests  # of one token
+        executor.reset_statistics()
+        served: dict[str, list[float]] = {tenant_of(tenant.client.name): [] for tenant in everyone}
+
+        def look() -> None:
+            tokens = dict.fromkeys(served, 0.0)
             for name, client in executor.statistics().clients.items():
-                now[tenant_of(name)] += OUTPUT_WEIGHT * client.rows / requests
-            for tenant, tokens in now.items():
-                served.setdefault(tenant, []).append(tokens)
+                tokens[tenant_of(name)] += OUTPUT_WEIGHT * client.rows / requests
+            for tenant, count in tokens.items():
+                served[tenant].append(count)
 
-    def decode(job: Decoding) -> None:
-        for _ in range(preset.decode_steps):
-            job.steps(1)
-            look()
+        async def decode_on(tenant: Tenant) -> None:
+            while True:
+                await tenant.steps(1)
 
-    async def flood(name: str) -> None:
-        while True:
-            await clients[name].run(jobs[name].steps, 1)
-
-    floods = [asyncio.create_task(flood(name)) for name in clients if name not in polite]
-    began = time.perf_counter()
-    await asyncio.gather(*(clients[name].run(decode, jobs[name]) for name in polite))
-    seconds = time.perf_counter() - began
-    for task in floods:
-        task.cancel()
-    await asyncio.gather(*floods, return_exceptions=True)
-    return seconds / preset.decode_steps
+        tasks = [asyncio.create_task(decode_on(tenant)) for tenant in flood]
+        began = now(self._settings.device)
+        await asyncio.gather(*(tenant.steps(steps, look) for tenant in polite))
+        seconds = now(self._settings.device) - began
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return seconds / steps, served
 
 
-def _widest(a: list[float], b: list[float]) -> float:
+def _bound(settings: Settings, layers: int) -> float:
+    """Return the largest gap that fair sharing allows, in weighted tokens."""
+    largest = max(settings.preset.prompt, OUTPUT_WEIGHT) * SIBLINGS / layers
+    under_way = 2 * OUTPUT_WEIGHT * (FLOOD + 1) / layers
+    return 2 * (QUANTUM + largest) + under_way
+
+
+def _widest_gap(served: dict[str, list[float]]) -> float:
     """Return the largest difference in service between two tenants over any interval."""
-    gaps = [x - y for x, y in zip(a, b, strict=True)]
-    return max(gaps) - min(gaps)
+    widest = 0.0
+    for one, other in itertools.combinations(served.values(), 2):
+        gaps = [a - b for a, b in zip(one, other, strict=True)]
+        widest = max(widest, max(gaps) - min(gaps))
+    return widest

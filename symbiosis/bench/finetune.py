@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import resource
-import sys
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from statistics import median
 
 import torch
 
 import symbiosis
-from symbiosis.bench.jobs import adamw, now, random_batch
-from symbiosis.bench.models import PRESETS, Preset, build, lora, plain_peft
-from symbiosis.bench.processes import in_process
+from symbiosis.bench.jobs import PlainJob, Tenant, now
+from symbiosis.bench.models import PRESETS, build, lora, plain_peft
+from symbiosis.bench.peak_memory import PeakMemory, check, in_process
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
 
@@ -29,20 +28,24 @@ GOALS = {
 
 
 async def finetune(settings: Settings, *, counts: tuple[int, ...]) -> Report:
-    """Measure adapters trained at once against as many plain PEFT jobs in turn; memory in separate processes."""
+    """Measure adapters trained at once against as many plain PEFT jobs in turn; memory in separate processes.
+
+    Raises:
+        UsageError: peak memory cannot be measured on this system.
+    """
+    check(settings.device)
     preset = settings.preset
     report = Report("finetune", preset.name, GOALS)
     await _add_throughput(report, settings, counts)
     gc.collect()
     _add_memory(report, settings, counts)
     report.notes.append(
-        f"LoRA r8 qkvo, AdamW, batch {preset.batch} × {preset.sequence} tokens, {STEPS} step a round, medians of "
+        f"LoRA r8 qkvo, AdamW, batch {preset.batch} × {preset.sequence} tokens, 1 step a round, medians of "
         f"{settings.rounds} rounds; policy {settings.policy}, base layers {settings.base_layers!r}. Memory: peak of a "
         "process of its own above what the imports alone take; plain jobs are separate processes, so n of them take n "
-        "times one. An extra "
-        "client takes more than its adapter, gradients, optimizer and activations: the rest is temporaries of its "
-        "backward pass, which all tenants of a process may hold at once. On tiny there is little to share, "
-        "and many tenants take more than as many jobs; the reason is not known."
+        "times the memory of one. An extra client takes more than its adapter, gradients, optimizer and activations: "
+        "the rest is temporaries of its backward pass, which all tenants of a process may hold at once. On tiny there "
+        "is little to share, and many tenants take more than as many jobs; the reason is not known."
     )
     return report
 
@@ -50,33 +53,24 @@ async def finetune(settings: Settings, *, counts: tuple[int, ...]) -> Report:
 async def _add_throughput(report: Report, settings: Settings, counts: tuple[int, ...]) -> None:
     preset, device = settings.preset, settings.device
     base = settings.base()
-    most = max(counts)
-    plain = [_Plain(base, preset, device, seed) for seed in range(most)]
-    async with settings.executor(base) as executor:
-        clients = [await executor.client(lora()).open() for _ in range(most)]
-        optimizers = [adamw(client.model) for client in clients]
-        batches = [random_batch(preset, device, seed) for seed in range(most)]
+    plain = [PlainJob(plain_peft(base, lora()), preset, device, seed) for seed in range(max(counts))]
+    async with AsyncExitStack() as stack:
+        executor = await stack.enter_async_context(settings.executor(base))
+        tenants = []
+        for seed in range(max(counts)):
+            client = await stack.enter_async_context(executor.client(lora()))
+            tenants.append(Tenant(client, preset, device, seed))
 
-        async def train(seed: int) -> None:
-            for _ in range(STEPS):
-                await clients[seed].train_step(batches[seed], optimizers[seed])
+        async def ours(count: int) -> float:
+            executor.reset_statistics()
+            start = now(device)
+            await asyncio.gather(*(tenant.train() for tenant in tenants[:count]))
+            return now(device) - start
 
         for count in counts:
-            times: dict[str, list[float]] = {"plain": [], "ours": []}
-            for turn in range(-1, settings.rounds):
-                settings.says(turn, f"{count} adapters")
-                start = now(device)
-                for job in plain[:count]:
-                    job.train(STEPS)
-                plain_time = now(device) - start
-                executor.reset_statistics()
-                start = now(device)
-                await asyncio.gather(*(train(seed) for seed in range(count)))
-                our_time = now(device) - start
-                if turn >= 0:
-                    times["plain"].append(plain_time)
-                    times["ours"].append(our_time)
-            tokens = count * STEPS * preset.batch * preset.sequence
+            jobs = {"plain": partial(_in_turn, plain[:count]), "ours": partial(ours, count)}
+            times = await settings.interleaved(f"{count} adapters", jobs)
+            tokens = count * preset.batch * preset.sequence
             report.rows.append(
                 {
                     "adapters": count,
@@ -87,29 +81,11 @@ async def _add_throughput(report: Report, settings: Settings, counts: tuple[int,
                 }
             )
             report.headline[f"throughput_ratio_{count}"] = ratio(times["plain"], times["ours"])
-        for client in clients:
-            await client.close()
 
 
-STEPS = 1
-
-
-class _Plain:
-    """One plain PEFT training job."""
-
-    def __init__(self, base: torch.nn.Module, preset: Preset, device: torch.device, seed: int) -> None:
-        self.model = plain_peft(base, lora()).train()
-        self._optimizer = adamw(self.model)
-        self._batch = random_batch(preset, device, seed)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.model(**self._batch).loss.backward()
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
+async def _in_turn(jobs: Sequence[PlainJob]) -> float:
+    """Return the seconds in which plain jobs train in turn."""
+    return sum([await job.train() for job in jobs])
 
 
 def _add_memory(report: Report, settings: Settings, counts: tuple[int, ...]) -> None:
@@ -119,26 +95,27 @@ def _add_memory(report: Report, settings: Settings, counts: tuple[int, ...]) -> 
     ours = {}
     for count in counts:
         settings.progress(f"memory: {count} tenants")
-        ours[count] = in_process(_tenants_memory, *model, settings.policy, settings.base_layers, count)
+        ours[count] = in_process(_tenants_memory, *model, settings.policy, settings.base_layers, count)["peak"]
     for row in report.rows:
         count = row["adapters"]
-        row["symbiosis peak MiB"] = ours[count]["peak"] / 2**20
+        row["symbiosis peak MiB"] = ours[count] / 2**20
         row["plain jobs peak MiB"] = one["peak"] * count / 2**20
-        row["memory ratio"] = ours[count]["peak"] / (one["peak"] * count)
+        row["memory ratio"] = ours[count] / (one["peak"] * count)
         report.headline[f"memory_ratio_{count}"] = row["memory ratio"]
     first, last = min(counts), max(counts)
     if last > first:
-        report.headline["bytes_per_extra_client"] = (ours[last]["peak"] - ours[first]["peak"]) / (last - first)
+        report.headline["bytes_per_extra_client"] = (ours[last] - ours[first]) / (last - first)
     for part in ("adapter", "gradients", "optimizer", "activations"):
         report.headline[f"bytes_{part}"] = one[part]
 
 
 def _plain_memory(preset_name: str, device_name: str) -> dict[str, float]:
-    preset, device = PRESETS[preset_name], torch.device(device_name)
-    before = _baseline(device)
-    job = _Plain(build(preset, device), preset, device, 0)
-    job.train(2)
-    peak = _peak(device) - before
+    device = torch.device(device_name)
+    watch = _watch(device)
+    job = _plain_job(preset_name, device)
+    for _ in range(2):
+        asyncio.run(job.train())
+    peak = watch.peak()
     saved: dict[int, int] = {}
     frozen = {parameter.untyped_storage().data_ptr() for parameter in job.model.parameters()}
 
@@ -149,11 +126,11 @@ def _plain_memory(preset_name: str, device_name: str) -> dict[str, float]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = job.model(**job._batch).loss
+        loss = job.model(**job.batch).loss
     activations = sum(saved.values())
     loss.backward()
     trainable = [parameter for parameter in job.model.parameters() if parameter.requires_grad]
-    state = [value for states in job._optimizer.state.values() for value in states.values() if torch.is_tensor(value)]
+    state = [value for states in job.optimizer.state.values() for value in states.values() if torch.is_tensor(value)]
     return {
         "peak": peak,
         "adapter": sum(parameter.nbytes for parameter in trainable),
@@ -165,45 +142,29 @@ def _plain_memory(preset_name: str, device_name: str) -> dict[str, float]:
 
 def _tenants_memory(preset_name: str, device_name: str, policy: str, base_layers: str, count: int) -> dict[str, float]:
     preset, device = PRESETS[preset_name], torch.device(device_name)
-    before = _baseline(device)
+    watch = _watch(device)
     base = build(preset, device)
 
     async def tenant(executor: symbiosis.Executor, seed: int) -> None:
         async with executor.client(lora()) as client:
-            optimizer = adamw(client.model)
-            batch = random_batch(preset, device, seed)
+            ours = Tenant(client, preset, device, seed)
             for _ in range(2):
-                await client.train_step(batch, optimizer)
+                await ours.train()
 
     async def main() -> None:
         async with symbiosis.Executor(base, policy=policy, base_layers=base_layers) as executor:
             await asyncio.gather(*(tenant(executor, seed) for seed in range(count)))
 
     asyncio.run(main())
-    return {"peak": _peak(device) - before}
+    return {"peak": watch.peak()}
 
 
-def _baseline(device: torch.device) -> float:
-    """Return the bytes in use after all imports and thread pools; peaks count from there."""
-    tiny = build(PRESETS["tiny"], device)
-    _Plain(tiny, PRESETS["tiny"], device, 0).train(1)
-    del tiny
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return float(torch.cuda.memory_allocated(device))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak counts from here
-    return _peak(device)
+def _plain_job(preset_name: str, device: torch.device) -> PlainJob:
+    preset = PRESETS[preset_name]
+    return PlainJob(plain_peft(build(preset, device), lora()), preset, device)
 
 
-def _peak(device: torch.device) -> float:
-    """Return the peak memory since the baseline, in bytes."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return float(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+def _watch(device: torch.device) -> PeakMemory:
+    """Measure peak memory beyond that of all imports and thread pools."""
+    asyncio.run(_plain_job("tiny", device).train())
+    return PeakMemory(device)

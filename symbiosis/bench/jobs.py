@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from symbiosis.bench.models import Preset
 from symbiosis.client.client import Client
 from symbiosis.host import Executor
 
-__all__ = ["Decoding", "Tenant", "Tuning", "adamw", "now", "random_batch"]
+__all__ = ["Decoding", "PlainJob", "Tenant", "Tuning", "adamw", "now", "random_batch"]
 
 
 def now(device: torch.device) -> float:
@@ -61,14 +62,15 @@ class Decoding:
         self.steps(1)
 
     @torch.no_grad()
-    def steps(self, count: int) -> None:
-        """Decode ``count`` tokens per row."""
+    def steps(self, count: int, after_each: Callable[[], None] = lambda: None) -> None:
+        """Decode ``count`` tokens per row, and call a function after each."""
         for _ in range(count):
             output = self._model(
                 input_ids=self._token, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **self._options
             )
             self._cache = output.past_key_values
             self._token = output.logits[:, -1:].argmax(-1)
+            after_each()
 
 
 class Tuning:
@@ -109,23 +111,60 @@ class Tuning:
         return seen.rows if seen else 0
 
 
-class Tenant:
-    """A client that decodes and trains, for timing."""
+class PlainJob:
+    """Synchronous code that decodes and trains, for timing: on plain PEFT, or on a base that another process serves."""
 
-    def __init__(self, client: Client, preset: Preset, device: torch.device) -> None:
-        self.client = client
-        self.batch = random_batch(preset, device)
+    def __init__(self, model: torch.nn.Module, preset: Preset, device: torch.device, seed: int = 0) -> None:
+        self.model = model
+        self.batch = random_batch(preset, device, seed)
+        self.optimizer = adamw(model)
         self._device = device
         self._steps = preset.decode_steps
-        self._decoding = Decoding(client.model, preset, device)
-        self._optimizer = adamw(client.model)
+        self._decoding = Decoding(model, preset, device, seed)
 
     async def decode(self) -> float:
         """Return the seconds of the preset's decode steps, after a prompt."""
+        self.model.eval()
+        self._decoding.prefill()
+        start = now(self._device)
+        self._decoding.steps(self._steps)
+        return now(self._device) - start
+
+    async def train(self) -> float:
+        """Return the seconds of a training step."""
+        self.model.train()
+        start = now(self._device)
+        self.model(**self.batch).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return now(self._device) - start
+
+
+class Tenant:
+    """A client that decodes and trains, for timing."""
+
+    def __init__(self, client: Client, preset: Preset, device: torch.device, seed: int = 0) -> None:
+        self.client = client
+        self.batch = random_batch(preset, device, seed)
+        self._device = device
+        self._steps = preset.decode_steps
+        self._decoding = Decoding(client.model, preset, device, seed)
+        self._optimizer = adamw(client.model)
+
+    async def prefill(self) -> None:
+        """Run the prompt from an empty cache."""
         self.client.model.eval()
         await self.client.run(self._decoding.prefill)
+
+    async def steps(self, count: int, after_each: Callable[[], None] = lambda: None) -> None:
+        """Decode ``count`` tokens, and call a function after each."""
+        await self.client.run(self._decoding.steps, count, after_each)
+
+    async def decode(self) -> float:
+        """Return the seconds of the preset's decode steps, after a prompt."""
+        await self.prefill()
         start = now(self._device)
-        await self.client.run(self._decoding.steps, self._steps)
+        await self.steps(self._steps)
         return now(self._device) - start
 
     async def train(self) -> float:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import symbiosis
-from symbiosis.bench.jobs import random_batch
-from symbiosis.bench.models import PRESETS, Preset, build, lora, plain_peft
-from symbiosis.bench.processes import in_process
+from symbiosis.bench.jobs import adamw, random_batch
+from symbiosis.bench.models import PRESETS, build, lora, plain_peft
+from symbiosis.bench.peak_memory import PeakMemory, check, in_process
 from symbiosis.bench.report import Report
-from symbiosis.errors import UsageError
+from symbiosis.bench.settings import Settings
 
 __all__ = ["memory"]
 
@@ -29,25 +27,18 @@ _Batch = dict[str, torch.Tensor]
 _WAYS = ("HF+PEFT", "checkpointing", "symbiosis", "pruned", "windows")
 
 
-def memory(
-    preset: Preset,
-    *,
-    device: torch.device,
-    lengths: tuple[int, ...],
-    window: int,
-    progress: Callable[[str], None],
-) -> Report:
+async def memory(settings: Settings, *, lengths: tuple[int, ...], window: int) -> Report:
     """Measure the peak memory of one training step beyond weights, adapter and optimizer, in separate processes.
 
     Raises:
-        UsageError: this system has no ``/proc``, where Linux reports memory.
+        UsageError: peak memory cannot be measured on this system.
     """
-    if device.type != "cuda" and not Path("/proc/self/clear_refs").exists():
-        raise UsageError("peak memory on CPUs is read from Linux's /proc/self, which this system has not")
+    preset, device = settings.preset, settings.device
+    check(device)
     report = Report("memory", preset.name, GOALS)
     found = {}
     for way in _WAYS:
-        progress(way)
+        settings.progress(way)
         with _exact_heap():
             found[way] = in_process(_measure, way, preset.name, str(device), sorted(set(lengths)), window)
     for length in sorted(set(lengths)):
@@ -111,7 +102,7 @@ def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpoi
     model = plain_peft(base, lora()).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    optimizer = _optimizer(model)
+    optimizer = adamw(model)
 
     def step(batch: _Batch) -> None:
         model(**batch, use_cache=False).loss.backward()
@@ -121,7 +112,7 @@ def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpoi
     step(first)
     found = []
     for batch in batches:
-        watch = _Watch(batch["labels"].device)
+        watch = PeakMemory(batch["labels"].device)
         step(batch)
         found.append(watch.peak())
     return found
@@ -130,45 +121,12 @@ def _plain(base: torch.nn.Module, first: _Batch, batches: list[_Batch], checkpoi
 async def _client(base: torch.nn.Module, first: _Batch, batches: list[_Batch], options: dict[str, Any]) -> list[float]:
     found = []
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
-        optimizer = _optimizer(client.model)
+        optimizer = adamw(client.model)
         await client.train_step(first, optimizer, **options)
         for batch in batches:
-            watch = _Watch(batch["labels"].device)
+            watch = PeakMemory(batch["labels"].device)
             await client.train_step(
                 batch if "window" in options else {**batch, "use_cache": False}, optimizer, **options
             )
             found.append(watch.peak())
     return found
-
-
-def _optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-4)
-
-
-class _Watch:
-    """Peak memory from its creation on, beyond the memory in use then."""
-
-    def __init__(self, device: torch.device) -> None:
-        gc.collect()
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = float(torch.cuda.memory_allocated(device))
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-            self._before = _resident("VmRSS")
-
-    def peak(self) -> float:
-        """Return the peak in bytes."""
-        cuda = self._device.type == "cuda"
-        peak = float(torch.cuda.max_memory_allocated(self._device)) if cuda else _resident("VmHWM")
-        return peak - self._before
-
-
-def _resident(field: str) -> float:
-    """Return a field of this process's status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return float(line.split()[1]) * 1024
-    raise UsageError(f"/proc/self/status has no {field}, so peak memory cannot be measured here")

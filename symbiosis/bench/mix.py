@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from statistics import median
 
 import torch
 
-from symbiosis.bench.jobs import Decoding, Tuning, random_batch
+from symbiosis.bench.jobs import Decoding, Tenant, Tuning, now, random_batch
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
 from symbiosis.client.client import Client
+from symbiosis.host import Executor
 
 __all__ = ["mix"]
 
@@ -37,24 +39,20 @@ async def mix(settings: Settings) -> Report:
     report = Report("mix", preset.name, GOALS)
     base = settings.base()
     settings.progress("the small request alone")
-    alone, beside, large = await _small(settings, base)
+    alone, beside, large = zip(*await _small(settings, base), strict=True)
     report.rows += [
         {"what": "small request alone", "ms": 1e3 * median(alone), "tokens/s": ""},
         {"what": f"small request beside one of {LARGE} tokens", "ms": 1e3 * median(beside), "tokens/s": ""},
         {"what": f"that of {LARGE} tokens", "ms": 1e3 * median(large), "tokens/s": ""},
     ]
     report.headline["small_request_slowdown"] = ratio(beside, alone)
-    eight, six = await _tuning(settings, base)
-    for what, found in ((f"{CLIENTS} decode", eight), (f"{CLIENTS - TUNING} decode, {TUNING} fine-tune", six)):
-        report.rows.append(
-            {
-                "what": what,
-                "ms": median(ms for ms, _ in found),
-                "tokens/s": f"{median(rate for _, rate in found):.1f}",
-            }
-        )
-    report.headline["latency_with_finetuning"] = ratio([ms for ms, _ in six], [ms for ms, _ in eight])
-    report.headline["throughput_with_finetuning"] = ratio([rate for _, rate in six], [rate for _, rate in eight])
+    found = await _tuning(settings, base)
+    for what, pairs in found.items():
+        ms, rates = zip(*pairs, strict=True)
+        report.rows.append({"what": what, "ms": median(ms), "tokens/s": f"{median(rates):.1f}"})
+    (eight_ms, eight_rates), (six_ms, six_rates) = (zip(*pairs, strict=True) for pairs in found.values())
+    report.headline["latency_with_finetuning"] = ratio(six_ms, eight_ms)
+    report.headline["throughput_with_finetuning"] = ratio(six_rates, eight_rates)
     report.notes.append(
         f"ms: of the small request, its answer; of decoding clients, a token. Medians of {settings.rounds} rounds, "
         f"interleaved; base layers {settings.base_layers!r}; policy {settings.policy or 'co-serving'}. Fine-tuning: "
@@ -63,97 +61,90 @@ async def mix(settings: Settings) -> Report:
     return report
 
 
-async def _small(settings: Settings, base: torch.nn.Module) -> tuple[list[float], list[float], list[float]]:
-    """Return the seconds of the small request alone and beside the large one, and of the large one."""
-    preset, device = settings.preset, settings.device
+async def _small(settings: Settings, base: torch.nn.Module) -> list[tuple[float, float, float]]:
+    """Return the seconds of the small request alone and beside the large one, and of the large one, for each round."""
+
+    async def timed(client: Client, length: int) -> float:
+        job = Decoding(client.model, settings.preset, settings.device, length=length)
+        began = now(settings.device)
+        await client.run(job.prefill)
+        return now(settings.device) - began
+
     spec = settings.policy
     if not spec:
         async with settings.executor(base) as executor, executor.client(lora()) as client:
-            times = [await _timed(client, Decoding(client.model, preset, device, length=1)) for _ in range(5)]
-        spec = f"co-serving:slo_ms={1.4e3 * median(times):.3f}"
-    alone, beside, large = [], [], []
+            spec = f"co-serving:slo_ms={1.4e3 * median([await timed(client, 1) for _ in range(5)]):.3f}"
     async with (
         settings.executor(base, spec) as executor,
         executor.client(lora(), name="small") as small,
         executor.client(lora(), name="large") as big,
     ):
-        for turn in range(-1, settings.rounds):
-            settings.says(turn, "small and large")
-            await _timed(small, Decoding(small.model, preset, device, length=1))
-            first = await _timed(small, Decoding(small.model, preset, device, length=1))
-            running = asyncio.create_task(_timed(big, Decoding(big.model, preset, device, length=LARGE)))
+
+        async def one_round() -> tuple[float, float, float]:
+            await timed(small, 1)
+            alone = await timed(small, 1)
+            large = asyncio.create_task(timed(big, LARGE))
             await asyncio.sleep(0.05)  # until it is running
-            second = await _timed(small, Decoding(small.model, preset, device, length=1))
-            third = await running
-            if turn >= 0:
-                alone.append(first)
-                beside.append(second)
-                large.append(third)
-    return alone, beside, large
+            beside = await timed(small, 1)
+            return alone, beside, await large
+
+        return (await settings.interleaved("small request", {"alone and beside a large one": one_round})).popitem()[1]
 
 
-async def _timed(client: Client, job: Decoding) -> float:
-    began = time.perf_counter()
-    await client.run(job.prefill)
-    return time.perf_counter() - began
-
-
-async def _tuning(
-    settings: Settings, base: torch.nn.Module
-) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Return, per round, seconds per token and all clients' tokens/s: 8 decoding; 6 decoding and 2 fine-tuning."""
-    preset, device = settings.preset, settings.device
-    steps = preset.decode_steps
+async def _tuning(settings: Settings, base: torch.nn.Module) -> dict[str, list[tuple[float, float]]]:
+    """Return milliseconds per token and the tokens/s of all clients, for each round, without fine-tuning and with."""
+    preset = settings.preset
     spec = settings.policy
     if not spec:
-        async with settings.executor(base) as executor:
-            clients = [await executor.client(lora()).open() for _ in range(CLIENTS)]
-            found = [await _decode(clients, settings) for _ in range(2)]
-            for client in clients:
-                await client.close()
-        spec = f"co-serving:slo_ms={1.1e3 * found[-1] / steps:.3f}"
-    results: tuple[list[tuple[float, float]], list[tuple[float, float]]] = [], []
-    async with settings.executor(base, spec) as executor:
-        clients = [await executor.client(lora(), name=f"client-{number}").open() for number in range(CLIENTS)]
-        batch = random_batch(preset, device)
-        tuning = [Tuning(executor, client, batch) for client in clients[:TUNING]]
-        settings.says(-1, "with fine-tuning")
+        async with AsyncExitStack() as stack:
+            tenants = await _open(stack, await stack.enter_async_context(settings.executor(base)), settings)
+            found = [await _decode(tenants, settings) for _ in range(2)]
+        spec = f"co-serving:slo_ms={1.1e3 * found[-1] / preset.decode_steps:.3f}"
+    async with AsyncExitStack() as stack:
+        executor = await stack.enter_async_context(settings.executor(base, spec))
+        tenants = await _open(stack, executor, settings)
+        batch = random_batch(preset, settings.device)
+        tuning = [Tuning(executor, tenant.client, batch) for tenant in tenants[:TUNING]]
+        settings.says(-1, "fine-tuning")
         for job in tuning:
             await job.warm_up()
-        for turn in range(-1, settings.rounds):
-            settings.says(turn, "with fine-tuning")
-            seconds = await _decode(clients, settings)
+
+        async def decoding() -> tuple[float, float]:
+            seconds = await _decode(tenants, settings)
+            return 1e3 * seconds / preset.decode_steps, CLIENTS * preset.decode_steps / seconds
+
+        async def with_tuning() -> tuple[float, float]:
             tasks = [asyncio.create_task(job.run()) for job in tuning]
-            jobs = await _prompted(clients[TUNING:], settings)
+            others = tenants[TUNING:]
+            await asyncio.gather(*(tenant.prefill() for tenant in others))
             executor.reset_statistics()
-            mixed = await _steps(clients[TUNING:], jobs, steps)
+            seconds = await _steps(others, settings)
             tuned = sum(job.tokens() for job in tuning)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if turn >= 0:
-                results[0].append((1e3 * seconds / steps, CLIENTS * steps / seconds))
-                results[1].append((1e3 * mixed / steps, ((CLIENTS - TUNING) * steps + tuned) / mixed))
-        for client in clients:
-            await client.close()
-    return results
+            steps = preset.decode_steps
+            return 1e3 * seconds / steps, (len(others) * steps + tuned) / seconds
+
+        jobs = {
+            f"{CLIENTS} decode": decoding,
+            f"{CLIENTS - TUNING} decode, {TUNING} fine-tune": with_tuning,
+        }
+        return await settings.interleaved("with and without fine-tuning", jobs)
 
 
-async def _prompted(clients: list[Client], settings: Settings) -> list[Decoding]:
-    """Start a text for each client and read its prompt."""
-    jobs = [
-        Decoding(client.model.eval(), settings.preset, settings.device, seed) for seed, client in enumerate(clients)
-    ]
-    await asyncio.gather(*(client.run(job.prefill) for client, job in zip(clients, jobs, strict=True)))
-    return jobs
+async def _open(stack: AsyncExitStack, executor: Executor, settings: Settings) -> list[Tenant]:
+    clients = [await stack.enter_async_context(executor.client(lora())) for _ in range(CLIENTS)]
+    return [Tenant(client, settings.preset, settings.device, seed) for seed, client in enumerate(clients)]
 
 
-async def _steps(clients: list[Client], jobs: list[Decoding], steps: int) -> float:
-    """Return the seconds in which all clients decode this many tokens."""
-    began = time.perf_counter()
-    await asyncio.gather(*(client.run(job.steps, steps) for client, job in zip(clients, jobs, strict=True)))
-    return time.perf_counter() - began
+async def _steps(tenants: Sequence[Tenant], settings: Settings) -> float:
+    """Return the seconds in which all tenants decode the preset's steps."""
+    began = now(settings.device)
+    await asyncio.gather(*(tenant.steps(settings.preset.decode_steps) for tenant in tenants))
+    return now(settings.device) - began
 
 
-async def _decode(clients: list[Client], settings: Settings) -> float:
-    return await _steps(clients, await _prompted(clients, settings), settings.preset.decode_steps)
+async def _decode(tenants: Sequence[Tenant], settings: Settings) -> float:
+    await asyncio.gather(*(tenant.prefill() for tenant in tenants))
+    return await _steps(tenants, settings)

@@ -39,18 +39,13 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
     for count in counts:
         found = trace[: REQUESTS_EACH * count] if trace else synthetic(REQUESTS_EACH * count)
         load = Load(scaled(found, lengths=LENGTHS[preset.name]), clients=count, paced=False)
-        outcomes: dict[str, list[Outcome]] = {name: [] for name in names}
         async with AsyncExitStack() as stack:
-            crowds = {}
+            jobs = {}
             for name, spec in names.items():
                 executor = await stack.enter_async_context(settings.executor(base, spec))
-                crowds[name] = await stack.enter_async_context(Crowd(executor, preset, load))
-            for turn in range(-1, rounds):
-                for name, crowd in crowds.items():
-                    text = settings.says(turn, f"{count} clients, {names[name]}")
-                    played = await crowd.play(NO_SLO, partial(settings.says_part, text))
-                    if turn >= 0:
-                        outcomes[name].append(played)
+                crowd = await stack.enter_async_context(Crowd(executor, preset, load))
+                jobs[name] = partial(crowd.play, NO_SLO, settings.says_part)
+            outcomes = await settings.interleaved(f"{count} clients", jobs)
         for name, all_ in outcomes.items():
             report.rows.append(
                 {

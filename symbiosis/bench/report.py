@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -67,7 +68,7 @@ class Report:
         return "\n".join([*lines, "", *self.notes, ""])
 
 
-def ratio(numerators: list[float], denominators: list[float]) -> float:
+def ratio(numerators: Iterable[float], denominators: Iterable[float]) -> float:
     """Return the median of pairwise ratios. Pairs are adjacent, so a slow minute of the machine cancels."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 

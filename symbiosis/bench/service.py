@@ -55,8 +55,15 @@ class DecodingProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def do(self, command: str) -> None:
-        """Send ``prefill`` or ``steps N``, and return when the tenant is done."""
+    async def prefill(self) -> None:
+        """Run the prompt from an empty cache."""
+        await self._do("prefill")
+
+    async def steps(self, count: int) -> None:
+        """Decode ``count`` tokens."""
+        await self._do(f"steps {count}")
+
+    async def _do(self, command: str) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n".encode())
@@ -80,7 +87,7 @@ async def decoding_processes(preset: str, address: str, count: int) -> AsyncIter
         for seed in range(count)
     ]
     try:
-        await asyncio.gather(*(tenant.do("prefill") for tenant in tenants))
+        await asyncio.gather(*(tenant.prefill() for tenant in tenants))
         yield tenants
     finally:
         await asyncio.gather(*(tenant.end() for tenant in tenants))

@@ -1,9 +1,10 @@
-"""Settings of every benchmark that runs an executor."""
+"""Settings of every benchmark that runs an executor, and how its jobs are interleaved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from transformers import LlamaForCausalLM
@@ -14,8 +15,10 @@ from symbiosis.host import Executor
 
 __all__ = ["Settings"]
 
+T = TypeVar("T")
 
-@dataclass(frozen=True)
+
+@dataclass
 class Settings:
     """Model, device, policy and number of measurements.
 
@@ -34,6 +37,7 @@ class Settings:
     base_layers: str
     rounds: int
     progress: Callable[[str], None]
+    _text: str = ""
 
     def base(self) -> LlamaForCausalLM:
         """Return the preset's model."""
@@ -43,12 +47,26 @@ class Settings:
         """Return an executor of a model, with the given policy, that of the settings, or the default."""
         return Executor(base, policy=policy or self.policy or "opportunistic", base_layers=self.base_layers)
 
-    def says(self, turn: int, what: str) -> str:
-        """Report that a round begins, and return the report. Round -1 is the warm-up."""
-        text = f"{what}: " + (f"round {turn + 1} of {self.rounds}" if turn >= 0 else "warm-up")
-        self.progress(text)
-        return text
+    def says(self, turn: int, what: str) -> None:
+        """Report that a measurement begins. Round -1 is the warm-up."""
+        self._text = f"{what}: " + (f"round {turn + 1} of {self.rounds}" if turn >= 0 else "warm-up")
+        self.progress(self._text)
 
-    def says_part(self, what: str, part: float) -> None:
-        """Report how much of something is done."""
-        self.progress(f"{what}, {part:.0%}")
+    def says_part(self, part: float) -> None:
+        """Report how much of the measurement is done."""
+        self.progress(f"{self._text}, {part:.0%}")
+
+    async def interleaved(self, what: str, jobs: Mapping[str, Callable[[], Awaitable[T]]]) -> dict[str, list[T]]:
+        """Run all jobs in turn, once to warm up and then ``rounds`` times, and return the results of each.
+
+        Every other round runs them in reverse order, because the first job finds other caches.
+        """
+        names = list(jobs)
+        results: dict[str, list[T]] = {name: [] for name in names}
+        for turn in range(-1, self.rounds):
+            for name in names[::-1] if turn % 2 else names:
+                self.says(turn, f"{what}, {name}")
+                result = await jobs[name]()
+                if turn >= 0:
+                    results[name].append(result)
+        return results

@@ -151,8 +151,8 @@ def test_bench_memory(tmp_path: Path) -> None:
 def test_what_is_measured_as_peak_memory() -> None:
     """A tensor that comes and goes counts, what was there before does not; in a process of its own."""
     code = (
-        "import torch; from symbiosis.bench.memory import _Watch; before = torch.ones(30, 2**18);"
-        "watch = _Watch(torch.device('cpu')); a = torch.ones(20, 2**18); del a; b = torch.ones(10, 2**18);"
+        "import torch; from symbiosis.bench.peak_memory import PeakMemory; before = torch.ones(30, 2**18);"
+        "watch = PeakMemory(torch.device('cpu')); a = torch.ones(20, 2**18); del a; b = torch.ones(10, 2**18);"
         "print(watch.peak() / 2**20)"
     )
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(64 * 1024)}
