@@ -7,8 +7,7 @@ from symbiosis._version import __version__
 if TYPE_CHECKING:
     from symbiosis.client.client import Client
     from symbiosis.client.connect import Base, connect
-    from symbiosis.client.opened import open_model
-    from symbiosis.client.training import backward_in_windows
+    from symbiosis.client.open_model import backward_in_windows, open_model
     from symbiosis.host import Executor
 
 __all__ = ["Base", "Client", "Executor", "__version__", "backward_in_windows", "connect", "open_model"]
@@ -17,9 +16,9 @@ _HOMES = {
     "Base": "symbiosis.client.connect",
     "Client": "symbiosis.client.client",
     "Executor": "symbiosis.host",
-    "backward_in_windows": "symbiosis.client.training",
+    "backward_in_windows": "symbiosis.client.open_model",
     "connect": "symbiosis.client.connect",
-    "open_model": "symbiosis.client.opened",
+    "open_model": "symbiosis.client.open_model",
 }
 
 

@@ -124,7 +124,7 @@ def _decode(preset: str, address: str, seed: str) -> None:
 
     from symbiosis.bench.jobs import Decoding
     from symbiosis.bench.models import PRESETS, lora
-    from symbiosis.client.opened import open_model
+    from symbiosis.client.open_model import open_model
 
     torch.set_num_threads(1)  # single rows leave no work for a second thread
     with open_model(address) as model:

@@ -76,8 +76,7 @@ def finetune(
     import torch
     from peft import get_peft_model
 
-    from symbiosis.client.opened import open_model
-    from symbiosis.client.training import backward_in_windows
+    from symbiosis.client.open_model import backward_in_windows, open_model
     from symbiosis.core.terms import Kind
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -186,7 +185,7 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    from symbiosis.client.opened import open_model
+    from symbiosis.client.open_model import open_model
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:

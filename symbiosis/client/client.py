@@ -19,8 +19,8 @@ import torch
 
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
-from symbiosis.client.hollow import skeleton_for
 from symbiosis.client.requester import Requester
+from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
 from symbiosis.client.waiting import ClientThread, waiter_on_loop
 from symbiosis.core.privacy import Preparing

@@ -22,7 +22,7 @@ from torch import nn
 
 from symbiosis.errors import PlaceholderError
 
-__all__ = ["SharedParameter", "fetch_of", "placeholder", "share", "values_of"]
+__all__ = ["SharedParameter", "fetch_of", "placeholder", "shared_parameter", "values_of"]
 
 
 class SharedParameter(nn.Parameter):
@@ -162,7 +162,7 @@ def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> Share
     return parameter
 
 
-def share(parameter: torch.Tensor, device: torch.device | None = None) -> SharedParameter:
+def shared_parameter(parameter: torch.Tensor, device: torch.device | None = None) -> SharedParameter:
     """Return a frozen parameter on the memory of ``parameter``, or a placeholder on ``device`` for a meta tensor."""
     if parameter.is_meta and device is not None:
         return placeholder(parameter.shape, parameter.dtype, device, fetch_of(parameter))

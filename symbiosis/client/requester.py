@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.autograd import forward_ad
 
-from symbiosis.client.kinds import KindTracker
 from symbiosis.client.placeholders import KeptProduct
 from symbiosis.client.siblings import SiblingState
 from symbiosis.client.waiting import BlockingWaiter, Waiter
@@ -25,6 +24,37 @@ Results = tuple[torch.Tensor, ...]
 
 class ModelCopy:
     """Identifies the copy of a client's model that a layer belongs to: ``copy.deepcopy`` copies it with the layers."""
+
+
+class KindTracker:
+    """Tells decode rows from prefill rows in the forward passes of one thread, without gradients.
+
+    Several rows of one sequence belong to a prompt. Some models flatten sequences on the way (OPT), and the last layer
+    is asked for a prompt's last token alone, so the rest of a prompt's pass belongs to the prompt too.
+    """
+
+    __slots__ = ("_kind", "_layer", "_rows")
+
+    def __init__(self) -> None:
+        self._layer = -1
+        """The layer that was asked last."""
+        self._kind = Kind.DECODE
+        self._rows = 0
+        """Rows of the first request of this pass."""
+
+    def kind_of(self, layer: int, x: torch.Tensor) -> Kind:
+        """Return the kind of the rows x [..., i] for a layer."""
+        rows = x.shape[:-1].numel()
+        if layer > self._layer and self._kind is _PREFILL and rows <= self._rows:
+            kind = _PREFILL
+        else:
+            kind = _PREFILL if x.ndim > 2 and x.shape[-2] > 1 else _DECODE
+            self._rows = rows
+        self._layer, self._kind = layer, kind
+        return kind
+
+
+_DECODE, _PREFILL, _ = Kind
 
 
 class ThreadState(threading.local):

@@ -1,20 +1,119 @@
-"""A client's skeleton of the model: its module tree, with VirtLayers in place of the base layers."""
+"""A client's part of the model, built from the share that an executor offers.
+
+In the executor's process the skeleton is copied from the executor's model. Elsewhere the model is built from its
+configuration with parameters on the meta device, then filled with the tensors of the share: a :class:`Hollow` model, of
+which every client of the process gets a skeleton.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from symbiosis.client.parameters import SharedParameter, share
+from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLinear, virtualize
 from symbiosis.core.requests import LayerSpec
-from symbiosis.errors import PlaceholderError
+from symbiosis.core.share import Resident, Share, dtype_named, layers_of
+from symbiosis.core.transport import Channel
+from symbiosis.errors import PlaceholderError, ShareError
 
-__all__ = ["make_skeleton"]
+__all__ = ["Hollow", "make_skeleton", "skeleton_for"]
+
+_hollows: weakref.WeakKeyDictionary[Share, dict[torch.device, Hollow]] = weakref.WeakKeyDictionary()
+"""The hollow models of this process, so that clients of one executor share their tensors."""
+
+
+def skeleton_for(channel: Channel, requester: Requester) -> nn.Module:
+    """Return a new skeleton for the client at this end of a channel, with its VirtLayers on ``requester``.
+
+    Raises:
+        ShareError: the installed version of transformers cannot build the model.
+    """
+    share, device = channel.share, channel.device
+    if isinstance(share, Resident):
+        return make_skeleton(share.model, share.layers, requester, device)
+    hollows = _hollows.setdefault(share, {})
+    if device not in hollows:
+        hollows[device] = Hollow(share, device)
+    return hollows[device].skeleton(requester)
+
+
+class Hollow:
+    """A model without its base layers, built from a share.
+
+    Args:
+        share: the model's description and its tensors, whose memory is used as it is.
+        device: where the client-side tensors are placed.
+
+    Raises:
+        ShareError: the installed version of transformers cannot build the model.
+    """
+
+    def __init__(self, share: Share, device: torch.device) -> None:
+        import transformers
+
+        description = share.description
+        try:
+            architecture: Any = getattr(transformers, description["architecture"])
+            config = transformers.CONFIG_MAPPING[description["model_type"]].from_dict(dict(description["config"]))
+            dtype = dtype_named(description["dtype"])
+            generation = description["generation_config"]
+            tied, buffers = dict(description["tied"]), set(description["buffers"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ShareError(
+                f"transformers {transformers.__version__} cannot build the executor's model "
+                f"({description.get('architecture')}): {error}; install the executor's version of transformers"
+            ) from error
+        known: Any = transformers.PreTrainedModel
+        if not (isinstance(architecture, type) and issubclass(architecture, known)):
+            raise ShareError(f"the executor's model is a {description['architecture']}, which is no transformers model")
+        with torch.device("meta"):
+            self.model: Any = getattr(architecture, "_from_config")(  # noqa: B009 (mypy does not know the class)
+                config, attn_implementation=description["attention"], dtype=dtype
+            )
+        if generation is not None:
+            self.model.generation_config = transformers.GenerationConfig.from_dict(dict(generation))
+        self.model.requires_grad_(False).eval()
+        self.device = device
+        self._fill(share.tensors, tied, buffers)
+        try:
+            self._layers = [(spec, self.model.get_submodule(spec.name)) for spec in layers_of(description)]
+        except AttributeError as error:
+            raise self._misfit(error) from error
+
+    def _fill(self, tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], buffers: set[str]) -> None:
+        """Put the tensors in their places; ``tied`` maps further names of a parameter to its first name."""
+        names: dict[str, str] = {name: name for name in tensors} | dict(tied)
+        parameters: dict[str, nn.Parameter] = {}
+        try:
+            for name, original in names.items():
+                path, _, leaf = name.rpartition(".")
+                module = self.model.get_submodule(path)
+                tensor = tensors[original].to(self.device)
+                if original in buffers:
+                    module._buffers[leaf] = tensor
+                    continue
+                if module._parameters[leaf].shape != tensor.shape:
+                    raise ShareError(f"{name} is {list(tensor.shape)}, not {list(module._parameters[leaf].shape)}")
+                if original not in parameters:
+                    parameters[original] = nn.Parameter(tensor, requires_grad=False)
+                module._parameters[leaf] = parameters[original]
+        except (AttributeError, KeyError) as error:
+            raise self._misfit(error) from error
+
+    def _misfit(self, error: Exception) -> ShareError:
+        name = type(self.model).__name__
+        return ShareError(f"the executor's share does not fit {name} of this version of transformers: {error}")
+
+    def skeleton(self, requester: Requester) -> nn.Module:
+        """Return a new skeleton with its VirtLayers on ``requester``."""
+        return make_skeleton(self.model, self._layers, requester, self.device)
 
 
 def make_skeleton(
@@ -31,7 +130,7 @@ def make_skeleton(
         if id(module) not in linears:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in shared:
-                    memo[id(parameter)] = shared[id(parameter)] = share(parameter, device)
+                    memo[id(parameter)] = shared[id(parameter)] = shared_parameter(parameter, device)
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
         memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))  # type: ignore[arg-type]

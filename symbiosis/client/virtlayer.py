@@ -24,7 +24,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.fibers import RandomStream
-from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, share, values_of
+from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, shared_parameter, values_of
 from symbiosis.client.placeholders import KeptProduct, introduce
 from symbiosis.client.requester import ModelCopy, Requester
 from symbiosis.client.siblings import Member, Siblings
@@ -211,7 +211,7 @@ class _VirtLinear(VirtLayer):
             tied = placeholder(weight.shape, self.spec.dtype, device, fetch_of(weight))
             introduce(tied, self)
         self.weight = tied
-        self.register_parameter("bias", share(bias, device) if isinstance(bias, torch.Tensor) else None)
+        self.register_parameter("bias", shared_parameter(bias, device) if isinstance(bias, torch.Tensor) else None)
 
     def _pass(self) -> Pass:
         bias = self._parameters["bias"]  # self.bias would go through nn.Module.__getattr__

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
-from symbiosis.executor.products import times, times_transposed
+from symbiosis.executor.fp32_products import times, times_transposed
 
 __all__ = ["BaseLayer", "Conv1DLayer", "LinearLayer", "ModuleLayer", "is_linear"]
 

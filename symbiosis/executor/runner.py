@@ -1,7 +1,12 @@
 """The runner: gathers the rows of a batch, runs base layers, scatters results. It alone computes with rows.
 
+The position in a sequence does not matter to a layer that works row by row, so batch and sequence are flattened and
+nothing is padded. However requests are cut and merged, each gets the results that it would get alone.
+
 Requests larger than a batch are served in slices. Their results are collected in a matrix of the full size until the
 last slice is done, so ``max_rows`` bounds the other memory of the executor whatever the sequence length.
+
+Legend: n, n_i rows; f features.
 """
 
 from __future__ import annotations
@@ -15,9 +20,8 @@ import torch
 from symbiosis.core.requests import Batch, Call, Key, Pass, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.executor.layers import BaseLayer
-from symbiosis.executor.rows import merge, split
 
-__all__ = ["DeviceClock", "Runner"]
+__all__ = ["DeviceClock", "Runner", "merge", "split"]
 
 
 class DeviceClock:
@@ -111,3 +115,19 @@ def _keep(call: Call, piece: Slice, results: Sequence[torch.Tensor]) -> None:
         call.results = tuple(result.new_empty(request.rows, result.shape[1]) for result in results)
     for whole, part in zip(call.results, results, strict=True):
         whole[start:stop] = part
+
+
+def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices [n_i, f] as one matrix [Σ n_i, f]. A single matrix is returned without a copy."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def split(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return a matrix [Σ n_i, f] as matrices [n_i, f]. A single matrix is returned without a copy.
+
+    Several parts are copies, not views, because they belong to different tenants. A tenant must not reach another
+    tenant's rows through the storage, keep them alive, or change the version counter that autograd checks.
+    """
+    if len(counts) == 1:
+        return [rows]
+    return torch.split_with_sizes_copy(rows, list(counts))  # type: ignore[func-returns-value, return-value]

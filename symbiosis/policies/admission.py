@@ -18,9 +18,8 @@ from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies.opportunistic import Opportunistic
-from symbiosis.policies.options import mapping, number
 
-__all__ = ["Admission", "mapping", "number", "tenant_of", "tokens"]
+__all__ = ["Admission", "tenant_of", "token_count"]
 
 
 @lru_cache(1 << 14)
@@ -29,7 +28,7 @@ def tenant_of(client: str) -> str:
     return client.partition("/")[0]
 
 
-def tokens(request: Request, layers: int) -> float:
+def token_count(request: Request, layers: int) -> float:
     """Return a request's part of its tokens' forward walks: one row through all ``layers`` of the model counts 1."""
     return request.rows * len(request.key.layers) / layers
 

@@ -29,7 +29,7 @@ from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
-from symbiosis.policies.admission import Admission, tenant_of, tokens
+from symbiosis.policies.admission import Admission, tenant_of, token_count
 from symbiosis.policies.options import mapping, number
 
 __all__ = ["Fair"]
@@ -169,7 +169,7 @@ class Fair(Admission):
             _, request = first.held.popitem(last=False)
             if counter > self._reached:
                 self._reached = counter
-            first.counter = counter + self._kinds[request.kind] * tokens(request, layers) / first.weight
+            first.counter = counter + self._kinds[request.kind] * token_count(request, layers) / first.weight
             first.inside += request.rows
             self.admit(request)
         return math.inf

@@ -13,7 +13,7 @@ from statistics import median
 
 from symbiosis.core.requests import Key
 
-__all__ = ["LONGEST_S", "LatencyModel", "Line"]
+__all__ = ["LONGEST_S", "LatencyModel", "Fit"]
 
 _KEEP = 0.98
 """Factor of a measurement's weight after the next one."""
@@ -29,7 +29,7 @@ _MAX_KEYS = 20_000
 
 
 @dataclass(slots=True)
-class Line:
+class Fit:
     """Latency against rows, for one key."""
 
     count: int = 0
@@ -129,17 +129,17 @@ class LatencyModel:
     """A line for each key. Beyond 20,000 keys, the half with the fewest measurements is forgotten."""
 
     def __init__(self) -> None:
-        self._lines: dict[Key, Line] = {}
+        self._lines: dict[Key, Fit] = {}
 
     def __len__(self) -> int:
         return len(self._lines)
 
-    def __getitem__(self, key: Key) -> Line:
+    def __getitem__(self, key: Key) -> Fit:
         line = self._lines.get(key)
         if line is None:
             if len(self._lines) >= _MAX_KEYS:
                 known = sorted(self._lines, key=lambda key: self._lines[key].count)
                 for least in known[: _MAX_KEYS // 2]:
                     del self._lines[least]
-            line = self._lines[key] = Line()
+            line = self._lines[key] = Fit()
         return line

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
-from symbiosis.policies.admission import Admission, tenant_of, tokens
+from symbiosis.policies.admission import Admission, tenant_of, token_count
 from symbiosis.policies.options import mapping, number
 
 __all__ = ["RateLimit"]
@@ -109,7 +109,7 @@ class RateLimit(Admission):
             held = bucket.held
             while held and bucket.level > 0:
                 _, request = held.popitem(last=False)
-                bucket.level -= tokens(request, view.layers)
+                bucket.level -= token_count(request, view.layers)
                 self.admit(request)
             if held:
                 bucket.due = True

@@ -14,7 +14,7 @@ from collections import OrderedDict
 
 from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
-from symbiosis.policies.latency import Line
+from symbiosis.policies.latency import Fit
 from symbiosis.policies.margins import Margins
 from symbiosis.policies.slack import Slack, Token
 
@@ -33,7 +33,7 @@ class Usual:
         self._clients: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self.token = 0.0
         """Seconds for a token of any client. A client that begins a text runs beside the clients that decode now."""
-        self.prefill = Line()
+        self.prefill = Fit()
         """Seconds for a prefill, by its rows."""
 
     def of(self, client: str) -> tuple[float, float]:

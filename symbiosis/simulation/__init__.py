@@ -5,6 +5,6 @@ It shows what clients would see of a policy, without a model. It may import ``co
 """
 
 from symbiosis.simulation.clients import Done, finetune, generate
-from symbiosis.simulation.engine import Cost, Simulation
+from symbiosis.simulation.simulation import Cost, Simulation
 
 __all__ = ["Cost", "Done", "Simulation", "finetune", "generate"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.simulation.engine import Ask, Client, Think, Walk
+from symbiosis.simulation.simulation import Ask, InPass, SimulatedClient, Think
 
 __all__ = ["Done", "Thinking", "backward", "finetune", "forward", "generate"]
 
@@ -71,7 +71,7 @@ def generate(
     done: Done,
     arrives: float = 0.0,
     last: Container[Key] = (),
-) -> Client:
+) -> SimulatedClient:
     """Return a client that reads a prompt and then generates tokens one by one.
 
     Args:
@@ -85,13 +85,13 @@ def generate(
     keys = forward(layers) if isinstance(layers, int) else layers
     thinking = _spread(think, keys)
     done.began = arrives
-    yield Walk(True)
+    yield InPass(True)
     for token in range(tokens):
         now = arrives
         for action in _walk(keys, 1 if token else prompt, Kind.DECODE if token else Kind.PREFILL, thinking, last):
             now = yield action
         done.tokens.append(now)
-    yield Walk(False)
+    yield InPass(False)
 
 
 def finetune(
@@ -101,7 +101,7 @@ def finetune(
     done: Done,
     steps: int | None = None,
     back: Sequence[Key] | None = None,
-) -> Client:
+) -> SimulatedClient:
     """Return a client that trains step after step, forward and backward.
 
     Args:
@@ -115,10 +115,10 @@ def finetune(
     thinking = _spread(think, walk)
     while steps is None or len(done.steps) < steps:
         now = 0.0
-        yield Walk(True)
+        yield InPass(True)
         for action in _walk(walk, rows, Kind.FINETUNE, thinking):
             now = yield action
             if isinstance(action, Ask):
                 done.tuned += rows / len(walk)
-        yield Walk(False)
+        yield InPass(False)
         done.steps.append(now)

@@ -10,8 +10,8 @@ from symbiosis.core.requests import Batch
 from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.costs import Costs
-from symbiosis.simulation.engine import Client, Simulation, Until
 from symbiosis.simulation.outcome import SLO, Outcome, outcome
+from symbiosis.simulation.simulation import SimulatedClient, Simulation, Until
 from symbiosis.simulation.trace import Arrival
 
 __all__ = ["Load", "replay", "told"]
@@ -91,7 +91,7 @@ def replay(
         for _ in range(executors)
     ]
 
-    def asks(arrivals: Iterator[Arrival]) -> Client:
+    def asks(arrivals: Iterator[Arrival]) -> SimulatedClient:
         """Send one request for text after another."""
         nonlocal left
         for arrival in arrivals:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from symbiosis.client.parameters import SharedParameter, placeholder, share
+from symbiosis.client.parameters import SharedParameter, placeholder, shared_parameter
 from symbiosis.errors import PlaceholderError
 
 ORIGINAL = torch.arange(6.0).reshape(2, 3)
@@ -19,7 +19,7 @@ ORIGINAL = torch.arange(6.0).reshape(2, 3)
 def make(kind: str) -> tuple[torch.Tensor, SharedParameter]:
     original = ORIGINAL.clone()
     if kind == "shared":
-        return original, share(original)
+        return original, shared_parameter(original)
     return original, placeholder(original.shape, original.dtype, original.device, original.clone)
 
 
@@ -64,7 +64,7 @@ def test_becomes_its_own(kind: str, how: Callable[[nn.Parameter], None]) -> None
 def test_shared_memory_and_version_counters() -> None:
     """What one tenant does to its own copy must not look like an in-place change to another's autograd."""
     original = ORIGINAL.clone()
-    one, two = share(original), share(original)
+    one, two = shared_parameter(original), shared_parameter(original)
     assert one.data_ptr() == two.data_ptr() == original.data_ptr()
     x = torch.ones(2, 3, requires_grad=True)
     y = (x * two).sum()
@@ -173,7 +173,7 @@ def test_a_state_dict_comes_back_as_it_was(how: str) -> None:
     module = nn.Module()
     original, shared = make("shared")
     _, hole = make("placeholder")
-    trained = share(torch.ones(3))
+    trained = shared_parameter(torch.ones(3))
     trained.requires_grad_(True)
     for name, parameter in (("shared", shared), ("hole", hole), ("trained", trained)):
         module.register_parameter(name, parameter)

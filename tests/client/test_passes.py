@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.client.passes import Passes
+from symbiosis.client.open_model import Passes
 from tests.helpers import IDS, in_thread
 
 

@@ -14,8 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.core.requests import Batch, Call, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.executor.layers import base_layer
-from symbiosis.executor.rows import merge, split
-from symbiosis.executor.runner import Runner
+from symbiosis.executor.runner import Runner, merge, split
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=6)

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.core.requests import Key, Pass
-from symbiosis.policies.latency import LatencyModel, Line
+from symbiosis.policies.latency import Fit, LatencyModel
 
 KEY = Key((0,), Pass.FORWARD)
 
 
-def learned(start: float, slope: float, sizes: list[int], noise: float = 0.0) -> Line:
+def learned(start: float, slope: float, sizes: list[int], noise: float = 0.0) -> Fit:
     rng = random.Random(0)
-    line = Line()
+    line = Fit()
     for rows in sizes:
         line.learn(rows, (start + slope * rows) * (1 + noise * rng.uniform(-1, 1)))
     return line
@@ -40,7 +40,7 @@ def test_one_size_only_makes_larger_batches_look_dear() -> None:
     line = learned(1e-3, 1e-7, [4] * 20)
     assert line.predict(4) == pytest.approx(1e-3, rel=0.01)
     assert line.predict(40) == pytest.approx(10e-3, rel=0.01)
-    assert Line().predict(7) == 0.0
+    assert Fit().predict(7) == 0.0
 
 
 garbage = st.one_of(
@@ -54,7 +54,7 @@ garbage = st.one_of(
 
 @given(st.lists(st.tuples(st.integers(-5, 10_000), garbage), max_size=60), st.integers(1, 8192), st.floats(0, 10))
 def test_garbage_never_makes_nonsense(measured: list[tuple[int, float]], rows: int, budget: float) -> None:
-    line = Line()
+    line = Fit()
     for size, seconds in measured:
         line.learn(size, seconds)
     start, slope = line.coefficients
@@ -79,7 +79,7 @@ def test_outliers_pass_and_changes_are_followed() -> None:
 @pytest.mark.parametrize("sizes", [[1, 16, 256], [8]])
 def test_an_outlier_among_the_first_is_forgotten(when: int, factor: float, sizes: list[int]) -> None:
     """A slow first batch, as on a GPU or a busy machine, does not count after eight batches."""
-    line = Line()
+    line = Fit()
     for count, rows in zip(range(8), itertools.cycle(sizes), strict=False):
         line.learn(rows, (1e-3 + 1e-5 * rows) * (factor if count == when else 1.0))
     for rows in sizes:

@@ -20,7 +20,7 @@ from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError
 
-__all__ = ["Ask", "Client", "Cost", "Simulation", "Think", "Until", "Walk"]
+__all__ = ["Ask", "SimulatedClient", "Cost", "Simulation", "Think", "Until", "InPass"]
 
 
 class Think(NamedTuple):
@@ -35,7 +35,7 @@ class Until(NamedTuple):
     time: float
 
 
-class Walk(NamedTuple):
+class InPass(NamedTuple):
     """Begin or end a walk through the model."""
 
     begins: bool
@@ -49,7 +49,7 @@ class Ask(NamedTuple):
     kind: Kind
 
 
-Client = Generator[Think | Until | Walk | Ask, float, None]
+SimulatedClient = Generator[Think | Until | InPass | Ask, float, None]
 """Generator that yields actions and is sent the time, in seconds, at which each one ended."""
 
 
@@ -110,7 +110,7 @@ class Simulation:
         self._local = local
         self._free = 0.0
         """Time at which local clients have finished their computations."""
-        self._clients: dict[str, Client] = {}
+        self._clients: dict[str, SimulatedClient] = {}
         self._waiting: dict[int, str] = {}
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -119,7 +119,7 @@ class Simulation:
         self._wake = math.inf
         """Time at which the scheduler is asked again."""
 
-    def add(self, name: str, client: Client, at: float = 0.0) -> None:
+    def add(self, name: str, client: SimulatedClient, at: float = 0.0) -> None:
         """Add a client that joins at time ``at`` (seconds) and leaves when its generator ends."""
 
         def join() -> None:
@@ -154,7 +154,7 @@ class Simulation:
         client = self._clients[name]
         try:
             action = next(client) if start else client.send(self.now)
-            while isinstance(action, Walk):
+            while isinstance(action, InPass):
                 if action.begins:
                     self._scheduler.pass_began(name, self.now)
                 else:

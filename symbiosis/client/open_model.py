@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from symbiosis.client.connect import new_name, tokenizer_of
-from symbiosis.client.hollow import skeleton_for
-from symbiosis.client.passes import Passes
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import rehearse
+from symbiosis.client.skeleton import skeleton_for
+from symbiosis.client.virtlayer import in_training_step, rehearse
 from symbiosis.core.privacy import Preparing, Privacy
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError
+from symbiosis.training.step import run_now, training_step
 
-__all__ = ["OpenedModel", "open_model"]
+__all__ = ["OpenedModel", "Passes", "backward_in_windows", "open_model"]
 
 
 class OpenedModel:
@@ -105,3 +107,83 @@ def open_model(
     finally:
         requester.close()
         channel.close()
+
+
+def backward_in_windows(model: Any, batch: Mapping[str, Any], window: int, *, prune: bool = True) -> float:
+    """Run a batch forward and backward in windows, for synchronous code, and return its loss.
+
+    This adds to the gradients what ``model(**batch).loss.backward()`` would add. Coroutines use
+    :meth:`symbiosis.Client.train_step`.
+
+    Args:
+        model: from :func:`symbiosis.open_model`, with a PEFT adapter or trainable parts of its own.
+        batch: arguments of the model, with ``labels``, on the model's device.
+        window: number of tokens in a window.
+        prune: keep fewer activations for backward; see :meth:`symbiosis.Client.train_step`.
+
+    Raises:
+        UsageError: the model, its PEFT method or the batch cannot be run in windows.
+    """
+    step = training_step(model, batch, window, prune)
+    with in_training_step(model):
+        return run_now(step)
+
+
+class Passes:
+    """Tells the executor when a client is in a pass, so that batches wait for it then and only then.
+
+    Several threads may walk the model at once, forward and backward. The client is in a pass from the time at which the
+    first of them begins until the last has ended.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._lock = threading.RLock()
+        self._open = 0
+        self._backwards: set[int] = set()
+        """Backward passes in progress, by the number that the autograd engine gives them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+        return self  # a copy of the model uses the same connection
+
+    def begin(self, *_: Any) -> None:
+        """Note that a pass begins. Serves as a forward pre-hook."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._channel.begin_pass()
+
+    def end(self, *_: Any) -> None:
+        """Note that a pass has ended. Serves as a forward hook."""
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self._channel.end_pass()
+
+    def backward_begins(self) -> None:
+        """Note that a request follows that may be the first of a backward pass."""
+        number = torch._C._current_graph_task_id()
+        if number == -1 or number in self._backwards:
+            return
+        with self._lock:
+            if number in self._backwards:
+                return
+            self._backwards.add(number)
+        self.begin()
+        # The engine calls the callback when the backward pass is complete, and drops it also if the pass has failed.
+        callback = _Callback()
+        callback.ended = weakref.finalize(callback, self._backward_ended, number)
+        callback.ended.atexit = False
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _backward_ended(self, number: int) -> None:
+        with self._lock:
+            self._backwards.remove(number)
+        self.end()
+
+
+class _Callback:
+    ended: Any
+
+    def __call__(self) -> None:
+        self.ended()
