@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import Key, LayerSpec, Pass, expected
 from symbiosis.errors import RequestError, SplitError
-from symbiosis.executor import products
+from symbiosis.executor import fp32_products
 from symbiosis.executor.layers import base_layer, is_linear
 
 
@@ -137,7 +137,7 @@ def test_probing_draws_no_random_numbers_and_keeps_the_mode() -> None:
 @pytest.mark.parametrize("kind", ["linear", "linear-no-bias", "conv1d"])
 def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in fp32 times the weight as it is served, whatever its type, in blocks of any size."""
-    monkeypatch.setattr(products, "_BLOCK", block)
+    monkeypatch.setattr(fp32_products, "_BLOCK", block)
     module: Any = MODULES[kind]().to(dtype).requires_grad_(False)
     layer = base_layer(0, "name", module)
     weight = module.weight.double() if kind != "conv1d" else module.weight.double().t()
