@@ -84,7 +84,7 @@ def finetune(
     options = options_of(key=key, insecure=insecure, retry=retry)
     with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
         torch.manual_seed(seed)
-        batches = corpus.batches(base.tokenizer(), steps=steps, size=batch, length=sequence, seed=seed)
+        batches = corpus.batches(base.symbiosis.tokenizer(), steps=steps, size=batch, length=sequence, seed=seed)
         try:
             model: Any = get_peft_model(base, config)
         except ValueError as error:  # the model has no such layers
@@ -189,7 +189,7 @@ def generate(
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
-        tokenizer = base.tokenizer()
+        tokenizer = base.symbiosis.tokenizer()
         model: Any = base if adapter is None else _with_adapter(base, adapter)
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].shape[1] == 0:

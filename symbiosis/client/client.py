@@ -22,7 +22,7 @@ from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
-from symbiosis.client.waiting import ClientThread, waiter_on_loop
+from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.privacy import Preparing
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
@@ -94,7 +94,7 @@ class Client:
             raise UsageError(f"client {self.name!r} was opened before; make a new one")
         self._channel = channel = await self._connect(self.name)
         try:
-            self._requester.open(channel, waiter_on_loop(self._thread))
+            self._requester.open(channel, LoopWaiter(self._thread))
             device = self._device or channel.device
             self._stream = RandomStream(device)
             if self._seed is not None:

@@ -4,6 +4,8 @@
 * On another thread of a client that lives on an event loop: the thread blocks (:class:`ThreadWaiter`). Backward passes
   run on a thread of the client's own (:class:`ClientThread`), because autograd cannot be suspended.
 * In a client without an event loop: the thread blocks (:class:`BlockingWaiter`).
+
+A client on an event loop has both of the former (:class:`LoopWaiter`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError
 from symbiosis.modes import modes_aside
 
-__all__ = ["BlockingWaiter", "ClientThread", "FiberWaiter", "ThreadWaiter", "Waiter", "waiter_on_loop"]
+__all__ = ["BlockingWaiter", "ClientThread", "FiberWaiter", "LoopWaiter", "ThreadWaiter", "Waiter"]
 
 T = TypeVar("T")
 Results = tuple[torch.Tensor, ...]
@@ -99,8 +101,8 @@ class ThreadWaiter:
             stream.enter()
 
 
-class _OnLoop:
-    """Chooses between waiting in a fiber and waiting on a thread."""
+class LoopWaiter:
+    """Waits in clients that live on the running event loop: in the running fiber, or on a thread."""
 
     def __init__(self, thread: ClientThread) -> None:
         self._in_fiber = FiberWaiter()
@@ -111,11 +113,6 @@ class _OnLoop:
         if isinstance(fiber, Fiber):
             return self._in_fiber.wait(fiber, channel, call, name)
         return self._on_thread.wait(channel, call, name)
-
-
-def waiter_on_loop(thread: ClientThread) -> Waiter:
-    """Return a waiter for a client on the running event loop; ``thread`` is the client's own."""
-    return _OnLoop(thread)
 
 
 class _Running(threading.local):
