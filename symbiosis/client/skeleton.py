@@ -133,7 +133,7 @@ def make_skeleton(
                     memo[id(parameter)] = shared[id(parameter)] = shared_parameter(parameter, device)
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
-        memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))  # type: ignore[arg-type]
+        memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))
     skeleton: nn.Module = copy.deepcopy(model, memo)
     for spec, _ in layers:
         if not spec.linear:

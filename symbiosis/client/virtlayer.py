@@ -202,16 +202,37 @@ class _VirtLinear(VirtLayer):
 
     weight: SharedParameter
     bias: SharedParameter | None
+    _names_of_sizes: tuple[str, str]
+    """Attributes with the numbers of features, input and output, in the class that this stands for."""
 
-    def _fill(self, module: nn.Module, device: torch.device, tied: SharedParameter | None) -> None:
-        """Make the parameters. ``tied`` is the parameter that the weight is tied to (lm_head's embedding), or None."""
+    def __init__(
+        self,
+        module: nn.Module,
+        spec: LayerSpec,
+        requester: Requester,
+        device: torch.device,
+        tied: SharedParameter | None = None,
+    ) -> None:
+        """Stand for ``module``. ``tied`` is the parameter that its weight is tied to (lm_head's embedding), or None."""
+        nn.Module.__init__(self)
+        self.training = module.training
+        for name, size in zip(self._names_of_sizes, (spec.in_features, spec.out_features), strict=True):
+            setattr(self, name, size)
+        self._attach(spec, requester)
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
         if tied is None:
-            tied = placeholder(weight.shape, self.spec.dtype, device, fetch_of(weight))
+            tied = placeholder(weight.shape, spec.dtype, device, fetch_of(weight))
             introduce(tied, self)
         self.weight = tied
         self.register_parameter("bias", shared_parameter(bias, device) if isinstance(bias, torch.Tensor) else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._own_weight() is not None:
+            return super().forward(x)  # type: ignore[no-any-return]
+        pass_ = self._pass()
+        y = self._call(x, pass_)
+        return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
 
     def _pass(self) -> Pass:
         bias = self._parameters["bias"]  # self.bias would go through nn.Module.__getattr__
@@ -249,52 +270,13 @@ class _VirtLinear(VirtLayer):
 class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
     """Stands for an ``nn.Linear``: [..., i] → [..., o]."""
 
-    def __init__(
-        self,
-        module: nn.Linear,
-        spec: LayerSpec,
-        requester: Requester,
-        device: torch.device,
-        tied: SharedParameter | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.training = module.training
-        self.in_features, self.out_features = spec.in_features, spec.out_features
-        self._attach(spec, requester)
-        self._fill(module, device, tied)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self._own_weight()
-        if weight is not None:
-            return nn.functional.linear(x, weight, self.bias)
-        pass_ = self._pass()
-        y = self._call(x, pass_)
-        return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
+    _names_of_sizes = ("in_features", "out_features")
 
 
 class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
     """Stands for a transformers ``Conv1D``: [..., i] → [..., o]."""
 
-    def __init__(
-        self,
-        module: Conv1D,
-        spec: LayerSpec,
-        requester: Requester,
-        device: torch.device,
-        tied: SharedParameter | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        self.training = module.training
-        self.nx, self.nf = spec.in_features, spec.out_features
-        self._attach(spec, requester)
-        self._fill(module, device, tied)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._own_weight() is not None:
-            return Conv1D.forward(self, x)  # type: ignore[no-any-return]
-        pass_ = self._pass()
-        y = self._call(x, pass_)
-        return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
+    _names_of_sizes = ("nx", "nf")
 
 
 def _is_missing(parameter: nn.Parameter | None) -> bool:
