@@ -17,8 +17,7 @@ from types import TracebackType
 
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.stream import MessageBuffer, frame
-from symbiosis.transports.wire import Type
+from symbiosis.transports.wire import MessageBuffer, Type, frame
 
 __all__ = ["Faults", "FaultyProxy"]
 

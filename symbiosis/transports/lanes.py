@@ -25,12 +25,14 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from symbiosis.errors import BrokenError, SymbiosisError
+from symbiosis.transports import wire
+from symbiosis.transports.wire import Type
 
 __all__ = ["BACKENDS", "EXECUTOR", "TENANT", "Lanes"]
 
@@ -122,7 +124,7 @@ class Lanes:
         rank: ``EXECUTOR`` or ``TENANT``.
         device: device of the tensors.
         local: IP address of this side, for gloo.
-        publish: sends lane, key and value of a rendezvous to the other side.
+        send: sends a RENDEZVOUS to the other side.
         lost: called once, with the reason, when a lane has broken.
     """
 
@@ -132,14 +134,18 @@ class Lanes:
         rank: int,
         device: torch.device,
         local: str,
-        publish: Callable[[int, str, bytes], None],
+        send: Callable[[bytes], None],
         lost: Callable[[SymbiosisError], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._lanes: list[_Lane] = []
         for number in (UP, DOWN):
-            store = _Store(partial(self._from_thread, publish, number))
+
+            def publish(key: str, value: bytes, number: int = number) -> None:
+                self._from_thread(send, wire.pack(Type.RENDEZVOUS, number, key, value))
+
+            store = _Store(publish)
             make = partial(nccl, store, rank) if backend == "nccl" else partial(gloo, store, rank, local)
             sends = (number == UP) == (rank == TENANT)
             self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self._from_thread, lost))
@@ -147,7 +153,7 @@ class Lanes:
 
     def met(self, lane: int, key: str, value: bytes) -> None:
         """Take a value of a lane's rendezvous from the other side."""
-        self._lanes[lane].met(key, value)
+        self._lanes[lane].store.met(key, value)
 
     def send(self, tensors: Sequence[torch.Tensor], sent: Callable[[], None] | None = None) -> None:
         """Send contiguous matrices, one after another; ``sent`` is called when they are on their way."""
@@ -174,13 +180,6 @@ class Lanes:
             self._loop.call_soon_threadsafe(unless_closed)
 
 
-class _Job(NamedTuple):
-    tensors: Sequence[torch.Tensor]
-    done: Callable[[], None] | None
-    ready: torch.cuda.Event | None
-    """Recorded when the tensors may be read, or written to; None on the CPU."""
-
-
 class _Lane:
     """One process group and the thread that uses it."""
 
@@ -194,77 +193,70 @@ class _Lane:
         on_loop: Callable[..., None],
         lost: Callable[[SymbiosisError], None],
     ) -> None:
-        self._store = store
+        self.store = store
         self._device = device
         self._other = other
         self._sends = sends
         self._on_loop = on_loop
         self._lost = lost
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Callable[[], None] | None, Any] | None]
+        self._jobs = queue.SimpleQueue()
+        """Tensors, what to call when they have been sent or received, and an event: they may be read or written to."""
         self._closed = False
         self._group: Any = None
         self._thread = threading.Thread(target=self._run, args=(make,), name="symbiosis-dist", daemon=True)
         _lanes.add(self)
         self._thread.start()
 
-    def met(self, key: str, value: bytes) -> None:
-        """Take a value of the rendezvous from the other side."""
-        self._store.met(key, value)
-
     def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
         """Send or receive tensors, after everything asked for before."""
-        self._jobs.put(_Job(tensors, done, _event(self._device)))
+        self._jobs.put((tensors, done, _event(self._device)))
 
     def close(self) -> None:
         """Have the thread end."""
         self._closed = True
-        self._store.close()
+        self.store.close()
         if self._group is not None:
             self._group.abort()  # ends operations of NCCL; gloo's end with the connection, or after WITHIN_S
         self._jobs.put(None)
 
-    def end(self, within_s: float) -> None:
-        """Close the lane and wait for its thread."""
-        self.close()
+    def join(self, within_s: float) -> None:
+        """Wait for the thread."""
         self._thread.join(within_s)
 
     def _run(self, make: Callable[[], Any]) -> None:
+        stream: Any = contextlib.nullcontext()
+        if self._device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
         try:
-            if self._device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-                    self._work(make)
-            else:
-                self._work(make)
-        finally:
-            _lanes.discard(self)  # the group is gone, with its own threads
-
-    def _work(self, make: Callable[[], Any]) -> None:
-        try:
-            group = self._group = make()
-            while not self._closed and self._one(group):  # in a frame of its own, which keeps no tensor afterwards
-                pass
+            with stream:
+                self._group = make()
+                while not self._closed and self._one():  # in a frame of its own, which keeps no tensor afterwards
+                    pass
         except Exception as error:  # noqa: BLE001 (any error of torch.distributed is the end of this lane)
             if not self._closed:
                 first_line = str(error).strip().partition("\n")[0][:300]  # a stack follows
                 self._on_loop(self._lost, BrokenError(f"torch.distributed: {first_line}"))
         finally:
             self._group = None
+            _lanes.discard(self)  # the group is gone, with its own threads
 
-    def _one(self, group: Any) -> bool:
-        job = self._jobs.get()
+    def _one(self) -> bool:
+        job, group = self._jobs.get(), self._group
         if job is None:
             return False
-        if job.ready is not None:
-            job.ready.wait()
-        for tensor in job.tensors:
+        tensors, done, ready = job
+        if ready is not None:
+            ready.wait()
+        for tensor in tensors:
             work = group.send([tensor], self._other, 0) if self._sends else group.recv([tensor], self._other, 0)
             if self._device.type == "cpu":
                 work.wait(timedelta(seconds=WITHIN_S))
             else:
                 work.wait()  # has this thread's stream wait; with a limit, NCCL would block this thread
                 tensor.record_stream(torch.cuda.current_stream(self._device))
-        if job.done is not None:
-            self._on_loop(_after, _event(self._device), job.done)
+        if done is not None:
+            self._on_loop(_after, _event(self._device), done)
         return True
 
 
@@ -279,7 +271,7 @@ def _end_all() -> None:
     for lane in list(_lanes):
         lane.close()
     for lane in list(_lanes):
-        lane.end(max(end - time.monotonic(), 0.0))
+        lane.join(max(end - time.monotonic(), 0.0))
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:

@@ -1,4 +1,8 @@
-"""The client's end of ``shm://`` connections, on an event loop and for threads that block."""
+"""The client's end of ``shm://``: carriers of tensors, and connections on an event loop and for threads that block.
+
+The client decides what lies where. In host memory all of the arena is there from the start. If both sides have the same
+GPU, tensors lie in a segment of its memory, which the carrier asks for (SEGMENT) when a call needs it.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,33 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 
 from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
 from symbiosis.transports import device, wire
-from symbiosis.transports.arena import Arena
-from symbiosis.transports.arena_carrier import ArenaCarrier, SegmentCarrier
-from symbiosis.transports.carrier import Arrived, Lost, Message, Received
-from symbiosis.transports.conversation import PING_AFTER_S
-from symbiosis.transports.stream import MessageBuffer, frame
-from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import Hello, Type
+from symbiosis.transports.arena import Arena, Memory, Places
+from symbiosis.transports.connection import (
+    Arrived,
+    AsyncConnection,
+    BlockingConnection,
+    Carrier,
+    Lost,
+    Message,
+    Received,
+)
+from symbiosis.transports.conversation import PING_AFTER_S, Pending, Results
+from symbiosis.transports.device import Segment
+from symbiosis.transports.share import Welcome, tensors_in
+from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
 
-__all__ = ["BlockingShmConnector", "ShmConnector", "look", "socket_path"]
+__all__ = ["join", "join_blocking", "look", "socket_path"]
 
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
@@ -52,6 +63,96 @@ def socket_path(address: str) -> Path:
             f"{address!r}: a Unix socket's path has at most {MAX_PATH} bytes; this one has {len(os.fsencode(path))}"
         )
     return Path(path)
+
+
+# Tensors
+
+
+class ArenaCarrier(Carrier):
+    """Tensors in host memory."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.most_bytes = arena.end
+        self._memory: Memory = arena
+        self._places = Places(0, arena.end)
+
+    def put(self, pending: Pending) -> list[bytes] | None:
+        place = self._places.take(pending.size)
+        if place is None:
+            return None
+        call, rows = pending.call, pending.rows
+        widths, dtype, _ = pending.expected
+        pending.place = place
+        for matrix, tensor in zip(self._memory.matrices(place, rows, widths, dtype), call.tensors, strict=True):
+            matrix.copy_(tensor)
+        answer = place + pending.call_bytes
+        return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, rows, place, answer))]
+
+    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+        rows = pending.rows
+        _, dtype, results = pending.expected
+        place = pending.place + pending.call_bytes
+        return tuple([matrix.clone() for matrix in self._memory.matrices(place, rows, results, dtype)])
+
+    def free(self, pending: Pending) -> None:
+        self._places.give_back(pending.place, pending.size)
+
+
+class SegmentCarrier(ArenaCarrier):
+    """Tensors in the GPU's memory.
+
+    Args:
+        arena: the arena in host memory, whose places come first.
+        gpu: the executor's GPU, as this process numbers it.
+        limit: largest segment in bytes.
+        send: sends a message to the executor.
+    """
+
+    def __init__(self, arena: Arena, gpu: torch.device, limit: int, send: Callable[[Sequence[Any]], None]) -> None:
+        super().__init__(arena)
+        self.device = gpu
+        self.most_bytes = limit
+        self._arena = arena
+        self._places = Places(0, 0)
+        self._send = send
+        self._segment: Segment | None = None
+        self._asked = False
+        """Whether a segment was asked for and has not come."""
+        self._refused: UsageError | None = None
+        """Why the executor gave no segment for the next call."""
+
+    def put(self, pending: Pending) -> list[bytes] | None:
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        segment = self._segment
+        if segment is not None:
+            segment.wait(segment.answered)  # another stream may still read an earlier answer there
+            parts = super().put(pending)
+            if parts is not None:
+                segment.record(segment.called)
+                return parts
+        if not self._asked and self._places.unused:
+            self._segment, self._memory = None, self._arena  # the old segment is freed first
+            self._places = Places(0, 0)
+            self._asked = True
+            self._send([wire.pack(Type.SEGMENT, pending.size, True)])
+        return None
+
+    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+        assert self._segment is not None
+        self._segment.wait(self._segment.answered)
+        return super().take(pending, frames)
+
+    def control(self, type_: Type, content: Sequence[Any]) -> None:
+        if type_ is not Type.SEGMENT:
+            super().control(type_, content)
+        self._asked = False
+        if len(content) == 1:
+            self._refused = UsageError(f"the executor has no room for this client's tensors: {content[0]}")
+            return
+        self._memory = self._segment = segment = Segment.open(self.device, self._arena.end, self.most_bytes, content)
+        self._places = Places(segment.start, segment.end)
 
 
 # The handshake
@@ -112,12 +213,12 @@ class _Joined(NamedTuple):
     arena: Arena
     share: Share | None
 
-    def carrier(self, send: Callable[[Sequence[Any]], None]) -> ArenaCarrier | SegmentCarrier:
+    def carrier(self, send: Callable[[Sequence[Any]], None]) -> Carrier:
         """Return a carrier that uses the GPU's memory if both sides have the same GPU."""
         gpu = device.find(self.welcome.content.get("gpu"))
         if gpu is None:
             return ArenaCarrier(self.arena)
-        return SegmentCarrier(gpu, self.arena.size, self.welcome.limits.arena_bytes, send)
+        return SegmentCarrier(self.arena, gpu, self.welcome.limits.arena_bytes, send)
 
 
 def _join(address: str, hello: Hello, again: bool) -> _Joined:
@@ -130,7 +231,7 @@ def _join(address: str, hello: Hello, again: bool) -> _Joined:
         if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
             raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
         arena = Arena(descriptors[0], size)
-        share = None if again else welcome.share(lambda: _tensors(descriptors[1]))
+        share = None if again else welcome.share(partial(tensors_in, descriptors[1]))
         return _Joined(connected, welcome, arena, share)
     except BaseException:
         connected.close()
@@ -140,38 +241,25 @@ def _join(address: str, hello: Hello, again: bool) -> _Joined:
             os.close(descriptor)
 
 
-def _tensors(descriptor: int) -> Mapping[str, torch.Tensor]:
-    """Map the share privately: all clients have its pages in common until a process writes to them."""
-    with safe_open(f"/proc/self/fd/{descriptor}", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-
-
 # On an event loop
 
 
-class ShmConnector:
-    """Opens connections to one executor on an event loop."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    async def join(self, hello: Hello, again: bool) -> _ShmConnection:
-        loop = asyncio.get_running_loop()
-        joining = loop.run_in_executor(None, _join, self._address, hello, again)
-        try:
-            joined = await asyncio.shield(joining)
-        except asyncio.CancelledError:
-            joining.add_done_callback(_abandon)
-            raise
-        joined.socket.setblocking(False)
-        try:
-            _, connection = await loop.create_unix_connection(
-                lambda: _ShmConnection(self._address, joined), sock=joined.socket
-            )
-        except BaseException:
-            joined.socket.close()
-            raise
-        return connection
+async def join(address: str, hello: Hello, again: bool) -> AsyncConnection:
+    """Connect and join; see :data:`symbiosis.transports.connection.Join`."""
+    loop = asyncio.get_running_loop()
+    joining = loop.run_in_executor(None, _join, address, hello, again)
+    try:
+        joined = await asyncio.shield(joining)
+    except asyncio.CancelledError:
+        joining.add_done_callback(_abandon)
+        raise
+    joined.socket.setblocking(False)
+    try:
+        _, connection = await loop.create_unix_connection(lambda: _ShmConnection(address, joined), sock=joined.socket)
+    except BaseException:
+        joined.socket.close()
+        raise
+    return connection
 
 
 def _abandon(joining: asyncio.Future[_Joined]) -> None:
@@ -180,7 +268,7 @@ def _abandon(joining: asyncio.Future[_Joined]) -> None:
         joining.result().socket.close()
 
 
-class _ShmConnection(asyncio.Protocol):
+class _ShmConnection(AsyncConnection, asyncio.Protocol):
     """A connection on an event loop."""
 
     def __init__(self, address: str, joined: _Joined) -> None:
@@ -226,9 +314,6 @@ class _ShmConnection(asyncio.Protocol):
         if self._lost is not None:
             self._lost(ConnectionLostError(f"the executor at {self._address} is gone"))
 
-    def silent(self) -> bool:
-        return False  # the kernel tells when the executor is gone
-
     def close(self) -> None:
         self._received = self._lost = None
         self._transport.close()
@@ -237,17 +322,12 @@ class _ShmConnection(asyncio.Protocol):
 # For threads that block
 
 
-class BlockingShmConnector:
-    """Opens connections to one executor for threads that block."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def join(self, hello: Hello, again: bool) -> _BlockingShmConnection:
-        return _BlockingShmConnection(self._address, _join(self._address, hello, again))
+def join_blocking(address: str, hello: Hello, again: bool) -> BlockingConnection:
+    """Connect and join. Blocks."""
+    return _BlockingShmConnection(address, _join(address, hello, again))
 
 
-class _BlockingShmConnection:
+class _BlockingShmConnection(BlockingConnection):
     """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
 
     def __init__(self, address: str, joined: _Joined) -> None:
@@ -280,7 +360,7 @@ class _BlockingShmConnection:
                 raise ConnectionLostError(f"the executor at {self._address} is gone")
             message = self._messages.only(data) or self._messages.next()
         self._quick = time.perf_counter() - self._sent < SOON_S
-        return Message(*wire.unpack_answer(message), ())
+        return *wire.unpack_answer(message), ()
 
     def _poll(self) -> bytes | None:
         """Return what comes within SPIN_S, without sleeping."""
