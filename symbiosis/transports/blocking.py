@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from symbiosis.core.requests import Call
@@ -29,7 +29,6 @@ from symbiosis.log import get_logger
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import BlockingJoin, backoff
 from symbiosis.transports.conversation import CARRIED, Conversation, Pending, Results, State
-from symbiosis.transports.threads import LoopThread
 from symbiosis.transports.wire import BEGIN, Hello
 
 __all__ = ["BlockingChannel", "ThreadedChannel"]
@@ -62,6 +61,16 @@ class SynchronousChannel(ABC):
     def interrupt(self, error: BaseException) -> None:
         pass
 
+    def begin_pass(self) -> None:
+        self._walk(True)
+
+    def end_pass(self) -> None:
+        self._walk(False)
+
+    @abstractmethod
+    def _walk(self, in_pass: bool) -> None:
+        """Tell the executor whether the client is in a pass, if it does not know."""
+
     @abstractmethod
     def abandon(self, error: ClientClosedError) -> None:
         """In a forked child process: end here with ``error``, and leave the connection to the parent process."""
@@ -84,11 +93,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class BlockingChannel(SynchronousChannel):
-    """A channel of which any thread may make calls; they take turns. Joins the executor at ``address``.
-
-    Raises:
-        SymbiosisError: the errors of ``join``.
-    """
+    """A channel of which any thread may make calls; they take turns. Joins the executor at ``address``. Raises
+    SymbiosisError: the errors of ``join``."""
 
     def __init__(self, join: BlockingJoin, address: str, hello: Hello, retry_s: float) -> None:
         self.client = str(hello.name)
@@ -110,8 +116,6 @@ class BlockingChannel(SynchronousChannel):
         self._patience_s = retry_s
         """Seconds for which the next attempts to join again go on."""
         super().__init__()
-
-    # Calls
 
     def call(self, call: Call) -> Results:
         with self._lock:
@@ -169,12 +173,6 @@ class BlockingChannel(SynchronousChannel):
                 if parts is None and (parts := carrier.put(pending)) is not None:
                     connection.send(parts)
 
-    def begin_pass(self) -> None:
-        self._walk(True)
-
-    def end_pass(self) -> None:
-        self._walk(False)
-
     def _walk(self, in_pass: bool) -> None:
         with self._lock:
             conversation = self._conversation
@@ -189,8 +187,6 @@ class BlockingChannel(SynchronousChannel):
                 except BaseException:  # Ctrl-C: half the message may be sent
                     self._interrupted()
                     raise
-
-    # Connections
 
     def _lost(self, error: Exception) -> None:
         conversation = self._conversation
@@ -243,31 +239,45 @@ class BlockingChannel(SynchronousChannel):
 
 
 class ThreadedChannel(SynchronousChannel):
-    """A channel that uses a channel on the event loop of another thread. It ends the thread when it is closed."""
+    """A channel that uses a channel on an event loop in a thread of its own.
 
-    def __init__(self, thread: LoopThread, channel: AsyncChannel) -> None:
+    Args:
+        opening: opens the channel, on that event loop. The constructor raises its errors.
+    """
+
+    def __init__(self, opening: Coroutine[Any, Any, AsyncChannel]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="symbiosis-loop", daemon=True)
+        self._thread.start()
+        opened = asyncio.run_coroutine_threadsafe(opening, self._loop)
+        try:
+            self._channel = channel = opened.result()
+        except BaseException:
+            opened.cancel()
+            self._end_thread()
+            raise
         self.client = channel.client
         self.device = channel.device
         self.layers = channel.layers
         self.share = channel.share
         self.identity = channel.identity
         self.before_return = channel.before_return
-        self._thread = thread
-        self._channel = channel
         self._in_pass = False
         self._ended: ClientClosedError | None = None
         super().__init__()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
+
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def call(self, call: Call) -> Results:
         if self._ended is not None:
             raise self._ended
         return self._channel.call(call)
-
-    def begin_pass(self) -> None:
-        self._walk(True)
-
-    def end_pass(self) -> None:
-        self._walk(False)
 
     def _walk(self, in_pass: bool) -> None:
         if self._in_pass != in_pass:
@@ -276,14 +286,14 @@ class ThreadedChannel(SynchronousChannel):
 
     def _soon(self, what: Callable[..., None], *arguments: Any) -> None:
         if self._ended is None:
-            self._thread.loop.call_soon_threadsafe(what, *arguments)
+            self._loop.call_soon_threadsafe(what, *arguments)
 
     def close(self) -> None:
         """Leave. A call in progress on another thread ends."""
         if self._ended is None:
             self._soon(self._channel.close)
             self._ended = self._closed()
-            self._thread.close()
+            self._end_thread()
 
     def abandon(self, error: ClientClosedError) -> None:
         self._ended = error

@@ -61,8 +61,6 @@ class AsyncChannel:
             connection.close()
             raise
 
-    # Calls
-
     def send(self, call: Call) -> asyncio.Future[Results]:
         reply: asyncio.Future[Results] = self._loop.create_future()
         self._conversation.call(call, reply)
@@ -137,8 +135,6 @@ class AsyncChannel:
         message = self._conversation.walk(in_pass)
         if self._connection is not None:
             self._connection.send([message])
-
-    # Connections
 
     def _use(self, connection: AsyncConnection) -> None:
         self._connection = connection

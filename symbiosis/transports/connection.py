@@ -6,11 +6,12 @@ a function that joins the executor. The drivers (``channel.py``, ``blocking.py``
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from symbiosis.transports.conversation import Pending, Results
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import Hello, Type
 
-__all__ = ["AsyncConnection", "BlockingConnection", "Carrier", "backoff"]
+__all__ = ["AsyncConnection", "BlockingConnection", "Carrier", "backoff", "in_executor"]
 
 Message = tuple[Type, Sequence[Any], Sequence[Any]]
 """A message to a client: its type, its content, and the raw frames that came with it."""
@@ -53,20 +54,14 @@ class Carrier(ABC):
     @abstractmethod
     def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
         """Return a call's results, [rows, width] each; None if they arrive later, by the callback of :meth:`start`.
-
-        Raises:
-            WireError: the frames do not fit the layer table.
-        """
+        Raises WireError: the frames do not fit the layer table."""
 
     def free(self, pending: Pending) -> None:
         """Give back the memory of a call that was answered."""
 
     def control(self, type_: Type, content: Sequence[Any]) -> None:
-        """Take a message of a type in :data:`symbiosis.transports.conversation.CARRIED`.
-
-        Raises:
-            WireError: the message is malformed, or not for this carrier.
-        """
+        """Take a message of a type in :data:`symbiosis.transports.conversation.CARRIED`. Raises WireError: the message
+        is malformed, or not for this carrier."""
         raise WireError(f"the executor sent {type_.name}, which is not for this client")
 
     def start(self, arrived: Arrived) -> None:
@@ -93,6 +88,9 @@ class _Connection(ABC):
         """Close the connection. Has no effect the second time."""
 
 
+C = TypeVar("C", bound=_Connection)
+
+
 class AsyncConnection(_Connection):
     """A connection on an event loop. ``send`` does not wait, and has no effect if the connection has ended."""
 
@@ -113,11 +111,8 @@ class BlockingConnection(_Connection):
 
     @abstractmethod
     def receive(self) -> Message | None:
-        """Return the next message; None if none came for some time (at most 5 s).
-
-        Raises:
-            WireError: the message is malformed.
-        """
+        """Return the next message; None if none came for some time (at most 5 s). Raises WireError: the message is
+        malformed."""
 
     def interrupt(self) -> None:
         """Make :meth:`receive` on another thread return or raise soon, if it does not do so in any case."""
@@ -132,6 +127,22 @@ Join = Callable[[Hello, bool], Awaitable[AsyncConnection]]
 Raises ConnectionLostError if no executor answers, and RefusedError if the executor does not admit this client."""
 BlockingJoin = Callable[[Hello, bool], BlockingConnection]
 """The same, for threads that block."""
+
+
+async def in_executor(join: Callable[[], C]) -> C:
+    """Return the connection that ``join`` opens on another thread. If the caller is cancelled, it is closed later."""
+
+    def abandon(joining: asyncio.Future[C]) -> None:
+        if not joining.cancelled() and joining.exception() is None:
+            joining.result().close()
+
+    joining = asyncio.get_running_loop().run_in_executor(None, join)
+    try:
+        return await asyncio.shield(joining)
+    except asyncio.CancelledError:
+        joining.add_done_callback(abandon)
+        raise
+
 
 FIRST_S, LONGEST_S = 0.05, 2.0
 """Seconds of the first and of the longest delay between attempts. A local executor restarts in about a second."""

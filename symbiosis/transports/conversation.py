@@ -195,8 +195,6 @@ class Conversation:
         self._ids = itertools.count(1)
         self._heard = self._asked = 0.0
 
-    # Joining
-
     def joined(self, welcome: Welcome, most_bytes: int) -> None:
         """Note that a new connection has its WELCOME. Calls without an answer wait to be sent again.
 
@@ -238,8 +236,6 @@ class Conversation:
         """Return the identity of the executor, as of the last connection."""
         assert self._welcome is not None, "the conversation has not been joined"
         return self._welcome.identity
-
-    # Calling
 
     def call(self, call: Call, reply: asyncio.Future[Results] | None = None) -> Pending:
         """Let a call wait to be sent. ``reply`` is the driver's, for the answer.
@@ -315,18 +311,13 @@ class Conversation:
         self.in_pass = in_pass
         return wire.BEGIN if in_pass else wire.END
 
-    # Losing and ending
-
     def heard(self, now: float) -> None:
         """Note that a message came, or that the first call was sent. Times are in seconds."""
         self._heard = self._asked = now
 
     def look(self, now: float) -> bytes | None:
         """Return PING if it is time to ask a silent executor whether it is alive. Called while a call is outstanding.
-
-        Raises:
-            ConnectionLostError: no message came for :data:`SILENT_FOR_S` seconds.
-        """
+        Raises ConnectionLostError: no message came for :data:`SILENT_FOR_S` seconds."""
         if now - self._heard > SILENT_FOR_S:
             raise ConnectionLostError(f"the executor at {self.address} has not answered for {now - self._heard:.0f} s")
         if now - self._asked < PING_AFTER_S:

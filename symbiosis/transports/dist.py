@@ -11,6 +11,7 @@ executor is on another host.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -31,10 +32,9 @@ from symbiosis.transports.peer import Results
 from symbiosis.transports.share import Progress, ServedShare, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp import TcpTransport
-from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, TcpConnection, join
+from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, AsyncTcpConnection, join
 from symbiosis.transports.tcp_line import TcpCourier, TcpLine
 from symbiosis.transports.tcp_listener import TcpListener
-from symbiosis.transports.threads import LoopThread
 from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
 __all__ = ["DistTransport"]
@@ -82,7 +82,8 @@ class DistTransport(TcpTransport):
             )
         backend = self._backend or ("nccl" if service.device.type == "cuda" else "gloo")
         courier = partial(LaneCourier, backend)
-        listener = TcpListener(await resolve(address), service, self._limits, self._keys, courier, encrypted=False)
+        endpoint = await asyncio.to_thread(resolve, address)
+        listener = TcpListener(endpoint, service, self._limits, self._keys, courier, encrypted=False)
         listener.open(address)
         return listener
 
@@ -90,14 +91,8 @@ class DistTransport(TcpTransport):
         return await self._open(address, Hello(client, terms), self._progress)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        thread = LoopThread()  # lanes need an event loop
-        try:
-            with bar_unless(self._progress, address) as progress:
-                channel = thread.run(self._open(address, Hello(client, terms), progress))
-            return ThreadedChannel(thread, channel)
-        except BaseException:
-            thread.close()
-            raise
+        with bar_unless(self._progress, address) as progress:
+            return ThreadedChannel(self._open(address, Hello(client, terms), progress))
 
     async def _open(self, address: str, hello: Hello, progress: Progress | None) -> AsyncChannel:
         joins = partial(join, address, carrier=partial(LaneCarrier, []), **self._options(progress))
@@ -132,11 +127,8 @@ class LaneCourier(TcpCourier):
                 local = self.line.socket.local_ip()
             except OSError as error:
                 raise WireError("its connection has ended") from error
-            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self.line.send, self._broken)
+            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self.line.send, self.line.drop)
         return self._lanes
-
-    def _broken(self, error: SymbiosisError) -> None:
-        self.line.drop(str(error))
 
     def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
         if frames:
@@ -181,7 +173,7 @@ class LaneCarrier(Carrier):
 
     most_bytes = MAX_FRAME_BYTES
 
-    def __init__(self, failures: list[SymbiosisError], connection: TcpConnection) -> None:
+    def __init__(self, failures: list[SymbiosisError], connection: AsyncTcpConnection) -> None:
         if len(failures) > MAX_FAILURES:
             raise failures[-1]
         backend = connection.welcome.content.get("backend")
@@ -189,10 +181,8 @@ class LaneCarrier(Carrier):
         self._failures = failures
         self._connection = connection
         self._arrived: Arrived | None = None
-        self._lanes = Lanes(str(backend), TENANT, self.device, connection.local_ip(), self._send, self._broken)
-
-    def _send(self, message: bytes) -> None:
-        self._connection.send([message])
+        local = connection.local_ip()
+        self._lanes = Lanes(str(backend), TENANT, self.device, local, lambda m: connection.send([m]), self._broken)
 
     def _broken(self, error: SymbiosisError) -> None:
         self._failures.append(error)

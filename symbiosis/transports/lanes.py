@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -53,8 +54,7 @@ END_WITHIN_S = 5.0
 class _Store(dist.Store):  # type: ignore[misc, name-defined]
     """The rendezvous of one lane: what one side sets, the other side can get.
 
-    torch.distributed's own stores open a port for it; here the control connection carries each value. Called by the
-    thread that makes the process group, and :meth:`met` and :meth:`close` by the event loop.
+    torch.distributed's own stores open a port for it; here the control connection carries each value.
     """
 
     def __init__(self, publish: Callable[[str, bytes], None]) -> None:
@@ -92,8 +92,7 @@ class _Store(dist.Store):  # type: ignore[misc, name-defined]
                 raise TimeoutError(f"the other side did not come to the rendezvous within {WITHIN_S:.0f} s")
 
     def check(self, keys: Sequence[str]) -> bool:
-        with self._changed:
-            return all(key in self._values for key in keys)
+        return all(key in self._values for key in keys)
 
 
 def gloo(store: _Store, rank: int, local: str) -> Any:
@@ -116,40 +115,34 @@ def nccl(store: _Store, rank: int) -> Any:
     return dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
+@dataclass(eq=False)
 class Lanes:
-    """Both lanes of one client, on either side. Methods are called, and callbacks come, on the event loop.
+    """Both lanes of one client, on either side. Methods are called, and callbacks come, on the event loop."""
 
-    Args:
-        backend: "gloo" for tensors on the CPU, "nccl" for tensors on CUDA.
-        rank: ``EXECUTOR`` or ``TENANT``.
-        device: device of the tensors.
-        local: IP address of this side, for gloo.
-        send: sends a RENDEZVOUS to the other side.
-        lost: called once, with the reason, when a lane has broken.
-    """
+    backend: str
+    """ "gloo" for tensors on the CPU, "nccl" for tensors on CUDA."""
+    rank: int
+    """``EXECUTOR`` or ``TENANT``."""
+    device: torch.device
+    local: str
+    """IP address of this side, for gloo."""
+    rendezvous: Callable[[bytes], None]
+    """Sends a RENDEZVOUS to the other side."""
+    lost: Callable[[SymbiosisError], None]
+    """Called once, with the reason, when a lane has broken."""
 
-    def __init__(
-        self,
-        backend: str,
-        rank: int,
-        device: torch.device,
-        local: str,
-        send: Callable[[bytes], None],
-        lost: Callable[[SymbiosisError], None],
-    ) -> None:
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._lanes: list[_Lane] = []
         for number in (UP, DOWN):
+            store = _Store(partial(self.from_thread, self._publish, number))
+            sends = (number == UP) == (self.rank == TENANT)
+            self._lanes.append(_Lane(self, store, sends))
+        self._out, self._in = self._lanes if self.rank == TENANT else reversed(self._lanes)
 
-            def publish(key: str, value: bytes, number: int = number) -> None:
-                self._from_thread(send, wire.pack(Type.RENDEZVOUS, number, key, value))
-
-            store = _Store(publish)
-            make = partial(nccl, store, rank) if backend == "nccl" else partial(gloo, store, rank, local)
-            sends = (number == UP) == (rank == TENANT)
-            self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self._from_thread, lost))
-        self._out, self._in = self._lanes if rank == TENANT else reversed(self._lanes)
+    def _publish(self, lane: int, key: str, value: bytes) -> None:
+        self.rendezvous(wire.pack(Type.RENDEZVOUS, lane, key, value))
 
     def met(self, lane: int, key: str, value: bytes) -> None:
         """Take a value of a lane's rendezvous from the other side."""
@@ -169,7 +162,7 @@ class Lanes:
         for lane in self._lanes:
             lane.close()
 
-    def _from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Have the event loop call ``callback``, unless the lanes are closed by then."""
 
         def unless_closed() -> None:
@@ -183,34 +176,22 @@ class Lanes:
 class _Lane:
     """One process group and the thread that uses it."""
 
-    def __init__(
-        self,
-        store: _Store,
-        make: Callable[[], Any],
-        device: torch.device,
-        other: int,
-        sends: bool,
-        on_loop: Callable[..., None],
-        lost: Callable[[SymbiosisError], None],
-    ) -> None:
+    def __init__(self, lanes: Lanes, store: _Store, sends: bool) -> None:
         self.store = store
-        self._device = device
-        self._other = other
+        self._lanes = lanes
         self._sends = sends
-        self._on_loop = on_loop
-        self._lost = lost
         self._jobs: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Callable[[], None] | None, Any] | None]
         self._jobs = queue.SimpleQueue()
         """Tensors, what to call when they have been sent or received, and an event: they may be read or written to."""
         self._closed = False
         self._group: Any = None
-        self._thread = threading.Thread(target=self._run, args=(make,), name="symbiosis-dist", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="symbiosis-dist", daemon=True)
         _lanes.add(self)
-        self._thread.start()
+        self.thread.start()
 
     def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
         """Send or receive tensors, after everything asked for before."""
-        self._jobs.put((tensors, done, _event(self._device)))
+        self._jobs.put((tensors, done, _event(self._lanes.device)))
 
     def close(self) -> None:
         """Have the thread end."""
@@ -220,43 +201,44 @@ class _Lane:
             self._group.abort()  # ends operations of NCCL; gloo's end with the connection, or after WITHIN_S
         self._jobs.put(None)
 
-    def join(self, within_s: float) -> None:
-        """Wait for the thread."""
-        self._thread.join(within_s)
-
-    def _run(self, make: Callable[[], Any]) -> None:
+    def _run(self) -> None:
+        lanes = self._lanes
         stream: Any = contextlib.nullcontext()
-        if self._device.type == "cuda":
-            stream = torch.cuda.stream(torch.cuda.Stream(self._device))  # type: ignore[no-untyped-call]
+        if lanes.device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.Stream(lanes.device))  # type: ignore[no-untyped-call]
         try:
             with stream:
-                self._group = make()
+                if lanes.backend == "nccl":
+                    self._group = nccl(self.store, lanes.rank)
+                else:
+                    self._group = gloo(self.store, lanes.rank, lanes.local)
                 while not self._closed and self._one():  # in a frame of its own, which keeps no tensor afterwards
                     pass
         except Exception as error:  # noqa: BLE001 (any error of torch.distributed is the end of this lane)
             if not self._closed:
                 first_line = str(error).strip().partition("\n")[0][:300]  # a stack follows
-                self._on_loop(self._lost, BrokenError(f"torch.distributed: {first_line}"))
+                lanes.from_thread(lanes.lost, BrokenError(f"torch.distributed: {first_line}"))
         finally:
             self._group = None
             _lanes.discard(self)  # the group is gone, with its own threads
 
     def _one(self) -> bool:
-        job, group = self._jobs.get(), self._group
+        job, group, device = self._jobs.get(), self._group, self._lanes.device
         if job is None:
             return False
         tensors, done, ready = job
         if ready is not None:
             ready.wait()
+        transfer, other = group.send if self._sends else group.recv, 1 - self._lanes.rank
         for tensor in tensors:
-            work = group.send([tensor], self._other, 0) if self._sends else group.recv([tensor], self._other, 0)
-            if self._device.type == "cpu":
+            work = transfer([tensor], other, 0)
+            if device.type == "cpu":
                 work.wait(timedelta(seconds=WITHIN_S))
             else:
                 work.wait()  # has this thread's stream wait; with a limit, NCCL would block this thread
-                tensor.record_stream(torch.cuda.current_stream(self._device))
+                tensor.record_stream(torch.cuda.current_stream(device))
         if done is not None:
-            self._on_loop(_after, _event(self._device), done)
+            self._lanes.from_thread(_after, _event(device), done)
         return True
 
 
@@ -271,7 +253,7 @@ def _end_all() -> None:
     for lane in list(_lanes):
         lane.close()
     for lane in list(_lanes):
-        lane.join(max(end - time.monotonic(), 0.0))
+        lane.thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:

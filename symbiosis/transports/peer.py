@@ -64,11 +64,8 @@ class Line(Protocol):
         """Stop feeding messages to the peer, or resume."""
 
     def admit(self, name: str) -> str:
-        """Return the name under which a client of this name joins.
-
-        Raises:
-            BusyError: the tenant has too many connections.
-        """
+        """Return the name under which a client of this name joins. Raises BusyError: the tenant has too many
+        connections."""
 
 
 class Courier(ABC):
@@ -76,11 +73,8 @@ class Courier(ABC):
 
     @abstractmethod
     def welcome(self, joined: bool) -> dict[str, Any]:
-        """Return what this transport adds to WELCOME. ``joined``: the client has joined; else it only looks.
-
-        Raises:
-            WireError: the client does not take what comes with the welcome.
-        """
+        """Return what this transport adds to WELCOME. ``joined``: the client has joined; else it only looks. Raises
+        WireError: the client does not take what comes with the welcome."""
 
     @abstractmethod
     def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
@@ -185,8 +179,6 @@ class Peer:
         }
         self._line.send(wire.pack(Type.WELCOME, welcome))
 
-    # Calls
-
     def _call(self, session: Session, message: CallMessage, frames: Sequence[Any]) -> None:
         if message.id in self._calls:
             raise WireError(f"call {message.id} is outstanding already")
@@ -279,8 +271,6 @@ class Peer:
     def busy(self) -> bool:
         """Whether a call is outstanding."""
         return bool(self._calls)
-
-    # The end
 
     def refuse(self, error: SymbiosisError) -> None:
         """Reject the client with a reason, in the log too."""

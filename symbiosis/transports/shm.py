@@ -34,7 +34,7 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.device import Segment
 from symbiosis.transports.peer import Courier, Peer, Results
 from symbiosis.transports.share import ServedShare
-from symbiosis.transports.shm_client import join, join_blocking, look, socket_path
+from symbiosis.transports.shm_client import BlockingShmConnection, join, look, socket_path
 from symbiosis.transports.wire import CallMessage, Hello, Limits, MessageBuffer, Type, frame
 
 __all__ = ["ShmTransport"]
@@ -70,7 +70,7 @@ class ShmTransport:
         return await AsyncChannel.open(partial(join, address), address, Hello(client, terms), self._retry_s)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        return BlockingChannel(partial(join_blocking, address), address, Hello(client, terms), self._retry_s)
+        return BlockingChannel(partial(BlockingShmConnection, address), address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
         return look(address)
@@ -90,12 +90,8 @@ class ShmListener:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Start to accept clients.
-
-        Raises:
-            UsageError: another process listens there, a file is in the way, or the folder does not exist.
-            ShareError: the model cannot be served to other processes.
-        """
+        """Start to accept clients. Raises UsageError: another process listens there, a file is in the way, or the
+        folder does not exist; ShareError: the model cannot be served to other processes."""
         self.service.share()
         _make_way(self._path, self.address)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -155,8 +151,6 @@ class ShmLine(asyncio.Protocol):
         self._peer: Peer
         self._deadline: asyncio.TimerHandle | None = None
 
-    # Called by asyncio
-
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self.listener.connected.add(self)
@@ -201,8 +195,6 @@ class ShmLine(asyncio.Protocol):
         self.listener.connected.discard(self)
         self._peer.leave("it closed the connection" if error is None else str(error))
 
-    # Called by the peer
-
     def send(self, message: bytes) -> None:
         if not self._transport.is_closing():
             self._transport.write(frame(message))
@@ -228,14 +220,9 @@ class ShmLine(asyncio.Protocol):
             self._refuse_after(peer.LOOK_WITHIN_S, f"a status connection may stay {peer.LOOK_WITHIN_S:.0f} s")
         return name
 
-    # Called by the courier and the listener
-
     def send_descriptors(self, arena: int) -> None:
-        """Send the descriptors of the arena and of the share. Nothing was sent before, so the socket has room.
-
-        Raises:
-            WireError: the client does not take them.
-        """
+        """Send the descriptors of the arena and of the share. Nothing was sent before, so the socket has room. Raises
+        WireError: the client does not take them."""
         try:
             with self._socket() as connected:
                 socket.send_fds(connected, [_CARRIES_DESCRIPTORS], [arena, self.listener.share.descriptor()])

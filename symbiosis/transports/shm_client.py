@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
-from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
+from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Memory, Places
 from symbiosis.transports.connection import (
@@ -31,13 +31,14 @@ from symbiosis.transports.connection import (
     Lost,
     Message,
     Received,
+    in_executor,
 )
 from symbiosis.transports.conversation import PING_AFTER_S, Pending, Results
 from symbiosis.transports.device import Segment
 from symbiosis.transports.share import Welcome, tensors_in
 from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
 
-__all__ = ["join", "join_blocking", "look", "socket_path"]
+__all__ = ["BlockingShmConnection", "join", "look", "socket_path"]
 
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
@@ -50,11 +51,7 @@ executor is at a large matrix product and needs all cores."""
 
 
 def socket_path(address: str) -> Path:
-    """Return the path in ``shm:///path``.
-
-    Raises:
-        UsageError: it is not absolute, or longer than a Unix socket's may be.
-    """
+    """Return the path in ``shm:///path``. Raises UsageError: it is not absolute, or too long for a Unix socket."""
     path = address.removeprefix("shm://")
     if not path.startswith("/") or path.endswith("/"):
         raise UsageError(f"{address!r}: write shm:///absolute/path/of/the.sock")
@@ -63,9 +60,6 @@ def socket_path(address: str) -> Path:
             f"{address!r}: a Unix socket's path has at most {MAX_PATH} bytes; this one has {len(os.fsencode(path))}"
         )
     return Path(path)
-
-
-# Tensors
 
 
 class ArenaCarrier(Carrier):
@@ -155,9 +149,6 @@ class SegmentCarrier(ArenaCarrier):
         self._places = Places(segment.start, segment.end)
 
 
-# The handshake
-
-
 def _say_hello(address: str, hello: Hello) -> tuple[socket.socket, Welcome, list[int]]:
     """Connect and send HELLO. Return the socket, the welcome and the descriptors that came. Blocks."""
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -205,142 +196,106 @@ def look(address: str) -> Look:
     return welcome.look(type_, content, address)
 
 
-class _Joined(NamedTuple):
-    """The outcome of a handshake."""
+class _ShmConnection:
+    """A connection whose handshake is done: the constructor blocks. Raises the errors of :func:`_say_hello`."""
 
-    socket: socket.socket
-    welcome: Welcome
-    arena: Arena
-    share: Share | None
-
-    def carrier(self, send: Callable[[Sequence[Any]], None]) -> Carrier:
-        """Return a carrier that uses the GPU's memory if both sides have the same GPU."""
+    def __init__(self, address: str, hello: Hello, again: bool) -> None:
+        self._address = address
+        self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
+        self._socket, self.welcome, descriptors = _say_hello(address, hello)
+        try:
+            if len(descriptors) != 2:
+                raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
+            size = self.welcome.content.get("arena_bytes")
+            if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
+                raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
+            arena = Arena(descriptors[0], size)
+            self.share = None if again else self.welcome.share(partial(tensors_in, descriptors[1]))
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         gpu = device.find(self.welcome.content.get("gpu"))
-        if gpu is None:
-            return ArenaCarrier(self.arena)
-        return SegmentCarrier(self.arena, gpu, self.welcome.limits.arena_bytes, send)
+        self.carrier: Carrier = ArenaCarrier(arena)
+        if gpu is not None:
+            self.carrier = SegmentCarrier(arena, gpu, self.welcome.limits.arena_bytes, self.send)
 
+    def send(self, parts: Sequence[Any]) -> None:
+        self._socket.sendall(frame(parts[0]))
 
-def _join(address: str, hello: Hello, again: bool) -> _Joined:
-    """Join an executor. Blocks."""
-    connected, welcome, descriptors = _say_hello(address, hello)
-    try:
-        if len(descriptors) != 2:
-            raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
-        size = welcome.content.get("arena_bytes")
-        if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
-            raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
-        arena = Arena(descriptors[0], size)
-        share = None if again else welcome.share(partial(tensors_in, descriptors[1]))
-        return _Joined(connected, welcome, arena, share)
-    except BaseException:
-        connected.close()
-        raise
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    def close(self) -> None:
+        self._socket.close()
 
-
-# On an event loop
+    def _gone(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the executor at {self._address} is gone")
 
 
 async def join(address: str, hello: Hello, again: bool) -> AsyncConnection:
     """Connect and join; see :data:`symbiosis.transports.connection.Join`."""
-    loop = asyncio.get_running_loop()
-    joining = loop.run_in_executor(None, _join, address, hello, again)
-    try:
-        joined = await asyncio.shield(joining)
-    except asyncio.CancelledError:
-        joining.add_done_callback(_abandon)
-        raise
-    joined.socket.setblocking(False)
-    try:
-        _, connection = await loop.create_unix_connection(lambda: _ShmConnection(address, joined), sock=joined.socket)
-    except BaseException:
-        joined.socket.close()
-        raise
-    return connection
+    return await in_executor(partial(_AsyncShmConnection, address, hello, again))
 
 
-def _abandon(joining: asyncio.Future[_Joined]) -> None:
-    """Hang up after a handshake whose caller was cancelled."""
-    if not joining.cancelled() and joining.exception() is None:
-        joining.result().socket.close()
+class _AsyncShmConnection(_ShmConnection, AsyncConnection):
+    """A connection on an event loop. It sends at once: what a client within its limits sends has room in the socket."""
 
-
-class _ShmConnection(AsyncConnection, asyncio.Protocol):
-    """A connection on an event loop."""
-
-    def __init__(self, address: str, joined: _Joined) -> None:
-        self.welcome = joined.welcome
-        self.share = joined.share
-        self.carrier = joined.carrier(self.send)
-        self._address = address
-        self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
-        self._transport: Any = None
-        self._received: Received | None = None
-        self._lost: Lost | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
         self._received, self._lost = received, lost
-        self._read_messages(b"")
-        if self._transport.is_closing():
-            asyncio.get_running_loop().call_soon(self.connection_lost, None)
+        self._loop = asyncio.get_running_loop()
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._read)
 
     def send(self, parts: Sequence[Any]) -> None:
-        self._transport.write(frame(parts[0]))
+        try:
+            super().send(parts)
+        except OSError:  # it has ended, or the executor has read nothing for very long: reading shows it
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
-    def data_received(self, data: bytes) -> None:
-        if self._received is None:
-            self._messages.feed(data)
-        else:
-            self._read_messages(data)
-
-    def _read_messages(self, data: bytes) -> None:
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(self._gone())
+            return
         try:
             message = self._messages.only(data) or self._messages.next()
-            while message is not None and self._received is not None:
-                type_, content = wire.unpack_answer(message)
-                self._received(type_, content, ())
+            while message is not None and self._loop is not None:
+                self._received(*wire.unpack_answer(message), ())
                 message = self._messages.next()
         except WireError as error:
-            if self._lost is not None:
-                self._lost(error)
+            self._end(error)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._lost is not None:
-            self._lost(ConnectionLostError(f"the executor at {self._address} is gone"))
+    def _end(self, error: SymbiosisError) -> None:
+        if self._loop is not None:
+            self._stop()
+            self._lost(error)
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop = None
 
     def close(self) -> None:
-        self._received = self._lost = None
-        self._transport.close()
+        self._stop()
+        super().close()
 
 
-# For threads that block
-
-
-def join_blocking(address: str, hello: Hello, again: bool) -> BlockingConnection:
-    """Connect and join. Blocks."""
-    return _BlockingShmConnection(address, _join(address, hello, again))
-
-
-class _BlockingShmConnection(BlockingConnection):
+class BlockingShmConnection(_ShmConnection, BlockingConnection):
     """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
 
-    def __init__(self, address: str, joined: _Joined) -> None:
-        self.welcome = joined.welcome
-        self.share = joined.share
-        self.carrier = joined.carrier(self.send)
-        self._address = address
-        self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
-        self._socket = joined.socket
+    def __init__(self, address: str, hello: Hello, again: bool) -> None:
+        super().__init__(address, hello, again)
         self._socket.settimeout(None)
         # A timeout in the kernel: Python's own would cost a second system call for each read.
-        seconds = int(PING_AFTER_S).to_bytes(8, "little")
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds + bytes(8))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PING_AFTER_S), 0))
         self._sent = 0.0
         self._quick = False
         """Whether the last answer came within SOON_S."""
@@ -357,7 +312,7 @@ class _BlockingShmConnection(BlockingConnection):
             except BlockingIOError:
                 return None
             if not data:
-                raise ConnectionLostError(f"the executor at {self._address} is gone")
+                raise self._gone()
             message = self._messages.only(data) or self._messages.next()
         self._quick = time.perf_counter() - self._sent < SOON_S
         return *wire.unpack_answer(message), ()
@@ -376,9 +331,6 @@ class _BlockingShmConnection(BlockingConnection):
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
 
     def abandon(self) -> None:
         self._socket.close()

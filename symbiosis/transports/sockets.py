@@ -40,9 +40,6 @@ Frames = Sequence[zmq.Frame]
 """Raw frames of a ZeroMQ message."""
 
 
-# Addresses
-
-
 class Endpoint(NamedTuple):
     """IP address and port of ``tcp://host:port`` or ``dist://host:port``."""
 
@@ -62,26 +59,19 @@ class Endpoint(NamedTuple):
         return f"[{self.ip}]:{self.port}" if self.v6 else f"{self.ip}:{self.port}"
 
 
-async def resolve(address: str) -> Endpoint:
-    """Return the IP address and port of ``scheme://host:port``.
-
-    Raises:
-        UsageError: the address does not have this form.
-        ConnectionLostError: there is no such host.
-    """
+def resolve(address: str) -> Endpoint:
+    """Return the IP address and port of ``scheme://host:port``. Blocks while it looks up the host. Raises UsageError:
+    the address does not have this form; ConnectionLostError: there is no such host."""
     scheme, _, where = address.partition("://")
     host, colon, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"{address!r}: write {scheme}://host:port, such as {scheme}://127.0.0.1:7000")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=sockets.SOCK_STREAM)
+        found = sockets.getaddrinfo(host, int(port), type=sockets.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConnectionLostError(f"{address}: there is no host {host!r}: {error}") from error
     return Endpoint(str(found[0][4][0]), int(port))
-
-
-# Sockets
 
 
 def configure(socket: zmq.Socket[bytes], *, v6: bool, max_frame_bytes: int) -> None:
@@ -111,12 +101,8 @@ class Reader:
         self._schedule()
 
     def send(self, parts: Sequence[Any]) -> None:
-        """Send a message of bytes, buffers and frames, without waiting and without copying large parts.
-
-        Raises:
-            zmq.Again: the queue of unsent messages is full.
-            zmq.ZMQError: the peer is gone (on a ROUTER).
-        """
+        """Send a message of bytes, buffers and frames, without waiting and without copying large parts. Raises
+        zmq.Again: the queue of unsent messages is full; zmq.ZMQError: the peer is gone (on a ROUTER)."""
         try:
             self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         finally:
@@ -151,41 +137,37 @@ class Reader:
             if more:
                 self._schedule()
 
-    def close(self, linger_ms: int = 0) -> None:
-        """Close the socket, which may take ``linger_ms`` to send its last messages."""
-        if not self._closed:
-            self.release().close(linger_ms)
-
-    def release(self) -> zmq.Socket[bytes]:
-        """Stop reading and return the socket, which the caller owns from now on."""
+    def stop(self) -> None:
+        """Stop reading."""
         self._closed = True
         self._loop.remove_reader(self._descriptor)
         if self._soon is not None:
             self._soon.cancel()
-        return self.socket
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket, which may take ``linger_ms`` to send its last messages."""
+        if not self._closed:
+            self.stop()
+            self.socket.close(linger_ms)
 
 
-Event = tuple[zmq.Event, int]
-"""An event of a connection, and its descriptor or the reason for which a handshake failed."""
+def monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Return a socket that receives the events of a socket's connections; see :func:`event_of`.
 
-
-def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened: Callable[[Event], None]) -> Reader:
-    """Call ``happened`` with the events of a socket's connections.
-
-    At the end, call ``socket.disable_monitor()`` first and close the returned reader second: ZeroMQ waits without end
+    At the end, call ``socket.disable_monitor()`` first and close the returned socket second: ZeroMQ waits without end
     for a receiver of each event. For the same reason the queue of events has no limit.
     """
     address = f"inproc://monitor-{id(socket)}"
     socket.monitor(address, zmq.EVENT_ALL)
-    events = socket.context.socket(zmq.PAIR)
+    events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     events.setsockopt(zmq.RCVHWM, 0)
     events.connect(address)
-    return Reader(events, loop, lambda frames: happened(event_of([frame.bytes for frame in frames])))
+    return events
 
 
-def event_of(parts: list[bytes]) -> Event:
-    """Return the event in a message of a monitor."""
-    message = parse_monitor_message(parts)
+def event_of(frames: list[zmq.Frame]) -> tuple[zmq.Event, int]:
+    """Return an event, and the connection's descriptor or the reason for which a handshake failed."""
+    message = parse_monitor_message([frame.bytes for frame in frames])
     return zmq.Event(message["event"]), int(message["value"])
 
 
@@ -223,11 +205,7 @@ class TcpSocket(NamedTuple):
         raise ConnectionResetError("the connection has ended")
 
     def local_ip(self) -> str:
-        """Return the IP address of this end.
-
-        Raises:
-            OSError: the connection has ended.
-        """
+        """Return the IP address of this end. Raises OSError: the connection has ended."""
         with self._duplicate() as connection:
             return str(connection.getsockname()[0])
 
@@ -248,9 +226,6 @@ class TcpSocket(NamedTuple):
         """End the connection now. ZeroMQ has no call for that; it sees it as ended by the other side."""
         with contextlib.suppress(OSError), self._duplicate() as connection:
             connection.shutdown(sockets.SHUT_RDWR)
-
-
-# Tensors
 
 
 def payload(tensor: torch.Tensor) -> Any:

@@ -8,6 +8,7 @@ the loopback address, unless it is told ``insecure=True``.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.tcp_client import join, join_blocking, look
+from symbiosis.transports.tcp_client import BlockingTcpConnection, join, look
 from symbiosis.transports.tcp_line import FrameCourier
 from symbiosis.transports.tcp_listener import TcpListener
 from symbiosis.transports.wire import Hello, Limits
@@ -64,7 +65,7 @@ class TcpTransport:
         self._progress = progress
 
     async def listen(self, address: str, service: Service) -> Listener:
-        endpoint = await resolve(address)
+        endpoint = await asyncio.to_thread(resolve, address)
         if self._keys is None and not endpoint.loopback and not self._insecure:
             raise UsageError(
                 f"{address} can be reached from other hosts; give keys=folder (--keys; `symbiosis keys new` makes "
@@ -86,7 +87,7 @@ class TcpTransport:
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         with bar_unless(self._progress, address) as progress:
-            joins = partial(join_blocking, address, **self._options(progress))
+            joins = partial(BlockingTcpConnection, address, **self._options(progress))
             return BlockingChannel(joins, address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import contextlib
+import threading
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
 
+from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
@@ -20,14 +24,13 @@ from symbiosis.transports.connection import (
     Lost,
     Message,
     Received,
+    in_executor,
 )
 from symbiosis.transports.conversation import Pending, Results
 from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import CHUNK, Progress, ReceivedShare, Welcome
 from symbiosis.transports.sockets import (
     SILENT_S,
-    Endpoint,
-    Event,
     Reader,
     TcpSocket,
     configure,
@@ -37,10 +40,9 @@ from symbiosis.transports.sockets import (
     payload,
     resolve,
 )
-from symbiosis.transports.threads import LoopThread
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
-__all__ = ["MAX_FRAME_BYTES", "TcpConnection", "join", "join_blocking", "look"]
+__all__ = ["MAX_FRAME_BYTES", "AsyncTcpConnection", "BlockingTcpConnection", "join", "look"]
 
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
@@ -65,50 +67,114 @@ class FrameCarrier(Carrier):
         return matrices(frames, pending.rows, pending.expected.results, pending.expected.dtype)
 
 
-class TcpConnection(AsyncConnection):
-    """A connection on an event loop. Messages come one by one from :meth:`next`, after :meth:`start` by callback."""
+class TcpConnection:
+    """A connection whose handshake is done: the constructor blocks. Raises ConnectionLostError: no executor answers;
+    RefusedError: the executor does not admit the client; why; UsageError: keys are needed."""
 
-    def __init__(self, address: str, endpoint: Endpoint, key: KeyPair | None) -> None:
+    share: Share | None = None
+
+    def __init__(
+        self,
+        address: str,
+        hello: Hello,
+        again: bool,
+        *,
+        key: KeyPair | None,
+        insecure: bool,
+        progress: Progress | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        endpoint = resolve(address)
+        private = key is not None and not address.startswith("dist:")
+        if not private and not endpoint.loopback and not insecure:
+            raise UsageError(
+                f"{address} is on another host; give key=file (--key; from the executor's provider), "
+                "or insecure=True (--insecure) if every host on the network may read the data"
+            )
         self.address = address
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.remote: TcpSocket | None = None
-        """The TCP connection, when there is one."""
         self.carrier: Carrier = FrameCarrier()
         self._key = key
-        self._messages: asyncio.Queue[Message | SymbiosisError] = asyncio.Queue()
-        """Messages that were not taken yet, and at its end the reason for which the connection has ended."""
-        self._received: Received | None = None
-        self._lost: Lost | None = None
-        self._ended = self._shaken_hands = False
-        loop, socket = asyncio.get_running_loop(), self.context.socket(zmq.DEALER)
-        configure(socket, v6=endpoint.v6, max_frame_bytes=MAX_FRAME_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a new connection has to send HELLO
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, int(ANSWER_WITHIN_S * 1000))
-        socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the executor's limits
-        socket.setsockopt(zmq.RCVHWM, 0)  # bounded by what this client asks for
+        self._cancelled = cancelled
+        self._remote: TcpSocket | None = None
+        """The TCP connection, when there is one."""
+        self._shaken_hands = False
+        self._error: SymbiosisError | None = None
+        """Why the connection has ended."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        configure(self._socket, v6=endpoint.v6, max_frame_bytes=MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a new connection has to send HELLO
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(ANSWER_WITHIN_S * 1000))
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the executor's limits
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # bounded by what this client asks for
+        self._socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
         if key is not None:
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
-            socket.setsockopt(zmq.CURVE_SERVERKEY, key.server or b"")
-        self._monitor = monitor(socket, loop, self._happened)
-        self._reader = Reader(socket, loop, self._take)
-        socket.connect(f"tcp://{endpoint}")
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, key.secret)
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, key.server or b"")
+        self._events = monitor(self._socket)
+        try:
+            self._socket.connect(f"tcp://{endpoint}")
+            self._ask(wire.pack_hello(hello))
+            type_, content, _ = self._next()
+            self.welcome = Welcome.read(type_, content, address)
+            self._read_events()
+            if hello.name is not None and not again:
+                self._fetch(progress)
+        except BaseException:
+            TcpConnection.close(self)
+            raise
 
-    def _happened(self, event: Event) -> None:
-        kind, value = event
+    def _ask(self, message: bytes) -> None:
+        """Send a message of the handshake. If the connection has ended, :meth:`_next` tells why."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(message, zmq.NOBLOCK)
+
+    def _next(self) -> Message:
+        """Return the next message of the handshake. Raises ConnectionLostError: the connection has ended, or no message
+        came within ANSWER_WITHIN_S; SymbiosisError: the executor ended the conversation; why."""
+        end = time.monotonic() + ANSWER_WITHIN_S
+        while time.monotonic() < end and not (self._cancelled and self._cancelled.is_set()):
+            message = self._receive()
+            if message is not None and message[0] is Type.ENDED:
+                raise wire.error_of(*message[1][:2])
+            if message is not None and message[0] is not Type.PONG:  # the executor makes sure that the client is there
+                return message
+        raise ConnectionLostError(f"no executor answers on {self.address}")
+
+    def _receive(self) -> Message | None:
+        """Return the next message; None if none came within TICK_MS. Raise the reason if the connection has ended."""
+        error = self._error
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK if error else 0, copy=False)
+        except zmq.Again:
+            if error is not None:  # all messages were read, which may have told a better reason
+                raise error from None
+            self._read_events()
+            return None
+        return *wire.unpack_answer(frames[0].buffer), frames[1:]
+
+    def _read_events(self) -> None:
+        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._happened(self._events.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    def _happened(self, frames: list[zmq.Frame]) -> None:
+        """Note what has happened to the connection, and the reason if it has ended."""
+        kind, value = event_of(frames)
+        error: SymbiosisError | None = None
         if kind is zmq.Event.CONNECTED:
-            self.remote = TcpSocket.of(value)
+            self._remote = TcpSocket.of(value)
         elif kind is zmq.Event.HANDSHAKE_SUCCEEDED:
             self._shaken_hands = True
         elif kind is zmq.Event.HANDSHAKE_FAILED_AUTH:
-            self.lose(self._refusal(value))
+            error = self._refusal(value)
         elif kind in (zmq.Event.HANDSHAKE_FAILED_PROTOCOL, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL):
-            self.lose(RefusedError(f"the executor at {self.address} broke off the handshake; {self._mismatch()}"))
+            error = RefusedError(f"the executor at {self.address} broke off the handshake; {self._mismatch()}")
         elif kind is zmq.Event.CLOSED and not self._shaken_hands:
-            self.lose(ConnectionLostError(f"no executor answers on {self.address}"))
+            error = ConnectionLostError(f"no executor answers on {self.address}")
         elif kind is zmq.Event.DISCONNECTED:
-            self._reader.drain()  # the executor may have sent the reason
-            self.lose(ConnectionLostError(f"the executor at {self.address} is gone"))
+            error = self._gone()
+        self._error = self._error or error
 
     def _mismatch(self) -> str:
         if self._key is None:
@@ -124,38 +190,10 @@ class TcpConnection(AsyncConnection):
             )
         return ConnectionLostError(f"the executor at {self.address} cannot check keys now (status {status})")
 
-    # The handshake
+    def _gone(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the executor at {self.address} is gone")
 
-    async def greet(self, hello: Hello) -> None:
-        """Send HELLO; afterwards :attr:`welcome` is there.
-
-        Raises:
-            ConnectionLostError: no executor answers.
-            RefusedError: the executor does not admit the client; why.
-        """
-        self.send([wire.pack_hello(hello)])
-        type_, content, _ = await self.next()
-        self.welcome = Welcome.read(type_, content, self.address)
-
-    async def next(self) -> Message:
-        """Return the next message.
-
-        Raises:
-            ConnectionLostError: the connection has ended, or no message came within ANSWER_WITHIN_S.
-            SymbiosisError: the executor ended the conversation; why.
-        """
-        try:
-            async with asyncio.timeout(ANSWER_WITHIN_S):
-                message = await self._messages.get()
-        except TimeoutError:
-            raise ConnectionLostError(f"no executor answers on {self.address}") from None
-        if isinstance(message, SymbiosisError):
-            raise message
-        if message[0] is Type.ENDED:
-            raise wire.error_of(*message[1][:2])
-        return message
-
-    async def fetch(self, progress: Progress | None) -> None:
+    def _fetch(self, progress: Progress | None) -> None:
         """Get the client's share of the model, unless this process has it."""
         self.share = self.welcome.known()
         if self.share is not None:
@@ -165,9 +203,9 @@ class TcpConnection(AsyncConnection):
             asked = 0
             while file.done < file.size:
                 while asked < file.size and asked - file.done < CHUNKS_UNDER_WAY * CHUNK:
-                    self.send([wire.pack(Type.SHARE, asked)])
+                    self._ask(wire.pack(Type.SHARE, asked))
                     asked += CHUNK
-                type_, content, frames = await self.next()
+                type_, content, frames = self._next()
                 if type_ is not Type.SHARE or len(frames) != 1:
                     raise WireError(f"the executor at {self.address} answered SHARE with {type_.name}")
                 file.add(wire.read_id(content), frames[0].buffer)
@@ -177,101 +215,31 @@ class TcpConnection(AsyncConnection):
         finally:
             file.close()
 
-    def local_ip(self) -> str:
-        """Return the IP address of this end.
-
-        Raises:
-            ConnectionLostError: the connection has ended.
-        """
-        try:
-            assert self.remote is not None
-            return self.remote.local_ip()
-        except OSError as error:
-            raise ConnectionLostError(f"the executor at {self.address} is gone") from error
-
-    # After the handshake
-
-    def carry(self, carrier: Carrier) -> None:
-        """Use this carrier of tensors from now on."""
-        self.carrier = carrier
-
-    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
-        self._received, self._lost = received, lost
-        self.carrier.start(arrived)
-        while self._received is not None and not self._messages.empty():
-            message = self._messages.get_nowait()
-            if isinstance(message, SymbiosisError):
-                lost(message)
-            else:
-                received(*message)
-
-    def release(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes], deque[Message | SymbiosisError]]:
-        """Stop using the sockets. Return them, the second for events, and the messages that were not taken.
-
-        The caller owns the sockets and the context from now on.
-        """
-        left = deque(self._messages.get_nowait() for _ in range(self._messages.qsize()))
-        return self._reader.release(), self._monitor.release(), left
-
-    def send(self, parts: Sequence[Any]) -> None:
-        if self._ended:
-            return
-        try:
-            self._reader.send(parts)
-        except zmq.Again:  # no limit on what may be queued, so the connection has ended
-            self._monitor.drain()  # which may tell why
-            self.lose(ConnectionLostError(f"the executor at {self.address} is gone"))
-
-    def _take(self, frames: list[zmq.Frame]) -> None:
-        try:
-            type_, content = wire.unpack_answer(frames[0].buffer)
-        except WireError as error:
-            self.lose(error)
-            return
-        if self._received is not None:
-            self._received(type_, content, frames[1:])
-        elif type_ is not Type.PONG:  # by which the executor makes sure that a new client is there
-            self._messages.put_nowait((type_, content, frames[1:]))
+    def look(self) -> Look:
+        """Return what the executor shows."""
+        self._ask(wire.pack(Type.STATUS))
+        type_, content, _ = self._next()
+        return self.welcome.look(type_, content, self.address)
 
     def silent(self) -> bool:
-        return self.remote is not None and self.remote.received()[0] > SILENT_S
-
-    def lose(self, error: SymbiosisError) -> None:
-        """Note that the connection has ended."""
-        if not self._ended:
-            self._ended = True
-            if self._lost is not None:
-                self._lost(error)
-            else:
-                self._messages.put_nowait(error)
+        """Return whether the executor shows no sign of life."""
+        return self._remote is not None and self._remote.received()[0] > SILENT_S
 
     def close(self) -> None:
-        self._received = self._lost = None
-        self._ended = True
-        if not self._reader.socket.closed:
-            self.carrier.close()
-            self._reader.socket.disable_monitor()
-            self._monitor.close()
-            self._reader.close()
-            self.context.term()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._events.close(0)
+            self._socket.close(0)
+            self._context.term()
 
 
-async def _connect(address: str, hello: Hello, key: KeyPair | None, insecure: bool) -> TcpConnection:
-    """Return a connection that has its WELCOME; raises the errors of :func:`join`."""
-    endpoint = await resolve(address)
-    private = key is not None and not address.startswith("dist:")
-    if not private and not endpoint.loopback and not insecure:
-        raise UsageError(
-            f"{address} is on another host; give key=file (--key; from the executor's provider), "
-            "or insecure=True (--insecure) if every host on the network may read the data"
-        )
-    connection = TcpConnection(address, endpoint, key)
+def look(address: str, key: KeyPair | None, insecure: bool) -> Look:
+    """Return what an executor shows without joining it. Blocks."""
+    connection = TcpConnection(address, Hello(None), False, key=key, insecure=insecure)
     try:
-        await connection.greet(hello)
-    except BaseException:
+        return connection.look()
+    finally:
         connection.close()
-        raise
-    return connection
 
 
 async def join(
@@ -279,27 +247,31 @@ async def join(
     hello: Hello,
     again: bool,
     *,
-    key: KeyPair | None,
-    insecure: bool,
     progress: Progress | None,
-    carrier: Callable[[TcpConnection], Carrier] | None = None,
-) -> TcpConnection:
+    carrier: Callable[[AsyncTcpConnection], Carrier] | None = None,
+    **options: Any,
+) -> AsyncTcpConnection:
     """Connect and join; see :data:`symbiosis.transports.connection.Join`.
 
     Args:
-        address, hello, again: the executor, and who joins.
-        key, insecure, progress: see :class:`symbiosis.transports.tcp.TcpTransport`.
+        address, hello, again: the executor, and the client.
+        progress: called on the event loop; see :class:`symbiosis.transports.tcp.TcpTransport`.
         carrier: makes the carrier of tensors; by default they travel as frames.
-
-    Raises:
-        ConnectionLostError: no executor answers.
-        RefusedError: the executor does not admit the client; why.
-        UsageError: keys are needed.
+        **options: of :class:`TcpConnection`.
     """
-    connection = await _connect(address, hello, key, insecure)
+    loop, cancelled = asyncio.get_running_loop(), threading.Event()
+
+    def on_loop(done: int, total: int) -> None:
+        if progress is not None:
+            loop.call_soon_threadsafe(progress, done, total)
+
+    open_ = partial(AsyncTcpConnection, address, hello, again, progress=on_loop, cancelled=cancelled, **options)
     try:
-        if not again:
-            await connection.fetch(progress)
+        connection = await in_executor(open_)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
+    try:
         if carrier is not None:
             connection.carry(carrier(connection))
     except BaseException:
@@ -308,52 +280,76 @@ async def join(
     return connection
 
 
-def look(address: str, key: KeyPair | None, insecure: bool) -> Look:
-    """Return what an executor shows without joining it. Blocks."""
+class AsyncTcpConnection(TcpConnection, AsyncConnection):
+    """A connection on an event loop."""
 
-    async def see() -> Look:
-        connection = await _connect(address, Hello(None), key, insecure)
+    _readers: tuple[Reader, Reader] | None = None
+    """Of events and of messages."""
+    _lost: Lost | None = None
+
+    def carry(self, carrier: Carrier) -> None:
+        """Use this carrier of tensors from now on."""
+        self.carrier = carrier
+
+    def local_ip(self) -> str:
+        """Return the IP address of this end. Raises ConnectionLostError: the connection has ended."""
         try:
-            connection.send([wire.pack(Type.STATUS)])
-            type_, content, _ = await connection.next()
-        finally:
-            connection.close()
-        return connection.welcome.look(type_, content, address)
+            assert self._remote is not None
+            return self._remote.local_ip()
+        except OSError as error:
+            raise self._gone() from error
 
-    with LoopThread() as thread:
-        return thread.run(see())
+    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
+        self._received, self._lost = received, lost
+        self.carrier.start(arrived)
+        loop = asyncio.get_running_loop()
+        self._readers = Reader(self._events, loop, self._event), Reader(self._socket, loop, self._take)
+        if self._error is not None:
+            loop.call_soon(self.lose, self._error)
+
+    def send(self, parts: Sequence[Any]) -> None:
+        if self._error is None and self._readers is not None:
+            try:
+                self._readers[1].send(parts)
+            except zmq.ZMQError:  # no limit on what may be queued, so the connection has ended
+                self._readers[0].drain()  # which may tell why
+                self.lose(self._gone())
+
+    def _event(self, frames: list[zmq.Frame]) -> None:
+        self._happened(frames)
+        if self._error is not None and self._readers is not None:
+            self._readers[1].drain()  # the executor may have sent the reason
+            self.lose(self._error)
+
+    def _take(self, frames: list[zmq.Frame]) -> None:
+        try:
+            type_, content = wire.unpack_answer(frames[0].buffer)
+        except WireError as error:
+            self.lose(error)
+        else:
+            self._received(type_, content, frames[1:])
+
+    def lose(self, error: SymbiosisError) -> None:
+        """Note that the connection has ended."""
+        self._error = self._error or error
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            lost(self._error)
+
+    def close(self) -> None:
+        self._lost = None
+        self._error = self._error or ConnectionLostError(f"the connection to {self.address} was closed")
+        self.carrier.close()
+        for reader in self._readers or ():
+            reader.stop()
+        super().close()
 
 
-# For threads that block
-
-
-def join_blocking(address: str, hello: Hello, again: bool, **options: Any) -> BlockingConnection:
-    """Connect and join; takes the options of :func:`join`. The handshake uses an event loop in a thread that ends with
-    it."""
-
-    async def open_() -> _BlockingTcpConnection:
-        return _BlockingTcpConnection(await join(address, hello, again, **options))
-
-    with LoopThread() as thread:
-        return thread.run(open_())
-
-
-class _BlockingTcpConnection(BlockingConnection):
+class BlockingTcpConnection(TcpConnection, BlockingConnection):
     """A connection for threads that block, one at a time: the calling thread uses the ZeroMQ socket itself.
 
     No thread has to stay awake for signs of life: ZeroMQ sends heartbeats, and the kernel knows when a byte came last.
     """
-
-    def __init__(self, opened: TcpConnection) -> None:
-        self.welcome = opened.welcome
-        self.share = opened.share
-        self.carrier = opened.carrier
-        self._address = opened.address
-        self._context = opened.context
-        self._remote = opened.remote
-        self._socket, self._events, self._messages = opened.release()
-        self._socket.setsockopt(zmq.RCVTIMEO, TICK_MS)
-        self._ended = False
 
     def send(self, parts: Sequence[Any]) -> None:
         try:
@@ -362,35 +358,10 @@ class _BlockingTcpConnection(BlockingConnection):
             raise self._gone() from error
 
     def receive(self) -> Message | None:
-        if self._messages:
-            message = self._messages.popleft()
-            if isinstance(message, SymbiosisError):
-                raise message
-            return message
         try:
-            frames = self._socket.recv_multipart(copy=False)
-        except zmq.Again:
-            if self._ended:
-                raise self._gone() from None
-            self._check_alive()
-            return None
+            message = self._receive()
         except zmq.ZMQError as error:
             raise self._gone() from error
-        return *wire.unpack_answer(frames[0].buffer), frames[1:]
-
-    def _check_alive(self) -> None:
-        """Note whether the connection has ended. One more attempt to receive follows, for the executor's reason."""
-        while int(self._events.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._ended |= event_of(self._events.recv_multipart(zmq.NOBLOCK))[0] is zmq.Event.DISCONNECTED
-        if self._remote is not None and self._remote.received()[0] > SILENT_S:
-            raise ConnectionLostError(f"no sign of life from the executor at {self._address}")
-
-    def _gone(self) -> ConnectionLostError:
-        return ConnectionLostError(f"the executor at {self._address} is gone")
-
-    def close(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._events.close(0)
-            self._socket.close(0)
-            self._context.term()
+        if message is None and self.silent():
+            raise ConnectionLostError(f"no sign of life from the executor at {self.address}")
+        return message

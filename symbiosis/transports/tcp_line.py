@@ -58,8 +58,6 @@ class TcpLine:
         self._courier = self.courier(self)
         self.peer = Peer(self.service, self.limits, self.tenant, self, self._courier)
 
-    # Incoming messages
-
     def take(self, frames: Frames) -> None:
         """Take a message: [message, matrix…]."""
         if self.peer.gone:
@@ -95,8 +93,6 @@ class TcpLine:
             raise BusyError(f"{self.tenant} has {others} connections here already; close one first")
         return name if self.user is None else f"{self.tenant}/{name}"  # with keys, each tenant has names of its own
 
-    # Outgoing messages
-
     def send(self, message: bytes) -> None:
         if not self.peer.gone:
             self.send_parts([message if len(message) < _COPIED_BELOW else self.trace(memoryview(message))])
@@ -131,9 +127,9 @@ class TcpLine:
         if self._unsent_bytes > self.limits.arena_bytes + self.limits.arena_bytes // 4:
             self.drop("it does not read its answers")
 
-    def drop(self, why: str) -> None:
+    def drop(self, why: object) -> None:
         """End the connection now."""
-        self.peer.leave(why)
+        self.peer.leave(str(why))
         self.socket.cut()
 
     def hang_up(self) -> None:

@@ -26,7 +26,7 @@ from symbiosis.log import get_logger
 from symbiosis.transports import peer, wire
 from symbiosis.transports.keys import Keyring
 from symbiosis.transports.share import ServedShare
-from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Frames, Reader, TcpSocket, configure, monitor
+from symbiosis.transports.sockets import SILENT_S, Endpoint, Frames, Reader, TcpSocket, configure, event_of, monitor
 from symbiosis.transports.tcp_line import TcpCourier, TcpLine
 from symbiosis.transports.wire import Limits, Type
 
@@ -73,11 +73,7 @@ class Authenticator:
         self._reader.send([parts[0], b"", _ZAP_VERSION, parts[3], status, text, user, b""])
 
     def _decide(self, parts: list[bytes]) -> tuple[bytes, bytes, bytes]:
-        """Return status, text and user id for a request.
-
-        Args:
-            parts: [from, empty, version, request, domain, address, id, mechanism, key].
-        """
+        """Return status, text and user id for [from, empty, version, request, domain, address, id, mechanism, key]."""
         if len(parts) != 9 or parts[2] != _ZAP_VERSION or parts[7] != b"CURVE" or len(parts[8]) != 32:
             return b"400", b"only CURVE is supported", b""
         public = z85.encode(parts[8])
@@ -85,12 +81,8 @@ class Authenticator:
         for file, why in self._keys.broken.items():
             log.warning("key file ignored", file=file, why=why)
         if name is None:
-            log.warning(
-                "client refused",
-                client=None,
-                tenant=parts[5].decode("ascii", "replace"),
-                why=f"its public key {public.decode()} is not in {self._keys.folder}",
-            )
+            why = f"its public key {public.decode()} is not in {self._keys.folder}"
+            log.warning("client refused", client=None, tenant=parts[5].decode("ascii", "replace"), why=why)
             return b"400", b"unknown key", b""
         return b"200", b"OK", public
 
@@ -171,12 +163,8 @@ class TcpListener:
         self._closed = False
 
     def open(self, address: str) -> None:
-        """Start to accept clients.
-
-        Raises:
-            UsageError: the port is not available.
-            ShareError: the model cannot be served to other processes.
-        """
+        """Start to accept clients. Raises UsageError: the port is not available; ShareError: the model cannot be served
+        to other processes."""
         self.service.share()
         self._loop = loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # a context has one authenticator
@@ -192,7 +180,7 @@ class TcpListener:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.own.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, b"symbiosis")
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-        self._monitor = monitor(socket, loop, self._happened)
+        self._monitor = Reader(monitor(socket), loop, self._happened)
         self._reader = Reader(socket, loop, self._received)
         try:
             socket.bind(f"tcp://{self.endpoint}")
@@ -216,8 +204,6 @@ class TcpListener:
     def _connections_of(self, tenant: str) -> int:
         """Return how many open connections a tenant has, client connections and status connections."""
         return sum(line.tenant == tenant and not line.peer.gone for line in self.lines.values())
-
-    # Messages
 
     def _send(self, parts: Sequence[Any]) -> None:
         if not self._closed:
@@ -299,10 +285,8 @@ class TcpListener:
             return False
         return True
 
-    # Connections
-
-    def _happened(self, event: Event) -> None:
-        kind, value = event
+    def _happened(self, frames: list[zmq.Frame]) -> None:
+        kind, value = event_of(frames)
         if kind is zmq.Event.ACCEPTED:
             socket = TcpSocket.of(value)
             if socket is not None:

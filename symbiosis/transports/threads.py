@@ -6,19 +6,16 @@ Backward passes of coroutine clients and synchronous code run on such threads.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeVar
 
 import torch
 
 from symbiosis.core.requests import Call
 from symbiosis.errors import ClientClosedError, ExecutorClosedError
 
-__all__ = ["LoopThread", "ThreadCalls"]
+__all__ = ["ThreadCalls"]
 
-T = TypeVar("T")
 Results = tuple[torch.Tensor, ...]
 Answers = SimpleQueue[Results | BaseException]
 """Where a thread waits for the answer to one call. The thread takes the first entry."""
@@ -81,36 +78,3 @@ class ThreadCalls:
         for answers, call in list(self._waiting.items()):
             answers.put(error)
             self._cancel(call)
-
-
-class LoopThread:
-    """An event loop on its own thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="symbiosis-loop", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.get_loop().run_forever()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine. Blocks."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Stop the loop and wait for its thread."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-
-    def __enter__(self) -> LoopThread:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -76,9 +76,10 @@ async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str,
 
         def join(hello: Hello, again: bool) -> Any:
             if scheme == "shm":
-                return Interrupted(shm_client.join_blocking(address, hello, again), interrupt)
-            options = {"key": None, "insecure": False, "progress": None}
-            return Interrupted(tcp_client.join_blocking(address, hello, again, **options), interrupt)
+                return Interrupted(shm_client.BlockingShmConnection(address, hello, again), interrupt)
+            return Interrupted(
+                tcp_client.BlockingTcpConnection(address, hello, again, key=None, insecure=False), interrupt
+            )
 
         channel: Any = await in_thread(BlockingChannel, join, address, Hello("client"), 0.0)
         interrupt.moment = moment

@@ -27,7 +27,7 @@ from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes, wire
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
-from symbiosis.transports.tcp_client import TcpConnection
+from symbiosis.transports.tcp_client import AsyncTcpConnection
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.service import free_port
@@ -212,15 +212,15 @@ async def test_an_executor_that_goes_again_at_once_is_asked_again(base: Any, mon
         remote = symbiosis.connect(address, retry=30.0)
         await remote.__aenter__()
         client = await remote.client().open()
-    real, left = TcpConnection.local_ip, [2]
+    real, left = AsyncTcpConnection.local_ip, [2]
 
-    def local_ip(self: TcpConnection) -> str:
+    def local_ip(self: AsyncTcpConnection) -> str:
         left[0] -= 1
         if left[0] >= 0:
             raise ConnectionLostError("gone again")
         return real(self)
 
-    monkeypatch.setattr(TcpConnection, "local_ip", local_ip)
+    monkeypatch.setattr(AsyncTcpConnection, "local_ip", local_ip)
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address, insecure=True)
         await asyncio.wait_for(client.forward(input_ids=IDS), 20)

@@ -357,9 +357,9 @@ def test_keys_are_checked(keys: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://", "tcp://host", "tcp://:7000", "tcp://127.0.0.1:x", "tcp://127.0.0.1:70000"]
 )
-async def test_addresses_that_are_none(address: str) -> None:
+def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(UsageError, match="write tcp://host:port"):
-        await resolve(address)
+        resolve(address)
 
 
 async def test_no_executor_at_the_address(base: Any) -> None:
