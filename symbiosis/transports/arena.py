@@ -36,8 +36,8 @@ class Memory(ABC):
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return views of matrices [rows, width] that lie one after another from ``place``. Raises WireError: a matrix
-        does not lie inside the memory."""
+        """Return views of matrices [rows, width] that lie one after another from ``place``. Raises WireError if a
+        matrix does not lie inside the memory."""
         key = place, rows, widths, dtype
         views = self._views.get(key)
         if views is None:

@@ -85,7 +85,7 @@ class AsyncChannel:
                 return
             connection.send(parts)
 
-    def _received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
+    def received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
         self._conversation.heard(time.monotonic())
         connection = self._connection
         if connection is None:
@@ -96,7 +96,7 @@ class AsyncChannel:
                 pending, error = answer
                 outcome = error or connection.carrier.take(pending, frames)
                 if outcome is not None:
-                    self._settle(pending, outcome)
+                    self.arrived(pending, outcome)
             elif self._conversation.state is not State.JOINED:
                 self._left()
             elif type_ in CARRIED:
@@ -105,7 +105,7 @@ class AsyncChannel:
         except WireError as error:
             self._end(error)
 
-    def _settle(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
+    def arrived(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
         outstanding = self._conversation.outstanding
         if pending.id not in outstanding.sent or self._connection is None:  # late results of a connection that was lost
             return
@@ -138,7 +138,7 @@ class AsyncChannel:
 
     def _use(self, connection: AsyncConnection) -> None:
         self._connection = connection
-        connection.start(self._received, self._lost, self._settle)
+        connection.start(self)
         if self._conversation.in_pass:
             self.walk(True)
         self._send_waiting()
@@ -149,15 +149,15 @@ class AsyncChannel:
         if self._connection is None:
             return
         if self._connection.silent():
-            self._lost(ConnectionLostError(f"no sign of life from the executor at {self._conversation.address}"))
+            self.lost(ConnectionLostError(f"no sign of life from the executor at {self._conversation.address}"))
         elif self._conversation.outstanding.sent:
             try:
                 if (ping := self._conversation.look(time.monotonic())) is not None:
                     self._connection.send([ping])
             except ConnectionLostError as error:
-                self._lost(error)
+                self.lost(error)
 
-    def _lost(self, error: SymbiosisError) -> None:
+    def lost(self, error: SymbiosisError) -> None:
         if self._connection is not None:
             self._conversation.lost(error)
             self._left()

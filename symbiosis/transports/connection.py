@@ -11,7 +11,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -25,12 +25,19 @@ __all__ = ["AsyncConnection", "BlockingConnection", "Carrier", "backoff", "in_ex
 
 Message = tuple[Type, Sequence[Any], Sequence[Any]]
 """A message to a client: its type, its content, and the raw frames that came with it."""
-Received = Callable[[Type, Sequence[Any], Sequence[Any]], None]
-"""Takes a message."""
-Lost = Callable[[SymbiosisError], None]
-"""Takes the reason for which a connection has ended."""
-Arrived = Callable[[Pending, Results], None]
-"""Takes results that come later than their message."""
+
+
+class Receiver(Protocol):
+    """The channel of a connection on an event loop."""
+
+    def received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
+        """Take a message."""
+
+    def lost(self, error: SymbiosisError) -> None:
+        """Take the reason for which the connection has ended. Called once."""
+
+    def arrived(self, pending: Pending, outcome: Results) -> None:
+        """Take results that come later than their message."""
 
 
 class Carrier(ABC):
@@ -53,18 +60,18 @@ class Carrier(ABC):
 
     @abstractmethod
     def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
-        """Return a call's results, [rows, width] each; None if they arrive later, by the callback of :meth:`start`.
-        Raises WireError: the frames do not fit the layer table."""
+        """Return a call's results, [rows, width] each; None if they arrive later; see :meth:`start`.
+        Raises WireError if the frames do not fit the layer table."""
 
     def free(self, pending: Pending) -> None:
         """Give back the memory of a call that was answered."""
 
     def control(self, type_: Type, content: Sequence[Any]) -> None:
-        """Take a message of a type in :data:`symbiosis.transports.conversation.CARRIED`. Raises WireError: the message
-        is malformed, or not for this carrier."""
+        """Take a message of a type in :data:`symbiosis.transports.conversation.CARRIED`. Raises WireError if the
+        message is malformed, or not for this carrier."""
         raise WireError(f"the executor sent {type_.name}, which is not for this client")
 
-    def start(self, arrived: Arrived) -> None:
+    def start(self, channel: Receiver) -> None:
         """Begin to call ``arrived`` with results that come later than their message."""
 
     def close(self) -> None:
@@ -95,8 +102,8 @@ class AsyncConnection(_Connection):
     """A connection on an event loop. ``send`` does not wait, and has no effect if the connection has ended."""
 
     @abstractmethod
-    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
-        """Begin to call the callbacks, ``lost`` only once. They are not called after :meth:`close`."""
+    def start(self, channel: Receiver) -> None:
+        """Begin to tell the channel what comes, until :meth:`close`."""
 
     def silent(self) -> bool:
         """Return whether the other side shows no sign of life, as far as the transport can tell."""
@@ -111,7 +118,7 @@ class BlockingConnection(_Connection):
 
     @abstractmethod
     def receive(self) -> Message | None:
-        """Return the next message; None if none came for some time (at most 5 s). Raises WireError: the message is
+        """Return the next message; None if none came for some time (at most 5 s). Raises WireError if the message is
         malformed."""
 
     def interrupt(self) -> None:

@@ -317,7 +317,7 @@ class Conversation:
 
     def look(self, now: float) -> bytes | None:
         """Return PING if it is time to ask a silent executor whether it is alive. Called while a call is outstanding.
-        Raises ConnectionLostError: no message came for :data:`SILENT_FOR_S` seconds."""
+        Raises ConnectionLostError if no message came for :data:`SILENT_FOR_S` seconds."""
         if now - self._heard > SILENT_FOR_S:
             raise ConnectionLostError(f"the executor at {self.address} has not answered for {now - self._heard:.0f} s")
         if now - self._asked < PING_AFTER_S:

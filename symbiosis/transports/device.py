@@ -49,7 +49,7 @@ class Segment(Memory):
     @classmethod
     def create(cls, device: torch.device, start: int, size: int, limit: int) -> tuple[Segment, Sequence[Any]]:
         """Return a segment of at least ``size`` bytes with places from ``start``, and the content of SEGMENT for it.
-        Raises WireError: the client would exceed its limit; UsageError: the GPU has no room."""
+        Raises WireError if the client would exceed its limit, and UsageError if the GPU has no room."""
         if not 0 < size <= limit:
             raise WireError(f"a segment of {size} bytes; this client may have {limit}")
         size = -(-min(max(size, FIRST), limit) // BLOCK) * BLOCK
@@ -60,7 +60,7 @@ class Segment(Memory):
 
     @classmethod
     def open(cls, device: torch.device, start: int, limit: int, content: Sequence[Any]) -> Segment:
-        """Map the segment that the executor describes in SEGMENT. Raises WireError: the message is malformed."""
+        """Map the segment that the executor describes in SEGMENT. Raises WireError if the message is malformed."""
         if (
             [type(field) for field in content] != [int, int, bytes, bytes, bytes]
             or content[0] != start
@@ -113,7 +113,7 @@ def event(device: torch.device, handle: bytes | None = None) -> Any:
 
 def allocate(device: torch.device, size: int) -> tuple[torch.Tensor, bytes]:
     """Return new memory of ``size`` bytes, zeroed, as uint8 [size], and its handle. It is freed with its last view.
-    Raises UsageError: the GPU has no room."""
+    Raises UsageError if the GPU has no room."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the driver's context this thread's
         address = ctypes.c_uint64()

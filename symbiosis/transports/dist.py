@@ -25,7 +25,7 @@ from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, 
 from symbiosis.transports import wire
 from symbiosis.transports.blocking import ThreadedChannel
 from symbiosis.transports.channel import AsyncChannel
-from symbiosis.transports.connection import Arrived, Carrier
+from symbiosis.transports.connection import Carrier, Receiver
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
 from symbiosis.transports.peer import Results
@@ -83,7 +83,7 @@ class DistTransport(TcpTransport):
         backend = self._backend or ("nccl" if service.device.type == "cuda" else "gloo")
         courier = partial(LaneCourier, backend)
         endpoint = await asyncio.to_thread(resolve, address)
-        listener = TcpListener(endpoint, service, self._limits, self._keys, courier, encrypted=False)
+        listener = TcpListener(endpoint, service, self._limits, self._keys, courier)
         listener.open(address)
         return listener
 
@@ -180,7 +180,7 @@ class LaneCarrier(Carrier):
         self.device = _device(backend)
         self._failures = failures
         self._connection = connection
-        self._arrived: Arrived | None = None
+        self._channel: Receiver | None = None
         local = connection.local_ip()
         self._lanes = Lanes(str(backend), TENANT, self.device, local, lambda m: connection.send([m]), self._broken)
 
@@ -188,8 +188,8 @@ class LaneCarrier(Carrier):
         self._failures.append(error)
         self._connection.lose(ConnectionLostError(f"lost the executor at {self._connection.address}: {error}"))
 
-    def start(self, arrived: Arrived) -> None:
-        self._arrived = arrived
+    def start(self, channel: Receiver) -> None:
+        self._channel = channel
 
     def put(self, pending: Pending) -> list[Any] | None:
         call = pending.call
@@ -204,8 +204,8 @@ class LaneCarrier(Carrier):
 
     def _took(self, pending: Pending, results: Results) -> None:
         self._failures.clear()
-        if self._arrived is not None:
-            self._arrived(pending, results)
+        if self._channel is not None:
+            self._channel.arrived(pending, results)
 
     def control(self, type_: Type, content: Sequence[Any]) -> None:
         if type_ is not Type.RENDEZVOUS:

@@ -79,7 +79,7 @@ def _write(path: Path, mode: int, title: str, lines: dict[str, bytes]) -> Path:
 
 
 def load_key(path: str | Path) -> KeyPair:
-    """Return the pair in a ``.secret`` file. Raises UsageError: the file is no such file, or other users can read it.
+    """Return the pair in a ``.secret`` file. Raises UsageError if the file is no such file, or other users can read it.
     No message shows a secret."""
     path = Path(path)
     found = _read(path)
@@ -124,12 +124,12 @@ class Keyring:
         """Malformed key files and the reasons. Their tenants are not admitted."""
 
     def name_of(self, public: bytes) -> str | None:
-        """Return the tenant with this public key (Z85); None if it is not admitted. Raises OSError: the folder cannot
+        """Return the tenant with this public key (Z85); None if it is not admitted. Raises OSError if the folder cannot
         be read."""
         return self.names().get(public)
 
     def names(self) -> Mapping[bytes, str]:
-        """Return the tenants that are admitted, by public key (Z85). Raises OSError: the folder cannot be read."""
+        """Return the tenants that are admitted, by public key (Z85). Raises OSError if the folder cannot be read."""
         files = [path for path in self.folder.iterdir() if path.suffix == ".public" and path.stem != SERVER]
         seen = {path: _state(path) for path in sorted(files)}
         if seen != self._seen:

@@ -64,7 +64,7 @@ class Line(Protocol):
         """Stop feeding messages to the peer, or resume."""
 
     def admit(self, name: str) -> str:
-        """Return the name under which a client of this name joins. Raises BusyError: the tenant has too many
+        """Return the name under which a client of this name joins. Raises BusyError if the tenant has too many
         connections."""
 
 

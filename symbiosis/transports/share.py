@@ -62,7 +62,7 @@ class ServedShare:
         return os.fstat(self.descriptor()).st_size
 
     def chunk(self, start: int) -> bytes:
-        """Return the chunk that begins at ``start``. Raises WireError: no chunk begins there."""
+        """Return the chunk that begins at ``start``. Raises WireError if no chunk begins there."""
         if start % CHUNK or not 0 <= start < self.size():
             raise WireError(f"no chunk of the share starts at {start}")
         return os.pread(self.descriptor(), CHUNK, start)
@@ -85,7 +85,7 @@ class ReceivedShare:
         self._file = tempfile.TemporaryFile(prefix="symbiosis-")  # noqa: SIM115 (closed by close)
 
     def add(self, start: int, data: Any) -> None:
-        """Write the next chunk. Raises WireError: it is not the next chunk, or has another length."""
+        """Write the next chunk. Raises WireError if it is not the next chunk, or has another length."""
         if start != self.done or len(data) != min(CHUNK, self.size - start):
             raise WireError(f"{len(data)} bytes of the share at {start} have come, not those at {self.done}")
         self._file.write(data)
@@ -102,7 +102,7 @@ class ReceivedShare:
 
 
 def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of an open file, mapped privately. Raises WireError: the file is malformed."""
+    """Return the tensors of an open file, mapped privately. Raises WireError if the file is malformed."""
     try:
         with safe_open(f"/proc/self/fd/{descriptor}", "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -135,8 +135,8 @@ class Welcome:
 
     @classmethod
     def read(cls, type_: Type, content: Sequence[Any], address: str) -> Welcome:
-        """Read the first message of the executor at ``address``. Raises SymbiosisError: the executor does not admit the
-        client; why; WireError: the message is no welcome."""
+        """Read the first message of the executor at ``address``. Raises the executor's reason if it does not admit the
+        client, and WireError if the message is no welcome."""
         if type_ is Type.ENDED:
             raise wire.error_of(*content[:2])
         if type_ is not Type.WELCOME:
@@ -162,7 +162,7 @@ class Welcome:
 
     @property
     def layers(self) -> list[LayerSpec]:
-        """The layer table. Raises ShareError: it is malformed."""
+        """The layer table. Raises ShareError if it is malformed."""
         return layers_of(self.description)
 
     def known(self) -> Share | None:

@@ -90,8 +90,8 @@ class ShmListener:
         self._server: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Start to accept clients. Raises UsageError: another process listens there, a file is in the way, or the
-        folder does not exist; ShareError: the model cannot be served to other processes."""
+        """Start to accept clients. Raises UsageError if another process listens there, a file is in the way, or the
+        folder does not exist, and ShareError if the model cannot be served to other processes."""
         self.service.share()
         _make_way(self._path, self.address)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

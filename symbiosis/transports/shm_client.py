@@ -23,16 +23,7 @@ from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Memory, Places
-from symbiosis.transports.connection import (
-    Arrived,
-    AsyncConnection,
-    BlockingConnection,
-    Carrier,
-    Lost,
-    Message,
-    Received,
-    in_executor,
-)
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Message, Receiver, in_executor
 from symbiosis.transports.conversation import PING_AFTER_S, Pending, Results
 from symbiosis.transports.device import Segment
 from symbiosis.transports.share import Welcome, tensors_in
@@ -51,7 +42,7 @@ executor is at a large matrix product and needs all cores."""
 
 
 def socket_path(address: str) -> Path:
-    """Return the path in ``shm:///path``. Raises UsageError: it is not absolute, or too long for a Unix socket."""
+    """Return the path in ``shm:///path``. Raises UsageError if it is not absolute, or too long for a Unix socket."""
     path = address.removeprefix("shm://")
     if not path.startswith("/") or path.endswith("/"):
         raise UsageError(f"{address!r}: write shm:///absolute/path/of/the.sock")
@@ -242,8 +233,8 @@ class _AsyncShmConnection(_ShmConnection, AsyncConnection):
 
     _loop: asyncio.AbstractEventLoop | None = None
 
-    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
-        self._received, self._lost = received, lost
+    def start(self, channel: Receiver) -> None:
+        self._channel = channel
         self._loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._read)
@@ -268,7 +259,7 @@ class _AsyncShmConnection(_ShmConnection, AsyncConnection):
         try:
             message = self._messages.only(data) or self._messages.next()
             while message is not None and self._loop is not None:
-                self._received(*wire.unpack_answer(message), ())
+                self._channel.received(*wire.unpack_answer(message), ())
                 message = self._messages.next()
         except WireError as error:
             self._end(error)
@@ -276,7 +267,7 @@ class _AsyncShmConnection(_ShmConnection, AsyncConnection):
     def _end(self, error: SymbiosisError) -> None:
         if self._loop is not None:
             self._stop()
-            self._lost(error)
+            self._channel.lost(error)
 
     def _stop(self) -> None:
         if self._loop is not None:

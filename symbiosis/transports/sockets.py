@@ -205,7 +205,7 @@ class TcpSocket(NamedTuple):
         raise ConnectionResetError("the connection has ended")
 
     def local_ip(self) -> str:
-        """Return the IP address of this end. Raises OSError: the connection has ended."""
+        """Return the IP address of this end. Raises OSError if the connection has ended."""
         with self._duplicate() as connection:
             return str(connection.getsockname()[0])
 

@@ -72,8 +72,7 @@ class TcpTransport:
                 "them), or insecure=True (--insecure) if every host on the network may read the data and use the "
                 "executor"
             )
-        encrypted = self._keys is not None
-        listener = TcpListener(endpoint, service, self._limits, self._keys, FrameCourier, encrypted)
+        listener = TcpListener(endpoint, service, self._limits, self._keys, FrameCourier)
         listener.open(address)
         return listener
 

@@ -16,16 +16,7 @@ from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.connection import (
-    Arrived,
-    AsyncConnection,
-    BlockingConnection,
-    Carrier,
-    Lost,
-    Message,
-    Received,
-    in_executor,
-)
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Message, Receiver, in_executor
 from symbiosis.transports.conversation import Pending, Results
 from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import CHUNK, Progress, ReceivedShare, Welcome
@@ -68,8 +59,8 @@ class FrameCarrier(Carrier):
 
 
 class TcpConnection:
-    """A connection whose handshake is done: the constructor blocks. Raises ConnectionLostError: no executor answers;
-    RefusedError: the executor does not admit the client; why; UsageError: keys are needed."""
+    """A connection whose handshake is done: the constructor blocks. Raises ConnectionLostError if no executor answers,
+    RefusedError if the executor does not admit the client, and UsageError if keys are needed."""
 
     share: Share | None = None
 
@@ -131,8 +122,8 @@ class TcpConnection:
             self._socket.send(message, zmq.NOBLOCK)
 
     def _next(self) -> Message:
-        """Return the next message of the handshake. Raises ConnectionLostError: the connection has ended, or no message
-        came within ANSWER_WITHIN_S; SymbiosisError: the executor ended the conversation; why."""
+        """Return the next message of the handshake. Raises ConnectionLostError if the connection has ended, or no
+        message came within ANSWER_WITHIN_S, and the executor's reason if it ended the conversation."""
         end = time.monotonic() + ANSWER_WITHIN_S
         while time.monotonic() < end and not (self._cancelled and self._cancelled.is_set()):
             message = self._receive()
@@ -285,23 +276,23 @@ class AsyncTcpConnection(TcpConnection, AsyncConnection):
 
     _readers: tuple[Reader, Reader] | None = None
     """Of events and of messages."""
-    _lost: Lost | None = None
+    _channel: Receiver | None = None
 
     def carry(self, carrier: Carrier) -> None:
         """Use this carrier of tensors from now on."""
         self.carrier = carrier
 
     def local_ip(self) -> str:
-        """Return the IP address of this end. Raises ConnectionLostError: the connection has ended."""
+        """Return the IP address of this end. Raises ConnectionLostError if the connection has ended."""
         try:
             assert self._remote is not None
             return self._remote.local_ip()
         except OSError as error:
             raise self._gone() from error
 
-    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
-        self._received, self._lost = received, lost
-        self.carrier.start(arrived)
+    def start(self, channel: Receiver) -> None:
+        self._channel = channel
+        self.carrier.start(channel)
         loop = asyncio.get_running_loop()
         self._readers = Reader(self._events, loop, self._event), Reader(self._socket, loop, self._take)
         if self._error is not None:
@@ -327,17 +318,18 @@ class AsyncTcpConnection(TcpConnection, AsyncConnection):
         except WireError as error:
             self.lose(error)
         else:
-            self._received(type_, content, frames[1:])
+            if self._channel is not None:
+                self._channel.received(type_, content, frames[1:])
 
     def lose(self, error: SymbiosisError) -> None:
         """Note that the connection has ended."""
         self._error = self._error or error
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            lost(self._error)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.lost(self._error)
 
     def close(self) -> None:
-        self._lost = None
+        self._channel = None
         self._error = self._error or ConnectionLostError(f"the connection to {self.address} was closed")
         self.carrier.close()
         for reader in self._readers or ():

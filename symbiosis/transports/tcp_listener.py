@@ -143,8 +143,6 @@ class TcpListener:
     """The executor's keys and its tenants'; None without CURVE."""
     courier: Callable[[TcpLine, ServedShare], TcpCourier]
     """Makes the courier of a connection's tensors."""
-    encrypted: bool
-    """Whether all data of a connection is encrypted; for the log."""
 
     def __post_init__(self) -> None:
         self.address = ""
@@ -163,8 +161,8 @@ class TcpListener:
         self._closed = False
 
     def open(self, address: str) -> None:
-        """Start to accept clients. Raises UsageError: the port is not available; ShareError: the model cannot be served
-        to other processes."""
+        """Start to accept clients. Raises UsageError if the port is not available, and ShareError if the model cannot
+        be served to other processes."""
         self.service.share()
         self._loop = loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # a context has one authenticator
@@ -192,7 +190,8 @@ class TcpListener:
         self.address = f"{address.partition(':')[0]}://{self.endpoint._replace(port=int(bound.rpartition(':')[2]))}"
         self._swept = loop.time()
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        log.info("listening", address=self.address, encrypted=self.encrypted)
+        encrypted = self.keys is not None and not address.startswith("dist:")
+        log.info("listening", address=self.address, encrypted=encrypted)
 
     def _close_sockets(self, linger_ms: int) -> None:
         self._reader.socket.disable_monitor()

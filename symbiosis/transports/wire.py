@@ -152,8 +152,8 @@ def error_of(name: Any = None, text: Any = "it gave no reason") -> SymbiosisErro
 
 
 def unpack(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """Return the type and content of a message to an executor. Its arrays become tuples. Raises WireError: the message
-    is too large or malformed."""
+    """Return the type and content of a message to an executor. Its arrays become tuples. Raises WireError if the
+    message is too large or malformed."""
     return _unpack(data, MAX_TO_EXECUTOR, False)
 
 
@@ -289,8 +289,8 @@ class MessageBuffer:
         return None
 
     def next(self) -> bytes | None:
-        """Return the next whole message, if it has arrived. Raises WireError: the length exceeds the limit. Nothing was
-        allocated for it."""
+        """Return the next whole message, if it has arrived. Raises WireError if the length exceeds the limit. Nothing
+        was allocated for it."""
         buffer = self._buffer
         if len(buffer) < 4:
             return None
