@@ -11,14 +11,14 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.stream import MessageBuffer, frame
-from symbiosis.transports.wire import Type
+from symbiosis.transports.wire import MessageBuffer, Type, frame
 
 __all__ = ["Faults", "FaultyProxy"]
 
@@ -77,9 +77,7 @@ class FaultyProxy:
         self._start(self._accept)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         for open_ in (self._listening, *self._open):
             with contextlib.suppress(OSError):
@@ -90,8 +88,8 @@ class FaultyProxy:
         if self._own[0] == socket.AF_UNIX:
             Path(str(self._own[1])).unlink(missing_ok=True)
 
-    def _start(self, fn: object, *arguments: object) -> None:
-        thread = threading.Thread(target=fn, args=arguments, daemon=True)  # type: ignore[arg-type]
+    def _start(self, fn: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=fn, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()
 
@@ -114,25 +112,23 @@ class FaultyProxy:
 
     def _pump(self, source: socket.socket, sink: socket.socket, buffer: MessageBuffer | None) -> None:
         """Forward data from ``source`` to ``sink``; with ``buffer``, put answers out of order."""
-        faults, pieces = self.faults, 0
+        pieces = 0
         with contextlib.suppress(OSError):
             while True:
-                data, descriptors = _receive(source)
-                if not data:
-                    break
+                data, descriptors, _, _ = socket.recv_fds(source, 1 << 16, 4)
                 pieces += 1
                 try:
-                    if faults.latency_s:
-                        time.sleep(self._rng.expovariate(1 / faults.latency_s))
-                    if pieces > faults.spare:
-                        if self._rng.random() < faults.cut:
-                            self.cuts += 1
-                            break
-                        if self._rng.random() < faults.corrupt:
-                            data = _flip(data, self._rng)
-                        if buffer is not None:
-                            data = self._shuffle(data, buffer, source)
-                    _send(sink, data, descriptors)
+                    if not data:
+                        break
+                    if pieces > self.faults.spare and self._rng.random() < self.faults.cut:
+                        self.cuts += 1
+                        break
+                    if self.faults.latency_s:
+                        time.sleep(self._rng.expovariate(1 / self.faults.latency_s))
+                    if pieces > self.faults.spare:
+                        data = self._spoil(data, buffer, source)
+                    sent = socket.send_fds(sink, [data], descriptors) if descriptors else 0
+                    sink.sendall(data[sent:])
                 finally:
                     for descriptor in descriptors:
                         socket.close(descriptor)
@@ -141,6 +137,14 @@ class FaultyProxy:
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
             self._open.discard(end)
+
+    def _spoil(self, data: bytes, buffer: MessageBuffer | None, source: socket.socket) -> bytes:
+        """Return ``data`` with one bit flipped, or with answers out of order."""
+        if self._rng.random() < self.faults.corrupt:
+            changed = bytearray(data)
+            changed[self._rng.randrange(len(changed))] ^= 1 << self._rng.randrange(8)
+            data = bytes(changed)
+        return data if buffer is None else self._shuffle(data, buffer, source)
 
     def _shuffle(self, data: bytes, buffer: MessageBuffer, source: socket.socket) -> bytes:
         """Return ``data`` and the answers that come within 2 ms, in any order."""
@@ -159,10 +163,7 @@ class FaultyProxy:
         return b"".join(map(frame, messages))
 
 
-Endpoint = tuple[socket.AddressFamily, str | tuple[str, int]]
-
-
-def _endpoint(address: str) -> Endpoint:
+def _endpoint(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
     scheme, _, rest = address.partition("://")
     if scheme == "shm":
         return socket.AF_UNIX, rest
@@ -170,24 +171,3 @@ def _endpoint(address: str) -> Endpoint:
         host, _, port = rest.rpartition(":")
         return socket.AF_INET, (host, int(port))
     raise UsageError(f"{address!r}: a proxy knows shm:// and tcp://")
-
-
-def _receive(source: socket.socket) -> tuple[bytes, list[int]]:
-    if source.family == socket.AF_UNIX:
-        data, descriptors, _, _ = socket.recv_fds(source, 1 << 16, 4)
-        return data, descriptors
-    return source.recv(1 << 16), []
-
-
-def _send(sink: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    if descriptors:
-        sent = socket.send_fds(sink, [data], descriptors)
-        data = data[sent:]
-    if data:
-        sink.sendall(data)
-
-
-def _flip(data: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(data)
-    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)

@@ -17,7 +17,6 @@ import contextlib
 import itertools
 import json
 import sys
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -81,8 +80,6 @@ class TransportConformance:
         """Connect to the listener as an unauthenticated peer, send bytes and disconnect."""
         raise NotImplementedError
 
-    # Helpers
-
     @asynccontextmanager
     async def _executor(self, folder: Path) -> AsyncIterator[tuple[Executor, str]]:
         async with Executor(_model(), policy="no-lockstep") as executor:
@@ -129,8 +126,6 @@ class TransportConformance:
         async with asyncio.timeout(WITHIN_S):
             while not condition():  # noqa: ASYNC110 (what is waited for has no event)
                 await asyncio.sleep(0.01)
-
-    # Tests
 
     async def test_every_layer_dtype_and_pass(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
@@ -340,32 +335,23 @@ class TransportConformance:
                 transport.connect_blocking(self.address(tmp_path), "client")
             return
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as other:
-            failures: list[BaseException] = []
 
             def client(number: int) -> None:
-                try:
-                    transport = make_transport(address, **self.connect_options(tmp_path))
-                    channel = transport.connect_blocking(address, f"thread-{number}")
-                    try:
-                        channel.begin_pass()
-                        for turn in range(10):
-                            pass_ = Pass.FORWARD if turn % 2 else Pass.BACKWARD
-                            call = self._call(executor, (turn,), pass_, 1 + turn, seed=turn)
-                            (result,) = channel.call(call)
-                            assert_same(result, self._expected(executor, call)[0])
-                        channel.end_pass()
-                    finally:
-                        channel.close()
-                except BaseException as error:  # noqa: BLE001 (the test must see it)
-                    failures.append(error)
+                transport = make_transport(address, **self.connect_options(tmp_path))
+                with contextlib.closing(transport.connect_blocking(address, f"thread-{number}")) as channel:
+                    channel.begin_pass()
+                    for turn in range(10):
+                        pass_ = Pass.FORWARD if turn % 2 else Pass.BACKWARD
+                        call = self._call(executor, (turn,), pass_, 1 + turn, seed=turn)
+                        (result,) = channel.call(call)
+                        assert_same(result, self._expected(executor, call)[0])
+                    channel.end_pass()
 
-            threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(3)]
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
+            clients = asyncio.gather(*[asyncio.to_thread(client, number) for number in range(3)])
+            while not clients.done():
                 await self._check(executor, other, self._call(executor, (2,), Pass.FORWARD, 2))
                 await asyncio.sleep(0.001)
-            assert not failures, failures
+            await clients
 
     async def test_look(self, tmp_path: Path) -> None:
         """A peer that does not join gets the executor's status and is no client."""

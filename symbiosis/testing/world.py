@@ -199,7 +199,7 @@ class World:
             self.end_pass(client)
         while self.queued:
             waited = 0.0
-            for _ in range(_MOST_WAITS):
+            for _ in range(1000):
                 action = self.decide()
                 if isinstance(action, Batch):
                     self.complete(action)
@@ -211,7 +211,7 @@ class World:
                 )
                 self.clock.advance(action.time - self.clock.now)
             else:
-                raise AssertionError(f"{self.policy!r} waited {_MOST_WAITS} times in a row while no client is thinking")
+                raise AssertionError(f"{self.policy!r} waited 1000 times in a row while no client is thinking")
         assert not self.waiting, f"{list(self.waiting.values())} were lost"
         assert isinstance(self.decide(), Idle)
 
@@ -242,23 +242,16 @@ class World:
     def _check_batch(self, batch: Batch) -> None:
         rows = 0
         for request, start, stop in batch.slices:
+            id_, taken = request.id, self._taken[request.id]
             assert request.key == batch.key, f"a batch of {batch.key} has rows of {request.key}"
-            assert self.waiting.get(request.id) is request, f"request {request.id} is served although it is not open"
-            assert start == self._taken[request.id], (
-                f"request {request.id}: row {self._taken[request.id]} is next, not {start}"
-            )
-            assert start < stop <= request.rows, f"request {request.id} has no rows {start} to {stop}"
-            ahead = [
-                other.id
-                for other in self.queued
-                if other.id < request.id and (other.client, other.key) == (request.client, request.key)
-            ]
-            assert not ahead, f"request {request.id} overtakes {ahead} of the same client for the same key"
-            self._taken[request.id] = stop
+            assert self.waiting.get(id_) is request, f"request {id_} is served although it is not open"
+            assert start == taken, f"request {id_}: row {taken} is next, not {start}"
+            assert start < stop <= request.rows, f"request {id_} has no rows {start} to {stop}"
+            same = [other.id for other in self.queued if (other.client, other.key) == (request.client, request.key)]
+            ahead = [other for other in same if other < id_]
+            assert not ahead, f"request {id_} overtakes {ahead} of the same client for the same key"
+            self._taken[id_] = stop
             rows += stop - start
         assert rows == batch.rows, f"a batch of {rows} rows says that it has {batch.rows}"
         assert 1 <= rows <= self.scheduler.max_rows, f"a batch of {rows} rows; the cap is {self.scheduler.max_rows}"
         assert isinstance(batch.reason, str), f"the reason of a batch is {batch.reason!r}"
-
-
-_MOST_WAITS = 1000

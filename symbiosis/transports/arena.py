@@ -20,45 +20,24 @@ import torch
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import ALIGN, align
 
-__all__ = ["Arena", "Memory", "Places", "seal", "sealed_copy", "spread"]
+__all__ = ["Arena", "Memory", "Places", "spread"]
 
 _VIEWS = 512
 """Views of matrices that are kept. A model has fewer distinct calls than that."""
-_SEALS = 1033  # F_ADD_SEALS
-SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_WRITE = 1, 2, 4, 8
-
-
-def seal(descriptor: int, seals: int) -> None:
-    """Forbid changes to a memfd, permanently and for all processes."""
-    fcntl.fcntl(descriptor, _SEALS, seals)
-
-
-def sealed_copy(data: bytes, name: str) -> int:
-    """Return the descriptor of a memfd with these bytes that no process can change."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with open(descriptor, "wb", closefd=False) as file:
-            file.write(data)
-        seal(descriptor, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW | SEAL_WRITE)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 class Memory(ABC):
-    """Memory that two processes map. It keeps views of matrices, because calls reuse places and making a view takes two
-    calls of torch."""
+    """Memory that two processes map, from place ``start`` to ``end``. It keeps views of matrices, because calls reuse
+    places and making a view takes two calls of torch."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int, end: int) -> None:
+        self.start = start
+        self.end = end
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
 
     def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return views of matrices [rows, width] that lie one after another from ``place``.
-
-        Raises:
-            WireError: a matrix does not lie inside the memory.
-        """
+        """Return views of matrices [rows, width] that lie one after another from ``place``. Raises WireError if a
+        matrix does not lie inside the memory."""
         key = place, rows, widths, dtype
         views = self._views.get(key)
         if views is None:
@@ -67,16 +46,30 @@ class Memory(ABC):
             views = self._views[key] = self._make(place, rows, widths, dtype)
         return views
 
+    def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        found = []
+        for width in widths:
+            count = rows * width
+            end = place + count * dtype.itemsize
+            if count == 0 or place < self.start or end > self.end:
+                raise WireError(
+                    f"[{rows}, {width}] {dtype} at {place} is not inside the client's memory, "
+                    f"{self.start} to {self.end}"
+                )
+            found.append(self._view(place - self.start, count, dtype).view(rows, width))
+            place = align(end)
+        return tuple(found)
+
     @abstractmethod
-    def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]: ...
+    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return ``count`` elements that begin ``offset`` bytes after the start."""
 
 
 class Arena(Memory):
     """A mapped arena. The caller closes ``descriptor``; the mapping lives as long as tensors in it."""
 
     def __init__(self, descriptor: int, size: int) -> None:
-        super().__init__()
-        self.size = size
+        super().__init__(0, size)
         self._map = mmap.mmap(descriptor, size)
 
     @classmethod
@@ -85,22 +78,14 @@ class Arena(Memory):
         descriptor = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size)
-            seal(descriptor, SEAL_SEAL | SEAL_SHRINK | SEAL_GROW)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return cls(descriptor, size), descriptor
         except BaseException:
             os.close(descriptor)
             raise
 
-    def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        itemsize = dtype.itemsize
-        found = []
-        for width in widths:
-            count = rows * width
-            if count == 0 or place < 0 or place + count * itemsize > self.size:
-                raise WireError(f"[{rows}, {width}] {dtype} at {place} is not inside an arena of {self.size} bytes")
-            found.append(torch.frombuffer(self._map, dtype=dtype, count=count, offset=place).view(rows, width))
-            place += align(count * itemsize)
-        return tuple(found)
+    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
 
 
 @lru_cache(4096)
@@ -113,14 +98,9 @@ class Places:
     """Allocates parts of the memory from ``start`` to ``end``, first fit. Used on the client's side only."""
 
     def __init__(self, start: int, end: int) -> None:
-        self.start = start
-        self.end = end
-        self._free = [(start, end)]
+        self._whole = [(start, end)]
+        self._free = self._whole.copy()
         """Start and end of each free part, ascending."""
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
 
     def take(self, size: int) -> int | None:
         """Return a place of at least ``size`` bytes, or None if there is none."""
@@ -150,6 +130,6 @@ class Places:
         free.insert(index, (start, end))
 
     @property
-    def in_use(self) -> int:
-        """Bytes allocated."""
-        return self.size - sum(end - start for start, end in self._free)
+    def unused(self) -> bool:
+        """Whether nothing is allocated."""
+        return self._free == self._whole

@@ -1,28 +1,37 @@
-"""The blocking driver of a client's conversation: the channel for synchronous code, whatever the transport.
+"""Channels for synchronous code.
 
-The thread that makes a call sends it, waits for the answer and joins again after a loss. One call is outstanding at a
-time.
+:class:`BlockingChannel` is the blocking driver of a client's conversation, whatever the transport: the thread that
+makes a call sends it, waits for the answer and joins again after a loss. One call is outstanding at a time.
+:class:`ThreadedChannel` uses a channel on the event loop of another thread, for a transport that needs a loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from symbiosis.core.requests import Call
-from symbiosis.core.transport import Check, Identity
-from symbiosis.errors import ConnectionLostError, ExecutorClosedError, SymbiosisError, WireError
+from symbiosis.errors import (
+    ClientClosedError,
+    ConnectionLostError,
+    ExecutorClosedError,
+    SymbiosisError,
+    UsageError,
+    WireError,
+)
 from symbiosis.log import get_logger
-from symbiosis.transports.backoff import backoff
-from symbiosis.transports.carrier import BlockingConnection, BlockingConnector
-from symbiosis.transports.conversation import CARRIED, Conversation, State, Watch
-from symbiosis.transports.outstanding import Pending, Results
-from symbiosis.transports.synchronous import SynchronousChannel, closed_error, forked_error
-from symbiosis.transports.wire import PING, Hello
+from symbiosis.transports.channel import AsyncChannel
+from symbiosis.transports.connection import BlockingJoin, backoff
+from symbiosis.transports.conversation import CARRIED, Conversation, Pending, Results, State
+from symbiosis.transports.wire import BEGIN, Hello
 
-__all__ = ["BlockingChannel"]
+__all__ = ["BlockingChannel", "ThreadedChannel"]
 
 log = get_logger(__name__)
 
@@ -32,45 +41,81 @@ AGAIN_S = 5.0
 usually there, and only the connection has to be replaced."""
 
 
-class BlockingChannel(SynchronousChannel):
-    """A channel for synchronous code. Any thread may call it; calls take turns."""
+class SynchronousChannel(ABC):
+    """A channel for synchronous code, without the operations that coroutines use."""
 
-    def __init__(
-        self, conversation: Conversation, connector: BlockingConnector, connection: BlockingConnection
-    ) -> None:
-        assert connection.share is not None
-        self.client = str(conversation.hello.name)
-        self.device = connection.carrier.device
-        self.layers = connection.welcome.layers
-        self.share = connection.share
-        self._conversation = conversation
-        self._connector = connector
-        self._connection = connection
-        self._watch = Watch(conversation.address)
-        self._lock = threading.Lock()
-        self._patience_s = conversation.retry_s
-        """Seconds for which the next attempts to join again go on."""
+    client: str
+
+    def __init__(self) -> None:
         _channels.add(self)
 
-    @classmethod
-    def open(cls, connector: BlockingConnector, address: str, hello: Hello, retry_s: float) -> BlockingChannel:
-        """Join the executor at ``address``; raises the errors of :meth:`BlockingConnector.join`."""
-        conversation = Conversation(address, hello, retry_s)
-        connection = connector.join(hello, again=False)
+    def send(self, call: Call) -> asyncio.Future[Results]:
+        raise UsageError("this model was opened for synchronous code; use symbiosis.connect for coroutines")
+
+    def flush(self) -> None:
+        pass
+
+    def cancel(self, call: Call) -> None:
+        pass
+
+    def interrupt(self, error: BaseException) -> None:
+        pass
+
+    def begin_pass(self) -> None:
+        self._walk(True)
+
+    def end_pass(self) -> None:
+        self._walk(False)
+
+    @abstractmethod
+    def _walk(self, in_pass: bool) -> None:
+        """Tell the executor whether the client is in a pass, if it does not know."""
+
+    @abstractmethod
+    def abandon(self, error: ClientClosedError) -> None:
+        """In a forked child process: end here with ``error``, and leave the connection to the parent process."""
+
+    def _closed(self) -> ClientClosedError:
+        return ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")
+
+
+_channels: weakref.WeakSet[SynchronousChannel] = weakref.WeakSet()
+"""The channels of this process, for :func:`_forked`."""
+
+
+def _forked() -> None:
+    for channel in list(_channels):
+        why = f"the model of {channel.client!r} belongs to the process that opened it, not to its forked child; "
+        channel.abandon(ClientClosedError(why + "open another model in the child"))
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class BlockingChannel(SynchronousChannel):
+    """A channel of which any thread may make calls; they take turns. Joins the executor at ``address``. Raises
+    SymbiosisError: the errors of ``join``."""
+
+    def __init__(self, join: BlockingJoin, address: str, hello: Hello, retry_s: float) -> None:
+        self.client = str(hello.name)
+        self._conversation = conversation = Conversation(address, hello, retry_s)
+        self._join = join
+        self._connection = connection = join(hello, False)
         try:
             conversation.joined(connection.welcome, connection.carrier.most_bytes)
-            return cls(conversation, connector, connection)
+            assert connection.share is not None
+            self.device = connection.carrier.device
+            self.layers = connection.welcome.layers
+            self.share = connection.share
         except BaseException:
             connection.close()
             raise
-
-    def identity(self) -> Identity:
-        return self._conversation.identity
-
-    def before_return(self, check: Check) -> None:
-        self._conversation.before_return(check)
-
-    # Calls
+        self.identity = conversation.identity
+        self.before_return = conversation.before_return
+        self._lock = threading.Lock()
+        self._patience_s = retry_s
+        """Seconds for which the next attempts to join again go on."""
+        super().__init__()
 
     def call(self, call: Call) -> Results:
         with self._lock:
@@ -95,44 +140,38 @@ class BlockingChannel(SynchronousChannel):
 
     def _exchange(self, pending: Pending) -> Results:
         """Send a call and return its results."""
-        connection, conversation, watch = self._connection, self._conversation, self._watch
+        connection, conversation = self._connection, self._conversation
         carrier = connection.carrier
         conversation.outstanding.next()
         parts = carrier.put(pending)
         if parts is not None:
             connection.send(parts)
-        watch.heard(time.monotonic())
+        conversation.heard(time.monotonic())
         while True:
             message = connection.receive()
             if message is None:
                 conversation.check_open()
-                if watch.look(time.monotonic()):
-                    connection.send([PING])
+                if (ping := conversation.look(time.monotonic())) is not None:
+                    connection.send([ping])
                 continue
             type_, content, frames = message
             answer = conversation.receive(type_, content)
             if answer is not None:
                 conversation.outstanding.settle(pending)
                 carrier.free(pending)
-                if answer.error is not None:
-                    raise answer.error
+                if answer[1] is not None:
+                    raise answer[1]
                 results = carrier.take(pending, frames)
                 assert results is not None, "a blocking connection brings results with their message"
                 return results
             if conversation.state is not State.JOINED:
                 assert conversation.error is not None
                 raise conversation.error
-            watch.heard(time.monotonic())
+            conversation.heard(time.monotonic())
             if type_ in CARRIED:
                 carrier.control(type_, content)
                 if parts is None and (parts := carrier.put(pending)) is not None:
                     connection.send(parts)
-
-    def begin_pass(self) -> None:
-        self._walk(True)
-
-    def end_pass(self) -> None:
-        self._walk(False)
 
     def _walk(self, in_pass: bool) -> None:
         with self._lock:
@@ -148,8 +187,6 @@ class BlockingChannel(SynchronousChannel):
                 except BaseException:  # Ctrl-C: half the message may be sent
                     self._interrupted()
                     raise
-
-    # Connections
 
     def _lost(self, error: Exception) -> None:
         conversation = self._conversation
@@ -168,19 +205,16 @@ class BlockingChannel(SynchronousChannel):
         for delay in backoff(patience_s):
             time.sleep(delay)
             conversation.check_open()
+            connection = None
             try:
-                connection = self._connector.join(conversation.hello, again=True)
-            except (SymbiosisError, OSError) as error:
-                conversation.failed(error)
-                conversation.check_open()
-                continue
-            try:
+                connection = self._join(conversation.hello, True)
                 conversation.joined(connection.welcome, connection.carrier.most_bytes)
                 if conversation.in_pass:
-                    connection.send([conversation.walk(True)])
+                    connection.send([BEGIN])
             except (OSError, SymbiosisError) as error:
-                connection.close()
-                conversation.failed(error)
+                if connection is not None:
+                    connection.close()
+                conversation.lost(error)
                 conversation.check_open()
                 continue
             self._connection = connection
@@ -193,25 +227,73 @@ class BlockingChannel(SynchronousChannel):
 
     def close(self) -> None:
         """Leave. A call in progress on another thread ends with ClientClosedError."""
-        self._conversation.end(closed_error(self.client))
+        self._conversation.end(self._closed())
         self._connection.interrupt()
         with self._lock:
             self._connection.close()
 
-    def forked(self) -> None:
-        """In a forked child process: end here, and leave the connection to the parent process."""
-        self._conversation.end(forked_error(self.client))
+    def abandon(self, error: ClientClosedError) -> None:
+        self._conversation.end(error)
         self._lock = threading.Lock()
         self._connection.abandon()
 
 
-_channels: weakref.WeakSet[BlockingChannel] = weakref.WeakSet()
-"""The open channels of this process, for :func:`_forked`."""
+class ThreadedChannel(SynchronousChannel):
+    """A channel that uses a channel on an event loop in a thread of its own.
 
+    Args:
+        opening: opens the channel, on that event loop. The constructor raises its errors.
+    """
 
-def _forked() -> None:
-    for channel in list(_channels):
-        channel.forked()
+    def __init__(self, opening: Coroutine[Any, Any, AsyncChannel]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="symbiosis-loop", daemon=True)
+        self._thread.start()
+        opened = asyncio.run_coroutine_threadsafe(opening, self._loop)
+        try:
+            self._channel = channel = opened.result()
+        except BaseException:
+            opened.cancel()
+            self._end_thread()
+            raise
+        self.client = channel.client
+        self.device = channel.device
+        self.layers = channel.layers
+        self.share = channel.share
+        self.identity = channel.identity
+        self.before_return = channel.before_return
+        self._in_pass = False
+        self._ended: ClientClosedError | None = None
+        super().__init__()
 
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.get_loop().run_forever()
 
-os.register_at_fork(after_in_child=_forked)
+    def _end_thread(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def call(self, call: Call) -> Results:
+        if self._ended is not None:
+            raise self._ended
+        return self._channel.call(call)
+
+    def _walk(self, in_pass: bool) -> None:
+        if self._in_pass != in_pass:
+            self._in_pass = in_pass
+            self._soon(self._channel.walk, in_pass)
+
+    def _soon(self, what: Callable[..., None], *arguments: Any) -> None:
+        if self._ended is None:
+            self._loop.call_soon_threadsafe(what, *arguments)
+
+    def close(self) -> None:
+        """Leave. A call in progress on another thread ends."""
+        if self._ended is None:
+            self._soon(self._channel.close)
+            self._ended = self._closed()
+            self._end_thread()
+
+    def abandon(self, error: ClientClosedError) -> None:
+        self._ended = error

@@ -8,15 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from symbiosis.core.requests import Call
-from symbiosis.core.transport import Check, Identity
 from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports.backoff import backoff
-from symbiosis.transports.carrier import Connection, Connector
-from symbiosis.transports.conversation import CARRIED, Conversation, State, Watch
-from symbiosis.transports.outstanding import Pending, Results
+from symbiosis.transports.connection import AsyncConnection, Join, backoff
+from symbiosis.transports.conversation import CARRIED, Conversation, Pending, Results, State
 from symbiosis.transports.threads import ThreadCalls
-from symbiosis.transports.wire import PING, Hello, Type
+from symbiosis.transports.wire import Hello, Type
 
 __all__ = ["AsyncChannel"]
 
@@ -33,18 +30,19 @@ class AsyncChannel:
     connection is lost, it joins again and sends again what has no answer; calls made meanwhile wait.
     """
 
-    def __init__(self, conversation: Conversation, connector: Connector, connection: Connection) -> None:
+    def __init__(self, conversation: Conversation, join: Join, connection: AsyncConnection) -> None:
         assert connection.share is not None
         self.client = str(conversation.hello.name)
         self.device = connection.carrier.device
         self.layers = connection.welcome.layers
         self.share = connection.share
+        self.identity = conversation.identity
+        self.before_return = conversation.before_return
         self._conversation = conversation
-        self._connector = connector
-        self._connection: Connection | None = None
+        self._join = join
+        self._connection: AsyncConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._rejoining: asyncio.Task[None] | None = None
-        self._watch = Watch(conversation.address)
         self._threads = ThreadCalls(self._loop, self.send, self.cancel)
         self.call = self._threads.call
         self.interrupt = self._threads.interrupt
@@ -52,24 +50,16 @@ class AsyncChannel:
         self._use(connection)
 
     @classmethod
-    async def open(cls, connector: Connector, address: str, hello: Hello, retry_s: float) -> AsyncChannel:
-        """Join the executor at ``address``; raises the errors of :meth:`Connector.join`."""
+    async def open(cls, join: Join, address: str, hello: Hello, retry_s: float) -> AsyncChannel:
+        """Join the executor at ``address``; raises the errors of ``join``."""
         conversation = Conversation(address, hello, retry_s)
-        connection = await connector.join(hello, again=False)
+        connection = await join(hello, False)
         try:
             conversation.joined(connection.welcome, connection.carrier.most_bytes)
-            return cls(conversation, connector, connection)
+            return cls(conversation, join, connection)
         except BaseException:
             connection.close()
             raise
-
-    def identity(self) -> Identity:
-        return self._conversation.identity
-
-    def before_return(self, check: Check) -> None:
-        self._conversation.before_return(check)
-
-    # Calls
 
     def send(self, call: Call) -> asyncio.Future[Results]:
         reply: asyncio.Future[Results] = self._loop.create_future()
@@ -82,7 +72,7 @@ class AsyncChannel:
         if connection is None:
             return
         if not outstanding.sent:
-            self._watch.heard(time.monotonic())
+            self._conversation.heard(time.monotonic())
         while self._connection is connection and (pending := outstanding.next()) is not None:
             try:
                 parts = connection.carrier.put(pending)
@@ -95,8 +85,8 @@ class AsyncChannel:
                 return
             connection.send(parts)
 
-    def _received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
-        self._watch.heard(time.monotonic())
+    def received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
+        self._conversation.heard(time.monotonic())
         connection = self._connection
         if connection is None:
             return
@@ -106,7 +96,7 @@ class AsyncChannel:
                 pending, error = answer
                 outcome = error or connection.carrier.take(pending, frames)
                 if outcome is not None:
-                    self._settle(pending, outcome)
+                    self.arrived(pending, outcome)
             elif self._conversation.state is not State.JOINED:
                 self._left()
             elif type_ in CARRIED:
@@ -115,7 +105,7 @@ class AsyncChannel:
         except WireError as error:
             self._end(error)
 
-    def _settle(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
+    def arrived(self, pending: Pending, outcome: Results | SymbiosisError) -> None:
         outstanding = self._conversation.outstanding
         if pending.id not in outstanding.sent or self._connection is None:  # late results of a connection that was lost
             return
@@ -135,23 +125,22 @@ class AsyncChannel:
 
     def begin_pass(self) -> None:
         self._conversation.check_open()
-        self._walk(True)
+        self.walk(True)
 
     def end_pass(self) -> None:
-        self._walk(False)
+        self.walk(False)
 
-    def _walk(self, in_pass: bool) -> None:
+    def walk(self, in_pass: bool) -> None:
+        """Note that the client begins or ends a pass, also after the conversation has ended."""
         message = self._conversation.walk(in_pass)
         if self._connection is not None:
             self._connection.send([message])
 
-    # Connections
-
-    def _use(self, connection: Connection) -> None:
+    def _use(self, connection: AsyncConnection) -> None:
         self._connection = connection
-        connection.start(self._received, self._lost, self._settle)
+        connection.start(self)
         if self._conversation.in_pass:
-            self._walk(True)
+            self.walk(True)
         self._send_waiting()
 
     def _look(self) -> None:
@@ -160,15 +149,15 @@ class AsyncChannel:
         if self._connection is None:
             return
         if self._connection.silent():
-            self._lost(ConnectionLostError(f"no sign of life from the executor at {self._conversation.address}"))
+            self.lost(ConnectionLostError(f"no sign of life from the executor at {self._conversation.address}"))
         elif self._conversation.outstanding.sent:
             try:
-                if self._watch.look(time.monotonic()):
-                    self._connection.send([PING])
+                if (ping := self._conversation.look(time.monotonic())) is not None:
+                    self._connection.send([ping])
             except ConnectionLostError as error:
-                self._lost(error)
+                self.lost(error)
 
-    def _lost(self, error: SymbiosisError) -> None:
+    def lost(self, error: SymbiosisError) -> None:
         if self._connection is not None:
             self._conversation.lost(error)
             self._left()
@@ -187,21 +176,20 @@ class AsyncChannel:
         conversation = self._conversation
         for delay in backoff(conversation.retry_s):
             await asyncio.sleep(delay)
+            connection = None
             try:
-                connection = await self._connector.join(conversation.hello, again=True)
+                connection = await self._join(conversation.hello, True)
+                conversation.joined(connection.welcome, connection.carrier.most_bytes)
             except (SymbiosisError, OSError) as error:
-                conversation.failed(error)
-            else:
-                try:
-                    conversation.joined(connection.welcome, connection.carrier.most_bytes)
-                except SymbiosisError:
+                if connection is not None:
                     connection.close()
-                else:
-                    log.info("executor is back", address=conversation.address, client=self.client)
-                    self._use(connection)
-                    return
-            if conversation.state is State.ENDED:
-                break
+                conversation.lost(error)
+                if conversation.state is State.ENDED:
+                    break
+            else:
+                log.info("executor is back", address=conversation.address, client=self.client)
+                self._use(connection)
+                return
         else:
             conversation.give_up(conversation.retry_s)
         self._finish()

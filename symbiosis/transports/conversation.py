@@ -2,7 +2,7 @@
 
 A :class:`Conversation` lasts as long as a channel and outlives its connections. A driver (``channel.py`` for asyncio,
 ``blocking.py`` for threads) opens connections, passes on messages and sends what the conversation tells it to send. A
-carrier (``carrier.py``) moves the tensors. States and transitions:
+carrier (``connection.py``) moves the tensors. States and transitions:
 
 =========  ==================================================  =========  =============================================
 state      input                                               next       the driver then
@@ -14,7 +14,7 @@ JOINED     :meth:`~Conversation.lost`, ENDED because the       REJOINING  closes
 REJOINING  ``joined``, same model, all checks passed           JOINED     sends BEGIN if the client is in a pass, then
                                                                           calls without an answer again, in order
 REJOINING  ``joined``, another model or a check that fails     ENDED      settles all calls with the error
-REJOINING  :meth:`~Conversation.failed`                        REJOINING  tries again (executor absent or busy), or
+REJOINING  ``lost``: an attempt has failed                     REJOINING  tries again (executor absent or busy), or
                                                                or ENDED   settles all calls with the error
 JOINED     ENDED for another reason, a malformed message       ENDED      settles all calls with the error
 any        :meth:`~Conversation.end`                           ENDED      settles all calls with the error
@@ -28,9 +28,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
 from symbiosis.core.transport import Check, Identity
@@ -42,15 +46,13 @@ from symbiosis.errors import (
     RequestError,
     SymbiosisError,
     UsageError,
-    WireError,
 )
 from symbiosis.transports import wire
 from symbiosis.transports.arena import spread
-from symbiosis.transports.outstanding import Outstanding, Pending, Results
-from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import Hello, Type
+from symbiosis.transports.share import Welcome
+from symbiosis.transports.wire import PING, Hello, Limits, Type
 
-__all__ = ["CARRIED", "Answer", "Conversation", "State", "Watch"]
+__all__ = ["CARRIED", "Conversation", "Outstanding", "Pending", "State"]
 
 PING_AFTER_S = 5.0
 """Seconds without a message after which a client with a call outstanding sends PING."""
@@ -59,10 +61,9 @@ SILENT_FOR_S = 120.0
 long batch may take a minute; the death of an executor shows earlier, by other means."""
 CARRIED = (Type.SEGMENT, Type.RENDEZVOUS)
 """Messages for the carrier of tensors."""
-_RESULT = Type.RESULT  # on Python 3.11 a member looked up on its class takes six times as long
-_MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError, OSError)
-"""Errors after which another attempt to join is worthwhile. An executor is busy while it still counts the connection
-that was lost."""
+_MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError)
+"""Errors after which another attempt to join is worthwhile, apart from those of the operating system. An executor is
+busy while it still counts the connection that was lost."""
 
 
 class State(Enum):
@@ -74,14 +75,102 @@ class State(Enum):
     ENDED = "ended"
 
 
-_ENDED = State.ENDED
+_RESULT, _JOINED = Type.RESULT, State.JOINED  # on Python 3.11 a member looked up on its class takes six times as long
+
+Results = tuple[torch.Tensor, ...]
+"""Matrices of an answer, [rows, width] each."""
 
 
-class Answer(NamedTuple):
-    """The executor's answer to one call: results for the carrier to fetch, or an error."""
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A call without an answer."""
 
-    pending: Pending
-    error: SymbiosisError | None
+    id: int
+    call: Call
+    expected: Expected
+    rows: int
+    call_bytes: int
+    """Bytes of the call's matrices, each aligned as in an arena."""
+    size: int
+    """The same, with the results."""
+    reply: asyncio.Future[Results] | None = None
+    """Future of the caller, in the asyncio driver only."""
+    cancelled: bool = False
+    """Whether the caller has withdrawn the call."""
+    place: int = 0
+    """Offset into the client's memory, where the carrier uses one."""
+
+
+class Outstanding:
+    """The calls of one client that have no answer yet, kept within the executor's limits.
+
+    ``waiting`` holds the calls that wait to be sent, in order; ``sent`` those that were sent, by id. After a lost
+    connection, calls that were sent come first again.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: deque[Pending] = deque()
+        self.sent: dict[int, Pending] = {}
+        self._limits = Limits()
+        self._rows = self._bytes = 0
+
+    def next(self) -> Pending | None:
+        """Return the next call and count it as sent; None if no call waits or the limits forbid another.
+
+        A call that exceeds the limit of rows is sent alone.
+        """
+        if not self.waiting:
+            return None
+        pending, limits = self.waiting[0], self._limits
+        if self.sent and (
+            len(self.sent) >= limits.calls
+            or self._rows + pending.rows > limits.rows
+            or self._bytes + pending.size > limits.arena_bytes
+        ):
+            return None
+        self.waiting.popleft()
+        self.sent[pending.id] = pending
+        self._rows += pending.rows
+        self._bytes += pending.size
+        return pending
+
+    def put_back(self, pending: Pending) -> None:
+        """Let a call that :meth:`next` returned wait again, before all others."""
+        self.settle(pending)
+        self.waiting.appendleft(pending)
+
+    def settle(self, pending: Pending) -> None:
+        """Forget a call that was sent: it has its answer."""
+        del self.sent[pending.id]
+        self._rows -= pending.rows
+        self._bytes -= pending.size
+
+    def cancel(self, call: Call) -> Pending | None:
+        """Withdraw a call. Return it if it was sent: then it counts until the executor has answered."""
+        pending = self.sent.get(call.id)
+        if pending is None or pending.call is not call:
+            self.waiting = deque(pending for pending in self.waiting if pending.call is not call)
+            return None
+        if pending.cancelled:
+            return None
+        pending.cancelled = True
+        return pending
+
+    def restart(self, limits: Limits) -> None:
+        """Begin again on a new connection: calls that were sent and not cancelled wait again, before all others."""
+        self._limits = limits
+        self._rows = self._bytes = 0
+        again = [pending for pending in self.sent.values() if not pending.cancelled]
+        self.sent.clear()
+        self.waiting.extendleft(reversed(again))
+
+    def clear(self) -> list[Pending]:
+        """Forget all calls, and return them."""
+        found = [*self.sent.values(), *self.waiting]
+        self.sent.clear()
+        self.waiting.clear()
+        self._rows = self._bytes = 0
+        return found
 
 
 class Conversation:
@@ -104,8 +193,7 @@ class Conversation:
         self._expected: dict[Key, Expected] = {}
         self._most_bytes = 0
         self._ids = itertools.count(1)
-
-    # Joining
+        self._heard = self._asked = 0.0
 
     def joined(self, welcome: Welcome, most_bytes: int) -> None:
         """Note that a new connection has its WELCOME. Calls without an answer wait to be sent again.
@@ -135,16 +223,6 @@ class Conversation:
         if self.state is not State.ENDED:
             self.state = State.JOINED
 
-    def failed(self, error: Exception) -> None:
-        """Note that an attempt to join again has failed. The conversation ends unless another attempt is worthwhile."""
-        if self.state is State.ENDED:
-            return
-        if isinstance(error, _MAY_RETURN):
-            self.error = self._as_lost(error)
-            self.state = State.REJOINING
-        else:
-            self.end(error if isinstance(error, SymbiosisError) else self._as_lost(error))
-
     def give_up(self, patience_s: float) -> None:
         """End the conversation because no attempt to join again succeeded within ``patience_s`` seconds."""
         why = f"lost the executor at {self.address} and it did not come back within {patience_s:.0f} s: {self.error}"
@@ -154,18 +232,10 @@ class Conversation:
         """Register a check that runs when an executor is joined again."""
         self._checks.append(check)
 
-    @property
-    def welcome(self) -> Welcome:
-        """The last WELCOME."""
-        assert self._welcome is not None, "the conversation has not been joined"
-        return self._welcome
-
-    @property
     def identity(self) -> Identity:
-        """Identity of the executor, as of the last connection."""
-        return self.welcome.identity
-
-    # Calling
+        """Return the identity of the executor, as of the last connection."""
+        assert self._welcome is not None, "the conversation has not been joined"
+        return self._welcome.identity
 
     def call(self, call: Call, reply: asyncio.Future[Results] | None = None) -> Pending:
         """Let a call wait to be sent. ``reply`` is the driver's, for the answer.
@@ -175,7 +245,7 @@ class Conversation:
             UsageError: it exceeds the executor's limit of bytes.
             SymbiosisError: the conversation has ended; why.
         """
-        if self.state is _ENDED:
+        if self.state is not _JOINED:
             self.check_open()
         due = self._expected.get(call.key)
         if due is None:
@@ -194,7 +264,7 @@ class Conversation:
         return pending
 
     def _rows_of(self, call: Call, due: Expected) -> int:
-        """Return the number of rows of a call, after checking its tensors."""
+        """Check the tensors of a call, and return its number of rows."""
         tensors, widths, dtype = call.tensors, due.widths, due.dtype
         rows = tensors[0].shape[0]
         shapes = [tensor.shape for tensor in tensors if tensor.dtype is dtype]
@@ -204,24 +274,25 @@ class Conversation:
         got = " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in tensors)
         raise RequestError(f"{self._layers[call.key.layers[0]].name} takes {wanted} {dtype} with n ≥ 1, not {got}")
 
-    def receive(self, type_: Type, content: Sequence[Any]) -> Answer | None:
-        """Take a message from the executor. Return the answer to a call, if the message is one.
+    def receive(self, type_: Type, content: Sequence[Any]) -> tuple[Pending, SymbiosisError | None] | None:
+        """Take a message from the executor.
 
-        Other messages may change :attr:`state`; types in :data:`CARRIED` are for the carrier.
+        Return the call that it answers and the error, if any; without an error the carrier takes the results. Other
+        messages may change :attr:`state`; types in :data:`CARRIED` are for the carrier.
 
         Raises:
             WireError: the message is malformed.
         """
         if type_ is _RESULT:
             pending = self.outstanding.sent.get(wire.read_id(content))
-            return None if pending is None else Answer(pending, None)
+            return None if pending is None else (pending, None)
         if type_ is Type.FAILED:
             pending = self.outstanding.sent.get(wire.read_id(content))
             error = wire.error_of(*content[1:3])
             if isinstance(error, ExecutorClosedError) and self.retry_s > 0:  # it shuts down: the call is sent again
                 self.lost(error)
                 return None
-            return None if pending is None else Answer(pending, error)
+            return None if pending is None else (pending, error)
         if type_ is Type.ENDED:
             error = wire.error_of(*content[:2])
             if isinstance(error, ExecutorClosedError):
@@ -240,19 +311,34 @@ class Conversation:
         self.in_pass = in_pass
         return wire.BEGIN if in_pass else wire.END
 
-    # Losing and ending
+    def heard(self, now: float) -> None:
+        """Note that a message came, or that the first call was sent. Times are in seconds."""
+        self._heard = self._asked = now
+
+    def look(self, now: float) -> bytes | None:
+        """Return PING if it is time to ask a silent executor whether it is alive. Called while a call is outstanding.
+        Raises ConnectionLostError if no message came for :data:`SILENT_FOR_S` seconds."""
+        if now - self._heard > SILENT_FOR_S:
+            raise ConnectionLostError(f"the executor at {self.address} has not answered for {now - self._heard:.0f} s")
+        if now - self._asked < PING_AFTER_S:
+            return None
+        self._asked = now
+        return PING
 
     def lost(self, error: Exception) -> None:
-        """Note that the connection was lost."""
+        """Note that the connection was lost, or that an attempt to join again has failed."""
         if self.state is State.ENDED:
             return
-        if isinstance(error, WireError):
+        if isinstance(error, SymbiosisError) and not isinstance(error, _MAY_RETURN):
             self.end(error)
-        elif self.retry_s <= 0:
-            self.end(self._as_lost(error))
-        else:
-            self.error = self._as_lost(error)
+            return
+        if not isinstance(error, SymbiosisError):
+            error = ConnectionLostError(f"lost the executor at {self.address}: {error}")
+        if self.retry_s > 0 or self.state is State.REJOINING:
+            self.error = error
             self.state = State.REJOINING
+        else:
+            self.end(error)
 
     def interrupted(self) -> None:
         """Note that a blocking call was interrupted: its answer may still come over this connection, so another
@@ -273,34 +359,3 @@ class Conversation:
         if self.state is State.ENDED:
             assert self.error is not None
             raise self.error
-
-    def _as_lost(self, error: Exception) -> SymbiosisError:
-        """Return ``error`` as one that says that the executor is not available."""
-        if isinstance(error, ConnectionLostError | ExecutorClosedError | BusyError):
-            return error
-        return ConnectionLostError(f"lost the executor at {self.address}: {error}")
-
-
-class Watch:
-    """Decides when to ask a silent executor whether it is alive, and when to give it up. Times are in seconds."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._heard = self._asked = 0.0
-
-    def heard(self, now: float) -> None:
-        """Note that a message came, or that the first call was sent."""
-        self._heard = self._asked = now
-
-    def look(self, now: float) -> bool:
-        """Return whether to send PING now. Called while a call is outstanding.
-
-        Raises:
-            ConnectionLostError: no message came for :data:`SILENT_FOR_S` seconds.
-        """
-        if now - self._heard > SILENT_FOR_S:
-            raise ConnectionLostError(f"the executor at {self._address} has not answered for {now - self._heard:.0f} s")
-        if now - self._asked < PING_AFTER_S:
-            return False
-        self._asked = now
-        return True

@@ -1,8 +1,9 @@
 """GPU memory that carries a client's tensors between two processes of one host: the arena of ``shm://`` on CUDA.
 
-The arena consists of *segments*, which the executor allocates at the client's request, within its limits, and which
-both processes map (CUDA IPC). Their places continue after the end of the arena in host memory, which clients without
-this GPU use. The client alone decides what lies where, and the executor checks it.
+It is one *segment*, which the executor allocates at the client's request, within its limits, and which both processes
+map (CUDA IPC). When a call needs more and none is outstanding, a larger segment replaces it. Its places begin after the
+end of the arena in host memory, which clients without this GPU use. The client alone decides what lies where, and the
+executor checks it.
 
 Neither process waits for the GPU. Two interprocess events order the work: the client records ``called`` when its
 rows are written, the executor records ``answered`` when its results are written. Each side has its stream wait for the
@@ -10,136 +11,76 @@ other's event when the corresponding message comes. The event may already have b
 Waiting for the later record takes longer but cannot deadlock: a call's message follows its record, and the answer's
 message follows the executor's wait.
 
-Memory comes from the driver and not from torch's allocator, whose blocks contain other tensors. Segments are multiples
-of 2 MiB, because an IPC handle opens the whole block that contains an allocation, and are zeroed before use.
+Memory comes from the driver and not from torch's allocator, whose blocks contain other tensors. A segment is a multiple
+of 2 MiB, because an IPC handle opens the whole block that contains an allocation, and is zeroed before use.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports.arena import Memory
-from symbiosis.transports.wire import align
 
-__all__ = ["DeviceArena", "Handles", "find", "identity"]
+__all__ = ["Segment", "find", "identity"]
 
 BLOCK = 2 << 20
 FIRST = 32 << 20
-"""Bytes of a client's first segment, unless it asks for more. Each following segment is twice as large."""
+"""Bytes of the smallest segment, if the limit allows it."""
 HANDLE = 64
 """Size of an IPC handle, in bytes."""
 
 
-class Handles(NamedTuple):
-    """The data with which a client maps a segment."""
+class Segment(Memory):
+    """A client's memory on a GPU. The executor makes it with :meth:`create`, the client maps it with :meth:`open`."""
 
-    start: int
-    """Place at which the segment begins."""
-    size: int
-    memory: bytes
-    called: bytes
-    answered: bytes
+    def __init__(self, memory: torch.Tensor, start: int, called: Any, answered: Any) -> None:
+        super().__init__(start, start + memory.shape[0])
+        self.called = called
+        self.answered = answered
+        self._memory = memory
 
+    @classmethod
+    def create(cls, device: torch.device, start: int, size: int, limit: int) -> tuple[Segment, Sequence[Any]]:
+        """Return a segment of at least ``size`` bytes with places from ``start``, and the content of SEGMENT for it.
+        Raises WireError if the client would exceed its limit, and UsageError if the GPU has no room."""
+        if not 0 < size <= limit:
+            raise WireError(f"a segment of {size} bytes; this client may have {limit}")
+        size = -(-min(max(size, FIRST), limit) // BLOCK) * BLOCK
+        memory, handle = allocate(device, size)
+        called, answered = event(device), event(device)
+        content = (start, size, handle, called.ipc_handle(), answered.ipc_handle())
+        return cls(memory, start, called, answered), content
 
-class _Segment(NamedTuple):
-    start: int
-    bytes: torch.Tensor
-    """uint8 [size], on the device."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.bytes.shape[0]
-
-
-class DeviceArena(Memory):
-    """The segments of one client. The executor makes them with :meth:`grow`, the client maps them with :meth:`open`.
-
-    Args:
-        device: a CUDA device.
-        start: place of the first segment.
-        limit: bytes of all segments together.
-    """
-
-    def __init__(self, device: torch.device, start: int, limit: int) -> None:
-        super().__init__()
-        self.device = device
-        self.end = start
-        self.called: Any = None
-        self.answered: Any = None
-        self.segments: list[_Segment] = []
-        self._limit = start + limit
-
-    # The executor's side
-
-    def grow(self, size: int) -> Handles:
-        """Make a segment of at least ``size`` bytes.
-
-        Raises:
-            WireError: the client would exceed its limit.
-            UsageError: the GPU has no room.
-        """
-        most = self._limit - self.end
-        if not 0 < size <= most:
-            raise WireError(f"a segment of {size} bytes; this client may have {most} more")
-        wanted = min(max(size, FIRST << len(self.segments)), most)
-        wanted = -(-wanted // BLOCK) * BLOCK
-        if not self.segments:
-            self.called, self.answered = event(self.device), event(self.device)
-        memory, handle = allocate(self.device, wanted)
-        self._add(memory)
-        return Handles(self.segments[-1].start, wanted, handle, self.called.ipc_handle(), self.answered.ipc_handle())
-
-    # The client's side
-
-    def open(self, handles: Handles) -> int:
-        """Map a segment that the executor has made. Return the place at which it begins.
-
-        Raises:
-            WireError: it does not follow the last segment.
-        """
-        sound = handles.start == self.end and 0 < handles.size <= self._limit - self.end + BLOCK
-        if not sound or any(len(handle) != HANDLE for handle in handles[2:]):
-            raise WireError("the executor's segment does not follow its last one")
-        if not self.segments:
-            self.called = event(self.device, handles.called)
-            self.answered = event(self.device, handles.answered)
-        self._add(map_(self.device, handles.memory, handles.size))
-        return handles.start
-
-    # Both sides
-
-    def _add(self, memory: torch.Tensor) -> None:
-        self.segments.append(_Segment(self.end, memory))
-        self.end = self.segments[-1].end
+    @classmethod
+    def open(cls, device: torch.device, start: int, limit: int, content: Sequence[Any]) -> Segment:
+        """Map the segment that the executor describes in SEGMENT. Raises WireError if the message is malformed."""
+        if (
+            [type(field) for field in content] != [int, int, bytes, bytes, bytes]
+            or content[0] != start
+            or not 0 < content[1] <= limit + BLOCK
+            or any(len(handle) != HANDLE for handle in content[2:])
+        ):
+            raise WireError("the executor sent a malformed SEGMENT")
+        _, size, memory, called, answered = content
+        return cls(map_(device, memory, size), start, event(device, called), event(device, answered))
 
     def wait(self, event: Any) -> None:
         """Have this thread's stream wait for ``called`` or ``answered``. The thread does not wait."""
-        event.wait(stream(self.device))
+        event.wait(stream(self._memory.device))
 
     def record(self, event: Any) -> None:
         """Have ``called`` or ``answered`` stand for the work of this thread's stream so far."""
-        event.record(stream(self.device))
+        event.record(stream(self._memory.device))
 
-    def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        segment = next((segment for segment in self.segments if segment.start <= place < segment.end), None)
-        found = []
-        for width in widths:
-            size = rows * width * dtype.itemsize
-            if segment is None or size == 0 or place + size > segment.end:
-                raise WireError(f"[{rows}, {width}] {dtype} at {place} is not inside a segment")
-            at = place - segment.start
-            found.append(segment.bytes[at : at + size].view(dtype).view(rows, width))
-            place += align(size)
-        return tuple(found)
-
-
-# The device
+    def _view(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._memory[offset : offset + count * dtype.itemsize].view(dtype)
 
 
 def identity(device: torch.device) -> str | None:
@@ -172,10 +113,7 @@ def event(device: torch.device, handle: bytes | None = None) -> Any:
 
 def allocate(device: torch.device, size: int) -> tuple[torch.Tensor, bytes]:
     """Return new memory of ``size`` bytes, zeroed, as uint8 [size], and its handle. It is freed with its last view.
-
-    Raises:
-        UsageError: the GPU has no room.
-    """
+    Raises UsageError if the GPU has no room."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()  # makes the driver's context this thread's
         address = ctypes.c_uint64()

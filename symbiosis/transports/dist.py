@@ -11,7 +11,8 @@ executor is on another host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,20 @@ import torch
 
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Listener, Service, Session
-from symbiosis.errors import RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.carrier import Arrived
+from symbiosis.transports.blocking import ThreadedChannel
 from symbiosis.transports.channel import AsyncChannel
-from symbiosis.transports.chunks import Progress, bar_unless
+from symbiosis.transports.connection import Carrier, Receiver
+from symbiosis.transports.conversation import Pending
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
-from symbiosis.transports.outstanding import Pending, Results
-from symbiosis.transports.sockets import local_ip, resolve
+from symbiosis.transports.peer import Results
+from symbiosis.transports.share import Progress, ServedShare, bar_unless
+from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp import TcpTransport
-from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, Options, TcpConnection, TcpConnector
+from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, AsyncTcpConnection, join
+from symbiosis.transports.tcp_line import TcpCourier, TcpLine
 from symbiosis.transports.tcp_listener import TcpListener
-from symbiosis.transports.tcp_peer import ShareCourier, TcpLine
-from symbiosis.transports.threads import LoopThread, ThreadedChannel
 from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
 __all__ = ["DistTransport"]
@@ -80,7 +82,8 @@ class DistTransport(TcpTransport):
             )
         backend = self._backend or ("nccl" if service.device.type == "cuda" else "gloo")
         courier = partial(LaneCourier, backend)
-        listener = TcpListener(await resolve(address), service, self._limits, self._keys, courier, encrypted=False)
+        endpoint = await asyncio.to_thread(resolve, address)
+        listener = TcpListener(endpoint, service, self._limits, self._keys, courier)
         listener.open(address)
         return listener
 
@@ -88,58 +91,44 @@ class DistTransport(TcpTransport):
         return await self._open(address, Hello(client, terms), self._progress)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        thread = LoopThread()  # lanes need an event loop
-        try:
-            with bar_unless(self._progress, address) as progress:
-                channel = thread.run(self._open(address, Hello(client, terms), progress))
-            return ThreadedChannel(thread, channel)
-        except BaseException:
-            thread.close()
-            raise
+        with bar_unless(self._progress, address) as progress:
+            return ThreadedChannel(self._open(address, Hello(client, terms), progress))
 
     async def _open(self, address: str, hello: Hello, progress: Progress | None) -> AsyncChannel:
-        connector = TcpConnector(address, Options(self._key, self._insecure, progress), LaneCarrierMaker())
-        return await AsyncChannel.open(connector, address, hello, self._retry_s)
+        joins = partial(join, address, carrier=partial(LaneCarrier, []), **self._options(progress))
+        return await AsyncChannel.open(joins, address, hello, self._retry_s)
 
 
-class LaneCourier:
+class LaneCourier(TcpCourier):
     """The executor's end of a connection's lanes.
 
     The lanes open when the client has sent the first message that needs them: a client that only looks has none.
     """
 
-    def __init__(self, backend: str, line: TcpLine, share: ShareCourier) -> None:
-        self.free = line.budget.free
+    def __init__(self, backend: str, line: TcpLine, share: ServedShare) -> None:
+        super().__init__(line, share)
         self._backend = backend
-        self._line = line
-        self._share = share
         self._home = line.service.device
         self._device = self._home if backend == "nccl" else torch.device("cpu")
         self._lanes: Lanes | None = None
 
     def welcome(self, joined: bool) -> dict[str, Any]:
-        return {**self._share.welcome(joined), "backend": self._backend}
+        return {**super().welcome(joined), "backend": self._backend}
 
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         if type_ is Type.RENDEZVOUS:
             self._open().met(*wire.read_rendezvous(content))
             return True
-        return self._share.control(type_, content)
+        return super().control(type_, content)
 
     def _open(self) -> Lanes:
         if self._lanes is None:
             try:
-                local = local_ip(self._line.accepted.descriptor)
+                local = self.line.socket.local_ip()
             except OSError as error:
                 raise WireError("its connection has ended") from error
-            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self._publish, self._broken)
+            self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self.line.send, self.line.drop)
         return self._lanes
-
-    def _publish(self, lane: int, key: str, value: bytes) -> None:
-        self._line.send(wire.pack(Type.RENDEZVOUS, lane, key, value))
-
-    def _broken(self, error: SymbiosisError) -> None:
-        self._line.drop(str(error))
 
     def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
         if frames:
@@ -151,80 +140,56 @@ class LaneCourier:
         size = message.rows * sum(widths) * dtype.itemsize
         if not size:
             raise WireError("a CALL has at least 1 row")
-        self._line.budget.hold(message.id, size)
+        self.hold(message.id, size)
         tensors = tuple([torch.empty(message.rows, width, dtype=dtype, device=self._device) for width in widths])
         self._open().receive(tensors, partial(self._arrived, message, tensors))
         return None
 
     def _arrived(self, message: CallMessage, tensors: Results) -> None:
-        if not self._line.peer.arrived(message, tuple([tensor.to(self._home) for tensor in tensors])):
+        if not self.line.peer.arrived(message, tuple([tensor.to(self._home) for tensor in tensors])):
             self.free(message.id)  # cancelled on its way
 
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
         lanes = self._open()
         size = sum(result.nbytes for result in results)
-        self._line.count_unsent(size)
-        self._line.send_parts([wire.pack_result(message.id)])
-        if not self._line.peer.gone:
+        self.line.count_unsent(size)
+        self.line.send_parts([wire.pack_result(message.id)])
+        if not self.line.peer.gone:
             tensors = [result.to(self._device).contiguous() for result in results]
-            lanes.send(tensors, partial(self._line.count_unsent, -size))
+            lanes.send(tensors, partial(self.line.count_unsent, -size))
 
     def close(self) -> None:
         if self._lanes is not None:
             self._lanes.close()
 
 
-class LaneCarrierMaker:
-    """Makes a carrier for each connection of a client, until lanes fail again and again."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._error: SymbiosisError | None = None
-
-    def __call__(self, connection: TcpConnection) -> LaneCarrier:
-        if self._failures > MAX_FAILURES and self._error is not None:
-            raise self._error
-        return LaneCarrier(connection, self._failed, self._worked)
-
-    def _failed(self, error: SymbiosisError) -> None:
-        self._failures += 1
-        self._error = error
-
-    def _worked(self) -> None:
-        self._failures = 0
-
-
-class LaneCarrier:
+class LaneCarrier(Carrier):
     """The client's end of a connection's lanes.
 
     Args:
+        failures: why lanes of this client have broken since results last arrived; the same list for all connections.
         connection: the control connection.
-        failed: called when a lane has broken.
-        worked: called when results have arrived.
     """
 
     most_bytes = MAX_FRAME_BYTES
 
-    def __init__(
-        self, connection: TcpConnection, failed: Callable[[SymbiosisError], None], worked: Callable[[], None]
-    ) -> None:
+    def __init__(self, failures: list[SymbiosisError], connection: AsyncTcpConnection) -> None:
+        if len(failures) > MAX_FAILURES:
+            raise failures[-1]
         backend = connection.welcome.content.get("backend")
         self.device = _device(backend)
+        self._failures = failures
         self._connection = connection
-        self._failed = failed
-        self._worked = worked
-        self._arrived: Arrived | None = None
-        self._lanes = Lanes(str(backend), TENANT, self.device, connection.ends[0], self._publish, self._broken)
-
-    def start(self, arrived: Arrived) -> None:
-        self._arrived = arrived
-
-    def _publish(self, lane: int, key: str, value: bytes) -> None:
-        self._connection.send([wire.pack(Type.RENDEZVOUS, lane, key, value)])
+        self._channel: Receiver | None = None
+        local = connection.local_ip()
+        self._lanes = Lanes(str(backend), TENANT, self.device, local, lambda m: connection.send([m]), self._broken)
 
     def _broken(self, error: SymbiosisError) -> None:
-        self._failed(error)
-        self._connection.lose(error)
+        self._failures.append(error)
+        self._connection.lose(ConnectionLostError(f"lost the executor at {self._connection.address}: {error}"))
+
+    def start(self, channel: Receiver) -> None:
+        self._channel = channel
 
     def put(self, pending: Pending) -> list[Any] | None:
         call = pending.call
@@ -238,16 +203,13 @@ class LaneCarrier:
         return None
 
     def _took(self, pending: Pending, results: Results) -> None:
-        self._worked()
-        if self._arrived is not None:
-            self._arrived(pending, results)
-
-    def free(self, pending: Pending) -> None:
-        pass  # the lane keeps a tensor until it is sent
+        self._failures.clear()
+        if self._channel is not None:
+            self._channel.arrived(pending, results)
 
     def control(self, type_: Type, content: Sequence[Any]) -> None:
         if type_ is not Type.RENDEZVOUS:
-            raise WireError(f"{type_.name} is not for clients of dist://")
+            super().control(type_, content)
         self._lanes.met(*wire.read_rendezvous(content))
 
     def close(self) -> None:

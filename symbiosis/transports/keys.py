@@ -79,11 +79,8 @@ def _write(path: Path, mode: int, title: str, lines: dict[str, bytes]) -> Path:
 
 
 def load_key(path: str | Path) -> KeyPair:
-    """Return the pair in a ``.secret`` file.
-
-    Raises:
-        UsageError: the file is no such file, or other users can read it. No message shows a secret.
-    """
+    """Return the pair in a ``.secret`` file. Raises UsageError if the file is no such file, or other users can read it.
+    No message shows a secret."""
     path = Path(path)
     found = _read(path)
     if "secret-key" not in found:
@@ -105,12 +102,11 @@ def _read(path: Path) -> dict[str, bytes]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the key file {path}: {error}") from error
     try:
-        sound = "public-key" in found and all(len(z85.decode(key)) == 32 for key in found.values())
+        if "public-key" in found and all(len(z85.decode(key)) == 32 for key in found.values()):
+            return found
     except (KeyError, ValueError):
-        sound = False
-    if not sound:
-        raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")
-    return found
+        pass
+    raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")
 
 
 class Keyring:
@@ -122,44 +118,34 @@ class Keyring:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.own = load_key(self.folder / f"{SERVER}.secret")
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._seen: dict[Path, tuple[int, int] | None] = {}
         self._names: dict[bytes, str] = {}
         self.broken: dict[str, str] = {}
         """Malformed key files and the reasons. Their tenants are not admitted."""
 
     def name_of(self, public: bytes) -> str | None:
-        """Return the tenant with this public key (Z85); None if it is not admitted.
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
+        """Return the tenant with this public key (Z85); None if it is not admitted. Raises OSError if the folder cannot
+        be read."""
         return self.names().get(public)
 
     def names(self) -> Mapping[bytes, str]:
-        """Return the tenants that are admitted, by public key (Z85).
-
-        Raises:
-            OSError: the folder cannot be read.
-        """
-        self._read_folder()
+        """Return the tenants that are admitted, by public key (Z85). Raises OSError if the folder cannot be read."""
+        files = [path for path in self.folder.iterdir() if path.suffix == ".public" and path.stem != SERVER]
+        seen = {path: _state(path) for path in sorted(files)}
+        if seen != self._seen:
+            self._seen, self._names, self.broken = seen, {}, {}
+            for path in seen:
+                try:
+                    self._names.setdefault(_read(path)["public-key"], path.stem)
+                except UsageError as error:
+                    self.broken[path.name] = str(error)
         return self._names
 
-    def _read_folder(self) -> None:
-        seen = {}
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(".public") and entry.name != f"{SERVER}.public":
-                    try:
-                        state = entry.stat()
-                    except OSError:  # a dangling link, or removed just now
-                        seen[entry.name] = (0, 0)
-                    else:
-                        seen[entry.name] = (state.st_mtime_ns, state.st_size)
-        if seen == self._seen:
-            return
-        self._seen, self._names, self.broken = seen, {}, {}
-        for file in sorted(seen):
-            try:
-                self._names.setdefault(_read(self.folder / file)["public-key"], file.removesuffix(".public"))
-            except UsageError as error:
-                self.broken[file] = str(error)
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Return what changes with the content of a file; None for a dangling link."""
+    try:
+        state = path.stat()
+    except OSError:
+        return None
+    return state.st_mtime_ns, state.st_size

@@ -23,14 +23,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from symbiosis.errors import BrokenError, SymbiosisError
+from symbiosis.transports import wire
+from symbiosis.transports.wire import Type
 
 __all__ = ["BACKENDS", "EXECUTOR", "TENANT", "Lanes"]
 
@@ -51,8 +54,7 @@ END_WITHIN_S = 5.0
 class _Store(dist.Store):  # type: ignore[misc, name-defined]
     """The rendezvous of one lane: what one side sets, the other side can get.
 
-    torch.distributed's own stores open a port for it; here the control connection carries each value. Called by the
-    thread that makes the process group, and :meth:`met` and :meth:`close` by the event loop.
+    torch.distributed's own stores open a port for it; here the control connection carries each value.
     """
 
     def __init__(self, publish: Callable[[str, bytes], None]) -> None:
@@ -90,8 +92,7 @@ class _Store(dist.Store):  # type: ignore[misc, name-defined]
                 raise TimeoutError(f"the other side did not come to the rendezvous within {WITHIN_S:.0f} s")
 
     def check(self, keys: Sequence[str]) -> bool:
-        with self._changed:
-            return all(key in self._values for key in keys)
+        return all(key in self._values for key in keys)
 
 
 def gloo(store: _Store, rank: int, local: str) -> Any:
@@ -114,40 +115,38 @@ def nccl(store: _Store, rank: int) -> Any:
     return dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
+@dataclass(eq=False)
 class Lanes:
-    """Both lanes of one client, on either side. Methods are called, and callbacks come, on the event loop.
+    """Both lanes of one client, on either side. Methods are called, and callbacks come, on the event loop."""
 
-    Args:
-        backend: "gloo" for tensors on the CPU, "nccl" for tensors on CUDA.
-        rank: ``EXECUTOR`` or ``TENANT``.
-        device: device of the tensors.
-        local: IP address of this side, for gloo.
-        publish: sends lane, key and value of a rendezvous to the other side.
-        lost: called once, with the reason, when a lane has broken.
-    """
+    backend: str
+    """ "gloo" for tensors on the CPU, "nccl" for tensors on CUDA."""
+    rank: int
+    """``EXECUTOR`` or ``TENANT``."""
+    device: torch.device
+    local: str
+    """IP address of this side, for gloo."""
+    rendezvous: Callable[[bytes], None]
+    """Sends a RENDEZVOUS to the other side."""
+    lost: Callable[[SymbiosisError], None]
+    """Called once, with the reason, when a lane has broken."""
 
-    def __init__(
-        self,
-        backend: str,
-        rank: int,
-        device: torch.device,
-        local: str,
-        publish: Callable[[int, str, bytes], None],
-        lost: Callable[[SymbiosisError], None],
-    ) -> None:
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._lanes: list[_Lane] = []
         for number in (UP, DOWN):
-            store = _Store(partial(self._from_thread, publish, number))
-            make = partial(nccl, store, rank) if backend == "nccl" else partial(gloo, store, rank, local)
-            sends = (number == UP) == (rank == TENANT)
-            self._lanes.append(_Lane(store, make, device, 1 - rank, sends, self._from_thread, lost))
-        self._out, self._in = self._lanes if rank == TENANT else reversed(self._lanes)
+            store = _Store(partial(self.from_thread, self._publish, number))
+            sends = (number == UP) == (self.rank == TENANT)
+            self._lanes.append(_Lane(self, store, sends))
+        self._out, self._in = self._lanes if self.rank == TENANT else reversed(self._lanes)
+
+    def _publish(self, lane: int, key: str, value: bytes) -> None:
+        self.rendezvous(wire.pack(Type.RENDEZVOUS, lane, key, value))
 
     def met(self, lane: int, key: str, value: bytes) -> None:
         """Take a value of a lane's rendezvous from the other side."""
-        self._lanes[lane].met(key, value)
+        self._lanes[lane].store.met(key, value)
 
     def send(self, tensors: Sequence[torch.Tensor], sent: Callable[[], None] | None = None) -> None:
         """Send contiguous matrices, one after another; ``sent`` is called when they are on their way."""
@@ -163,7 +162,7 @@ class Lanes:
         for lane in self._lanes:
             lane.close()
 
-    def _from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
+    def from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Have the event loop call ``callback``, unless the lanes are closed by then."""
 
         def unless_closed() -> None:
@@ -174,97 +173,72 @@ class Lanes:
             self._loop.call_soon_threadsafe(unless_closed)
 
 
-class _Job(NamedTuple):
-    tensors: Sequence[torch.Tensor]
-    done: Callable[[], None] | None
-    ready: torch.cuda.Event | None
-    """Recorded when the tensors may be read, or written to; None on the CPU."""
-
-
 class _Lane:
     """One process group and the thread that uses it."""
 
-    def __init__(
-        self,
-        store: _Store,
-        make: Callable[[], Any],
-        device: torch.device,
-        other: int,
-        sends: bool,
-        on_loop: Callable[..., None],
-        lost: Callable[[SymbiosisError], None],
-    ) -> None:
-        self._store = store
-        self._device = device
-        self._other = other
+    def __init__(self, lanes: Lanes, store: _Store, sends: bool) -> None:
+        self.store = store
+        self._lanes = lanes
         self._sends = sends
-        self._on_loop = on_loop
-        self._lost = lost
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Callable[[], None] | None, Any] | None]
+        self._jobs = queue.SimpleQueue()
+        """Tensors, what to call when they have been sent or received, and an event: they may be read or written to."""
         self._closed = False
         self._group: Any = None
-        self._thread = threading.Thread(target=self._run, args=(make,), name="symbiosis-dist", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="symbiosis-dist", daemon=True)
         _lanes.add(self)
-        self._thread.start()
-
-    def met(self, key: str, value: bytes) -> None:
-        """Take a value of the rendezvous from the other side."""
-        self._store.met(key, value)
+        self.thread.start()
 
     def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
         """Send or receive tensors, after everything asked for before."""
-        self._jobs.put(_Job(tensors, done, _event(self._device)))
+        self._jobs.put((tensors, done, _event(self._lanes.device)))
 
     def close(self) -> None:
         """Have the thread end."""
         self._closed = True
-        self._store.close()
+        self.store.close()
         if self._group is not None:
             self._group.abort()  # ends operations of NCCL; gloo's end with the connection, or after WITHIN_S
         self._jobs.put(None)
 
-    def end(self, within_s: float) -> None:
-        """Close the lane and wait for its thread."""
-        self.close()
-        self._thread.join(within_s)
-
-    def _run(self, make: Callable[[], Any]) -> None:
+    def _run(self) -> None:
+        lanes = self._lanes
+        stream: Any = contextlib.nullcontext()
+        if lanes.device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.Stream(lanes.device))  # type: ignore[no-untyped-call]
         try:
-            if self._device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]
-                    self._work(make)
-            else:
-                self._work(make)
-        finally:
-            _lanes.discard(self)  # the group is gone, with its own threads
-
-    def _work(self, make: Callable[[], Any]) -> None:
-        try:
-            group = self._group = make()
-            while not self._closed and self._one(group):  # in a frame of its own, which keeps no tensor afterwards
-                pass
+            with stream:
+                if lanes.backend == "nccl":
+                    self._group = nccl(self.store, lanes.rank)
+                else:
+                    self._group = gloo(self.store, lanes.rank, lanes.local)
+                while not self._closed and self._one():  # in a frame of its own, which keeps no tensor afterwards
+                    pass
         except Exception as error:  # noqa: BLE001 (any error of torch.distributed is the end of this lane)
             if not self._closed:
                 first_line = str(error).strip().partition("\n")[0][:300]  # a stack follows
-                self._on_loop(self._lost, BrokenError(f"torch.distributed: {first_line}"))
+                lanes.from_thread(lanes.lost, BrokenError(f"torch.distributed: {first_line}"))
         finally:
             self._group = None
+            _lanes.discard(self)  # the group is gone, with its own threads
 
-    def _one(self, group: Any) -> bool:
-        job = self._jobs.get()
+    def _one(self) -> bool:
+        job, group, device = self._jobs.get(), self._group, self._lanes.device
         if job is None:
             return False
-        if job.ready is not None:
-            job.ready.wait()
-        for tensor in job.tensors:
-            work = group.send([tensor], self._other, 0) if self._sends else group.recv([tensor], self._other, 0)
-            if self._device.type == "cpu":
+        tensors, done, ready = job
+        if ready is not None:
+            ready.wait()
+        transfer, other = group.send if self._sends else group.recv, 1 - self._lanes.rank
+        for tensor in tensors:
+            work = transfer([tensor], other, 0)
+            if device.type == "cpu":
                 work.wait(timedelta(seconds=WITHIN_S))
             else:
                 work.wait()  # has this thread's stream wait; with a limit, NCCL would block this thread
-                tensor.record_stream(torch.cuda.current_stream(self._device))
-        if job.done is not None:
-            self._on_loop(_after, _event(self._device), job.done)
+                tensor.record_stream(torch.cuda.current_stream(device))
+        if done is not None:
+            self._lanes.from_thread(_after, _event(device), done)
         return True
 
 
@@ -279,7 +253,7 @@ def _end_all() -> None:
     for lane in list(_lanes):
         lane.close()
     for lane in list(_lanes):
-        lane.end(max(end - time.monotonic(), 0.0))
+        lane.thread.join(max(end - time.monotonic(), 0.0))
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:

@@ -20,6 +20,7 @@ any         anything else                gone        ENDED with WireError
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -46,8 +47,6 @@ GOODBYE_S = 1.0
 MAX_CONNECTIONS = 1024
 """Connections of a listener."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
-_KNOWN = 1024
-"""Distinct calls, apart from their ids, that a peer remembers to have checked. A model has fewer."""
 
 Results = tuple[torch.Tensor, ...]
 
@@ -65,23 +64,19 @@ class Line(Protocol):
         """Stop feeding messages to the peer, or resume."""
 
     def admit(self, name: str) -> str:
-        """Return the name under which a client of this name joins.
-
-        Raises:
-            BusyError: the tenant has too many connections.
-        """
+        """Return the name under which a client of this name joins. Raises BusyError if the tenant has too many
+        connections."""
 
 
-class Courier(Protocol):
+class Courier(ABC):
     """The executor's end of one connection, as far as tensors are concerned."""
 
+    @abstractmethod
     def welcome(self, joined: bool) -> dict[str, Any]:
-        """Return what this transport adds to WELCOME. ``joined``: the client has joined; else it only looks.
+        """Return what this transport adds to WELCOME. ``joined``: the client has joined; else it only looks. Raises
+        WireError: the client does not take what comes with the welcome."""
 
-        Raises:
-            WireError: the client does not take what comes with the welcome.
-        """
-
+    @abstractmethod
     def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
         """Return the matrices of a call, [rows, width] each; None if they arrive later, by :meth:`Peer.arrived`.
 
@@ -90,14 +85,16 @@ class Courier(Protocol):
             WireError: they, or the results, do not fit where the message says, or exceed the limit of bytes.
         """
 
-    def free(self, id_: int) -> None:
-        """Stop counting the tensors of a call that was answered or cancelled."""
-
+    @abstractmethod
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
         """Send RESULT, with the results where the message wants them."""
 
+    def free(self, id_: int) -> None:
+        """Stop counting the tensors of a call that was answered or cancelled."""
+
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         """Take a message of a type that only this transport has. Return whether it is one."""
+        return False
 
     def close(self) -> None:
         """Give up the memory of the connection."""
@@ -122,7 +119,6 @@ class Peer:
         self._courier = courier
         self._calls: dict[int, Call | CallMessage] = {}
         """Outstanding calls by id; a message while the tensors of its call have not arrived."""
-        self._known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
         self._rows = 0
         self._paused = False
         self._greeted = False
@@ -132,7 +128,7 @@ class Peer:
         try:
             type_, content = wire.unpack(data)
             if type_ is _CALL and self.session is not None:
-                self._call(self.session, self._read(content), frames)
+                self._call(self.session, wire.read_call(content), frames)
             elif frames:
                 raise WireError(f"{type_.name} brings no tensors")
             else:
@@ -182,22 +178,6 @@ class Peer:
             **self._courier.welcome(hello.name is not None),
         }
         self._line.send(wire.pack(Type.WELCOME, welcome))
-
-    # Calls
-
-    def _read(self, content: Sequence[Any]) -> CallMessage:
-        """Check a CALL. Most calls repeat an earlier one in all but the id, and that one was checked."""
-        try:
-            known = self._known.get(content[1:])  # type: ignore[call-overload]
-        except TypeError:  # a field is not hashable
-            known = None
-        if known is not None and type(content[0]) is int:
-            return CallMessage(wire.read_id(content), *known)
-        message = wire.read_call(content)
-        if len(self._known) >= _KNOWN:
-            self._known.clear()
-        self._known[tuple(content[1:])] = message[1:]
-        return message
 
     def _call(self, session: Session, message: CallMessage, frames: Sequence[Any]) -> None:
         if message.id in self._calls:
@@ -291,8 +271,6 @@ class Peer:
     def busy(self) -> bool:
         """Whether a call is outstanding."""
         return bool(self._calls)
-
-    # The end
 
     def refuse(self, error: SymbiosisError) -> None:
         """Reject the client with a reason, in the log too."""

@@ -1,4 +1,4 @@
-"""``shm:///run/symbiosis.sock``: clients in other processes of the same host.
+"""``shm:///run/symbiosis.sock``: clients in other processes of the same host. The executor's end, and the transport.
 
 Messages travel over a Unix socket; tensors lie in an arena that both processes map (:mod:`symbiosis.transports.arena`),
 and the client's share of the model in a sealed memfd that all clients map. Both descriptors come over the
@@ -15,24 +15,38 @@ import contextlib
 import os
 import socket
 import stat
+import struct
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
+import torch
 
 from symbiosis.core.terms import NO_TERMS, Terms
-from symbiosis.core.transport import Channel, Look, Service
-from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.core.transport import Channel, Look, Service, Session
+from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports.arena import sealed_copy
+from symbiosis.transports import device, peer, wire
+from symbiosis.transports.arena import Arena, Memory
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
-from symbiosis.transports.shm_client import BlockingShmConnector, ShmConnector, look, socket_path
-from symbiosis.transports.shm_peer import ShmLine
-from symbiosis.transports.wire import Hello, Limits
+from symbiosis.transports.device import Segment
+from symbiosis.transports.peer import Courier, Peer, Results
+from symbiosis.transports.share import ServedShare
+from symbiosis.transports.shm_client import BlockingShmConnection, join, look, socket_path
+from symbiosis.transports.wire import CallMessage, Hello, Limits, MessageBuffer, Type, frame
 
-__all__ = ["ShmListener", "ShmTransport"]
+__all__ = ["ShmTransport"]
 
 log = get_logger(__name__)
+
+AT_ONCE = 16
+"""Messages of one client that are read before other clients get their turn."""
+UNSENT_BYTES = 32 << 20
+"""Bytes of answers that a client may leave unread before it is disconnected."""
+_CARRIES_DESCRIPTORS = b"\0"
+"""The byte that carries descriptors, before the welcome."""
 
 
 class ShmTransport:
@@ -53,10 +67,10 @@ class ShmTransport:
         return listener
 
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        return await AsyncChannel.open(ShmConnector(address), address, Hello(client, terms), self._retry_s)
+        return await AsyncChannel.open(partial(join, address), address, Hello(client, terms), self._retry_s)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        return BlockingChannel.open(BlockingShmConnector(address), address, Hello(client, terms), self._retry_s)
+        return BlockingChannel(partial(BlockingShmConnection, address), address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
         return look(address)
@@ -67,22 +81,18 @@ class ShmListener:
 
     def __init__(self, address: str, service: Service, limits: Limits) -> None:
         self.address = address
+        self.service = service
+        self.limits = limits
+        self.share = ServedShare(service)
         self.connected: set[ShmLine] = set()
-        self._service = service
-        self._limits = limits
+        """Connections; each adds and removes itself."""
         self._path = socket_path(address)
-        self._inode: int | None = None
         self._server: asyncio.Server | None = None
-        self._share: int | None = None
 
     async def open(self) -> None:
-        """Start to accept clients.
-
-        Raises:
-            UsageError: another process listens there, a file is in the way, or the folder does not exist.
-            ShareError: the model cannot be served to other processes.
-        """
-        self._service.share()
+        """Start to accept clients. Raises UsageError if another process listens there, a file is in the way, or the
+        folder does not exist, and ShareError if the model cannot be served to other processes."""
+        self.service.share()
         _make_way(self._path, self.address)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -92,21 +102,11 @@ class ShmListener:
             finally:
                 os.umask(before)
             self._inode = self._path.stat().st_ino
-            self._server = await asyncio.get_running_loop().create_unix_server(self._line, sock=listening)
+            self._server = await asyncio.get_running_loop().create_unix_server(lambda: ShmLine(self), sock=listening)
         except OSError as error:
             listening.close()
             raise UsageError(f"cannot listen on {self.address}: {error.strerror or error}") from error
         log.info("listening", address=self.address)
-
-    def _line(self) -> ShmLine:
-        return ShmLine(self._service, self._limits, self._share_descriptor, self.connected)
-
-    def _share_descriptor(self) -> int:
-        """Return the memfd with the client's share of the model, in safetensors format; the same for all clients."""
-        if self._share is None:
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in self._service.share().tensors.items()}
-            self._share = sealed_copy(safetensors.torch.save(tensors), "symbiosis-share")
-        return self._share
 
     async def close(self) -> None:
         if self._server is not None:
@@ -117,9 +117,7 @@ class ShmListener:
                 if self._path.stat().st_ino == self._inode:
                     self._path.unlink()
             self._server = None
-        if self._share is not None:
-            os.close(self._share)
-            self._share = None
+        self.share.close()
 
 
 def _make_way(path: Path, address: str) -> None:
@@ -140,3 +138,180 @@ def _make_way(path: Path, address: str) -> None:
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
         else:
             raise UsageError(f"cannot listen on {address}: another executor does")
+
+
+class ShmLine(asyncio.Protocol):
+    """One connection of a listener."""
+
+    def __init__(self, listener: ShmListener) -> None:
+        self.listener = listener
+        self._messages = MessageBuffer(wire.MAX_TO_EXECUTOR)
+        self._listening = True
+        self._transport: Any = None
+        self._peer: Peer
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        self.listener.connected.add(self)
+        with self._socket() as connected:
+            pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        service, limits = self.listener.service, self.listener.limits
+        self._peer = Peer(service, limits, f"uid {user} pid {pid}", self, ArenaCourier(self))
+        if user not in (os.geteuid(), 0):
+            self._peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
+        elif len(self.listener.connected) > peer.MAX_CONNECTIONS:
+            self._peer.refuse(BusyError(f"{peer.MAX_CONNECTIONS} clients are connected already; try later"))
+        else:
+            self._refuse_after(peer.HELLO_WITHIN_S, f"no HELLO within {peer.HELLO_WITHIN_S:.0f} s")
+
+    def data_received(self, data: bytes) -> None:
+        if not self._listening:
+            self._messages.feed(data)
+        elif (message := self._messages.only(data)) is not None:
+            self._peer.received(message)
+        else:
+            self._read_messages()
+
+    def _read_messages(self) -> None:
+        """Read some messages that have come; reading of the socket goes on when there are no more."""
+        try:
+            for _ in range(AT_ONCE):
+                if not self._listening or self._peer.gone:
+                    return
+                message = self._messages.next()
+                if message is None:
+                    self._transport.resume_reading()
+                    return
+                self._peer.received(message)
+        except WireError as error:
+            self._peer.refuse(error)
+            return
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._read_messages)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop_deadline()
+        self.listener.connected.discard(self)
+        self._peer.leave("it closed the connection" if error is None else str(error))
+
+    def send(self, message: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(frame(message))
+            if self._transport.get_write_buffer_size() > UNSENT_BYTES:
+                self._peer.leave("it does not read its answers")
+                self._transport.abort()
+
+    def hang_up(self) -> None:
+        self._stop_deadline()
+        self._transport.close()
+        self._deadline = asyncio.get_running_loop().call_later(peer.GOODBYE_S, self._transport.abort)
+
+    def listen(self, wanted: bool) -> None:
+        self._listening = wanted
+        if wanted:
+            asyncio.get_running_loop().call_soon(self._read_messages)
+        else:
+            self._transport.pause_reading()
+
+    def admit(self, name: str) -> str:
+        self._stop_deadline()
+        if not name:
+            self._refuse_after(peer.LOOK_WITHIN_S, f"a status connection may stay {peer.LOOK_WITHIN_S:.0f} s")
+        return name
+
+    def send_descriptors(self, arena: int) -> None:
+        """Send the descriptors of the arena and of the share. Nothing was sent before, so the socket has room. Raises
+        WireError: the client does not take them."""
+        try:
+            with self._socket() as connected:
+                socket.send_fds(connected, [_CARRIES_DESCRIPTORS], [arena, self.listener.share.descriptor()])
+        except OSError as error:
+            raise WireError(f"the client does not take its descriptors: {error}") from error
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call of the client is outstanding."""
+        return self._peer.busy
+
+    def end(self, error: SymbiosisError) -> None:
+        """End the conversation with a reason that the client is told."""
+        self._peer.end(error)
+
+    def _refuse_after(self, seconds: float, why: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(seconds, lambda: self._peer.refuse(WireError(why)))
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _socket(self) -> socket.socket:
+        """Return another object for the connection's socket, for what asyncio cannot do."""
+        return socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
+
+
+class ArenaCourier(Courier):
+    """Finds tensors in the client's arena, or in its segment of the GPU's memory, and writes results there."""
+
+    def __init__(self, line: ShmLine) -> None:
+        self._line = line
+        self._device = line.listener.service.device
+        self._limits = line.listener.limits
+        self._arena: Arena | None = None
+        self._gpu: str | None = None
+        """Identity of the GPU, for a client that may have a segment of its memory."""
+        self._segment: Segment | None = None
+
+    def welcome(self, joined: bool) -> dict[str, Any]:
+        if not joined:
+            return {}
+        self._arena, descriptor = Arena.create(self._limits.arena_bytes)
+        try:
+            self._line.send_descriptors(descriptor)
+        finally:
+            os.close(descriptor)
+        self._gpu = device.identity(self._device)
+        return {"arena_bytes": self._arena.end, "gpu": self._gpu}
+
+    def control(self, type_: Type, content: Sequence[Any]) -> bool:
+        if type_ is not Type.SEGMENT or self._gpu is None or self._arena is None:
+            return False
+        if self._line.busy:
+            raise WireError("a segment is replaced while no call is outstanding")
+        self._segment = None  # freed before the next one is allocated
+        size, limit = wire.read_id(content), self._limits.arena_bytes
+        try:
+            self._segment, answer = Segment.create(self._device, self._arena.end, size, limit)
+        except UsageError as error:
+            answer = (str(error),)
+        self._line.send(wire.pack(Type.SEGMENT, *answer))
+        return True
+
+    def _memory(self, place: int) -> Memory:
+        assert self._arena is not None
+        return self._arena if self._segment is None or place < self._arena.end else self._segment
+
+    def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
+        expected = session.expects(message.key)
+        memory = self._memory(message.place)
+        tensors = memory.matrices(message.place, message.rows, expected.widths, expected.dtype)
+        self._memory(message.answer).matrices(message.answer, message.rows, expected.results, expected.dtype)
+        if isinstance(memory, Segment):
+            memory.wait(memory.called)
+            return tensors
+        return tensors if self._device.type == "cpu" else tuple(tensor.to(self._device) for tensor in tensors)
+
+    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
+        memory = self._memory(message.answer)
+        widths = tuple([result.shape[1] for result in results])
+        places = memory.matrices(message.answer, message.rows, widths, results[0].dtype)
+        for place, result in zip(places, results, strict=True):
+            place.copy_(result)
+        if isinstance(memory, Segment):
+            memory.record(memory.answered)
+        self._line.send(wire.pack_result(message.id))
+
+    def close(self) -> None:
+        self._arena = self._segment = None

@@ -1,4 +1,8 @@
-"""The client's end of ``shm://`` connections, on an event loop and for threads that block."""
+"""The client's end of ``shm://``: carriers of tensors, and connections on an event loop and for threads that block.
+
+The client decides what lies where. In host memory all of the arena is there from the start. If both sides have the same
+GPU, tensors lie in a segment of its memory, which the carrier asks for (SEGMENT) when a call needs it.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,26 @@ import asyncio
 import contextlib
 import os
 import socket
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
-from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
+from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import device, wire
-from symbiosis.transports.arena import Arena
-from symbiosis.transports.arena_carrier import ArenaCarrier, SegmentCarrier
-from symbiosis.transports.carrier import Arrived, Lost, Message, Received
-from symbiosis.transports.conversation import PING_AFTER_S
-from symbiosis.transports.stream import MessageBuffer, frame
-from symbiosis.transports.welcome import Welcome
-from symbiosis.transports.wire import Hello, Type
+from symbiosis.transports.arena import Arena, Memory, Places
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Message, Receiver, in_executor
+from symbiosis.transports.conversation import PING_AFTER_S, Pending, Results
+from symbiosis.transports.device import Segment
+from symbiosis.transports.share import Welcome, tensors_in
+from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
 
-__all__ = ["BlockingShmConnector", "ShmConnector", "look", "socket_path"]
+__all__ = ["BlockingShmConnection", "join", "look", "socket_path"]
 
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
@@ -39,11 +42,7 @@ executor is at a large matrix product and needs all cores."""
 
 
 def socket_path(address: str) -> Path:
-    """Return the path in ``shm:///path``.
-
-    Raises:
-        UsageError: it is not absolute, or longer than a Unix socket's may be.
-    """
+    """Return the path in ``shm:///path``. Raises UsageError if it is not absolute, or too long for a Unix socket."""
     path = address.removeprefix("shm://")
     if not path.startswith("/") or path.endswith("/"):
         raise UsageError(f"{address!r}: write shm:///absolute/path/of/the.sock")
@@ -54,7 +53,91 @@ def socket_path(address: str) -> Path:
     return Path(path)
 
 
-# The handshake
+class ArenaCarrier(Carrier):
+    """Tensors in host memory."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.most_bytes = arena.end
+        self._memory: Memory = arena
+        self._places = Places(0, arena.end)
+
+    def put(self, pending: Pending) -> list[bytes] | None:
+        place = self._places.take(pending.size)
+        if place is None:
+            return None
+        call, rows = pending.call, pending.rows
+        widths, dtype, _ = pending.expected
+        pending.place = place
+        for matrix, tensor in zip(self._memory.matrices(place, rows, widths, dtype), call.tensors, strict=True):
+            matrix.copy_(tensor)
+        answer = place + pending.call_bytes
+        return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, rows, place, answer))]
+
+    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+        rows = pending.rows
+        _, dtype, results = pending.expected
+        place = pending.place + pending.call_bytes
+        return tuple([matrix.clone() for matrix in self._memory.matrices(place, rows, results, dtype)])
+
+    def free(self, pending: Pending) -> None:
+        self._places.give_back(pending.place, pending.size)
+
+
+class SegmentCarrier(ArenaCarrier):
+    """Tensors in the GPU's memory.
+
+    Args:
+        arena: the arena in host memory, whose places come first.
+        gpu: the executor's GPU, as this process numbers it.
+        limit: largest segment in bytes.
+        send: sends a message to the executor.
+    """
+
+    def __init__(self, arena: Arena, gpu: torch.device, limit: int, send: Callable[[Sequence[Any]], None]) -> None:
+        super().__init__(arena)
+        self.device = gpu
+        self.most_bytes = limit
+        self._arena = arena
+        self._places = Places(0, 0)
+        self._send = send
+        self._segment: Segment | None = None
+        self._asked = False
+        """Whether a segment was asked for and has not come."""
+        self._refused: UsageError | None = None
+        """Why the executor gave no segment for the next call."""
+
+    def put(self, pending: Pending) -> list[bytes] | None:
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            raise refused
+        segment = self._segment
+        if segment is not None:
+            segment.wait(segment.answered)  # another stream may still read an earlier answer there
+            parts = super().put(pending)
+            if parts is not None:
+                segment.record(segment.called)
+                return parts
+        if not self._asked and self._places.unused:
+            self._segment, self._memory = None, self._arena  # the old segment is freed first
+            self._places = Places(0, 0)
+            self._asked = True
+            self._send([wire.pack(Type.SEGMENT, pending.size, True)])
+        return None
+
+    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+        assert self._segment is not None
+        self._segment.wait(self._segment.answered)
+        return super().take(pending, frames)
+
+    def control(self, type_: Type, content: Sequence[Any]) -> None:
+        if type_ is not Type.SEGMENT:
+            super().control(type_, content)
+        self._asked = False
+        if len(content) == 1:
+            self._refused = UsageError(f"the executor has no room for this client's tensors: {content[0]}")
+            return
+        self._memory = self._segment = segment = Segment.open(self.device, self._arena.end, self.most_bytes, content)
+        self._places = Places(segment.start, segment.end)
 
 
 def _say_hello(address: str, hello: Hello) -> tuple[socket.socket, Welcome, list[int]]:
@@ -104,163 +187,106 @@ def look(address: str) -> Look:
     return welcome.look(type_, content, address)
 
 
-class _Joined(NamedTuple):
-    """The outcome of a handshake."""
+class _ShmConnection:
+    """A connection whose handshake is done: the constructor blocks. Raises the errors of :func:`_say_hello`."""
 
-    socket: socket.socket
-    welcome: Welcome
-    arena: Arena
-    share: Share | None
-
-    def carrier(self, send: Callable[[Sequence[Any]], None]) -> ArenaCarrier | SegmentCarrier:
-        """Return a carrier that uses the GPU's memory if both sides have the same GPU."""
-        gpu = device.find(self.welcome.content.get("gpu"))
-        if gpu is None:
-            return ArenaCarrier(self.arena)
-        return SegmentCarrier(gpu, self.arena.size, self.welcome.limits.arena_bytes, send)
-
-
-def _join(address: str, hello: Hello, again: bool) -> _Joined:
-    """Join an executor. Blocks."""
-    connected, welcome, descriptors = _say_hello(address, hello)
-    try:
-        if len(descriptors) != 2:
-            raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
-        size = welcome.content.get("arena_bytes")
-        if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
-            raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
-        arena = Arena(descriptors[0], size)
-        share = None if again else welcome.share(lambda: _tensors(descriptors[1]))
-        return _Joined(connected, welcome, arena, share)
-    except BaseException:
-        connected.close()
-        raise
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
-
-
-def _tensors(descriptor: int) -> Mapping[str, torch.Tensor]:
-    """Map the share privately: all clients have its pages in common until a process writes to them."""
-    with safe_open(f"/proc/self/fd/{descriptor}", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-
-
-# On an event loop
-
-
-class ShmConnector:
-    """Opens connections to one executor on an event loop."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    async def join(self, hello: Hello, again: bool) -> _ShmConnection:
-        loop = asyncio.get_running_loop()
-        joining = loop.run_in_executor(None, _join, self._address, hello, again)
-        try:
-            joined = await asyncio.shield(joining)
-        except asyncio.CancelledError:
-            joining.add_done_callback(_abandon)
-            raise
-        joined.socket.setblocking(False)
-        try:
-            _, connection = await loop.create_unix_connection(
-                lambda: _ShmConnection(self._address, joined), sock=joined.socket
-            )
-        except BaseException:
-            joined.socket.close()
-            raise
-        return connection
-
-
-def _abandon(joining: asyncio.Future[_Joined]) -> None:
-    """Hang up after a handshake whose caller was cancelled."""
-    if not joining.cancelled() and joining.exception() is None:
-        joining.result().socket.close()
-
-
-class _ShmConnection(asyncio.Protocol):
-    """A connection on an event loop."""
-
-    def __init__(self, address: str, joined: _Joined) -> None:
-        self.welcome = joined.welcome
-        self.share = joined.share
-        self.carrier = joined.carrier(self.send)
+    def __init__(self, address: str, hello: Hello, again: bool) -> None:
         self._address = address
         self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
-        self._transport: Any = None
-        self._received: Received | None = None
-        self._lost: Lost | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def start(self, received: Received, lost: Lost, arrived: Arrived) -> None:
-        self._received, self._lost = received, lost
-        self._read_messages(b"")
-        if self._transport.is_closing():
-            asyncio.get_running_loop().call_soon(self.connection_lost, None)
+        self._socket, self.welcome, descriptors = _say_hello(address, hello)
+        try:
+            if len(descriptors) != 2:
+                raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
+            size = self.welcome.content.get("arena_bytes")
+            if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
+                raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
+            arena = Arena(descriptors[0], size)
+            self.share = None if again else self.welcome.share(partial(tensors_in, descriptors[1]))
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        gpu = device.find(self.welcome.content.get("gpu"))
+        self.carrier: Carrier = ArenaCarrier(arena)
+        if gpu is not None:
+            self.carrier = SegmentCarrier(arena, gpu, self.welcome.limits.arena_bytes, self.send)
 
     def send(self, parts: Sequence[Any]) -> None:
-        self._transport.write(frame(parts[0]))
-
-    def data_received(self, data: bytes) -> None:
-        if self._received is None:
-            self._messages.feed(data)
-        else:
-            self._read_messages(data)
-
-    def _read_messages(self, data: bytes) -> None:
-        try:
-            message = self._messages.only(data) or self._messages.next()
-            while message is not None and self._received is not None:
-                type_, content = wire.unpack_answer(message)
-                self._received(type_, content, ())
-                message = self._messages.next()
-        except WireError as error:
-            if self._lost is not None:
-                self._lost(error)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._lost is not None:
-            self._lost(ConnectionLostError(f"the executor at {self._address} is gone"))
-
-    def silent(self) -> bool:
-        return False  # the kernel tells when the executor is gone
+        self._socket.sendall(frame(parts[0]))
 
     def close(self) -> None:
-        self._received = self._lost = None
-        self._transport.close()
+        self._socket.close()
+
+    def _gone(self) -> ConnectionLostError:
+        return ConnectionLostError(f"the executor at {self._address} is gone")
 
 
-# For threads that block
+async def join(address: str, hello: Hello, again: bool) -> AsyncConnection:
+    """Connect and join; see :data:`symbiosis.transports.connection.Join`."""
+    return await in_executor(partial(_AsyncShmConnection, address, hello, again))
 
 
-class BlockingShmConnector:
-    """Opens connections to one executor for threads that block."""
+class _AsyncShmConnection(_ShmConnection, AsyncConnection):
+    """A connection on an event loop. It sends at once: what a client within its limits sends has room in the socket."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    _loop: asyncio.AbstractEventLoop | None = None
 
-    def join(self, hello: Hello, again: bool) -> _BlockingShmConnection:
-        return _BlockingShmConnection(self._address, _join(self._address, hello, again))
+    def start(self, channel: Receiver) -> None:
+        self._channel = channel
+        self._loop = asyncio.get_running_loop()
+        self._socket.setblocking(False)
+        self._loop.add_reader(self._socket, self._read)
+
+    def send(self, parts: Sequence[Any]) -> None:
+        try:
+            super().send(parts)
+        except OSError:  # it has ended, or the executor has read nothing for very long: reading shows it
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        try:
+            data = self._socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._end(self._gone())
+            return
+        try:
+            message = self._messages.only(data) or self._messages.next()
+            while message is not None and self._loop is not None:
+                self._channel.received(*wire.unpack_answer(message), ())
+                message = self._messages.next()
+        except WireError as error:
+            self._end(error)
+
+    def _end(self, error: SymbiosisError) -> None:
+        if self._loop is not None:
+            self._stop()
+            self._channel.lost(error)
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket)
+            self._loop = None
+
+    def close(self) -> None:
+        self._stop()
+        super().close()
 
 
-class _BlockingShmConnection:
+class BlockingShmConnection(_ShmConnection, BlockingConnection):
     """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
 
-    def __init__(self, address: str, joined: _Joined) -> None:
-        self.welcome = joined.welcome
-        self.share = joined.share
-        self.carrier = joined.carrier(self.send)
-        self._address = address
-        self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
-        self._socket = joined.socket
+    def __init__(self, address: str, hello: Hello, again: bool) -> None:
+        super().__init__(address, hello, again)
         self._socket.settimeout(None)
         # A timeout in the kernel: Python's own would cost a second system call for each read.
-        seconds = int(PING_AFTER_S).to_bytes(8, "little")
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds + bytes(8))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PING_AFTER_S), 0))
         self._sent = 0.0
         self._quick = False
         """Whether the last answer came within SOON_S."""
@@ -277,10 +303,10 @@ class _BlockingShmConnection:
             except BlockingIOError:
                 return None
             if not data:
-                raise ConnectionLostError(f"the executor at {self._address} is gone")
+                raise self._gone()
             message = self._messages.only(data) or self._messages.next()
         self._quick = time.perf_counter() - self._sent < SOON_S
-        return Message(*wire.unpack_answer(message), ())
+        return *wire.unpack_answer(message), ()
 
     def _poll(self) -> bytes | None:
         """Return what comes within SPIN_S, without sleeping."""
@@ -296,9 +322,6 @@ class _BlockingShmConnection:
     def interrupt(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._socket.close()
 
     def abandon(self) -> None:
         self._socket.close()

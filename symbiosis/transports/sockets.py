@@ -17,7 +17,7 @@ import ipaddress
 import os
 import socket as sockets
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,20 +27,7 @@ from zmq.utils.monitor import parse_monitor_message
 from symbiosis.errors import ConnectionLostError, UsageError, WireError
 from symbiosis.transports.wire import ALIGN
 
-__all__ = [
-    "Endpoint",
-    "Reader",
-    "Received",
-    "configure",
-    "local_ip",
-    "matrices",
-    "monitor",
-    "payload",
-    "read_event",
-    "received",
-    "resolve",
-    "the_connection",
-]
+__all__ = ["Endpoint", "Reader", "TcpSocket", "configure", "event_of", "matrices", "monitor", "payload", "resolve"]
 
 HEARTBEAT_MS = 1500
 SILENT_S = 6.0
@@ -51,9 +38,6 @@ _AT_ONCE = 64
 
 Frames = Sequence[zmq.Frame]
 """Raw frames of a ZeroMQ message."""
-
-
-# Addresses
 
 
 class Endpoint(NamedTuple):
@@ -75,26 +59,19 @@ class Endpoint(NamedTuple):
         return f"[{self.ip}]:{self.port}" if self.v6 else f"{self.ip}:{self.port}"
 
 
-async def resolve(address: str) -> Endpoint:
-    """Return the IP address and port of ``scheme://host:port``.
-
-    Raises:
-        UsageError: the address does not have this form.
-        ConnectionLostError: there is no such host.
-    """
+def resolve(address: str) -> Endpoint:
+    """Return the IP address and port of ``scheme://host:port``. Blocks while it looks up the host. Raises UsageError:
+    the address does not have this form; ConnectionLostError: there is no such host."""
     scheme, _, where = address.partition("://")
     host, colon, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise UsageError(f"{address!r}: write {scheme}://host:port, such as {scheme}://127.0.0.1:7000")
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=sockets.SOCK_STREAM)
+        found = sockets.getaddrinfo(host, int(port), type=sockets.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise ConnectionLostError(f"{address}: there is no host {host!r}: {error}") from error
     return Endpoint(str(found[0][4][0]), int(port))
-
-
-# Sockets
 
 
 def configure(socket: zmq.Socket[bytes], *, v6: bool, max_frame_bytes: int) -> None:
@@ -124,12 +101,8 @@ class Reader:
         self._schedule()
 
     def send(self, parts: Sequence[Any]) -> None:
-        """Send a message of bytes, buffers and frames, without waiting and without copying large parts.
-
-        Raises:
-            zmq.Again: the queue of unsent messages is full.
-            zmq.ZMQError: the peer is gone (on a ROUTER).
-        """
+        """Send a message of bytes, buffers and frames, without waiting and without copying large parts. Raises
+        zmq.Again: the queue of unsent messages is full; zmq.ZMQError: the peer is gone (on a ROUTER)."""
         try:
             self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
         finally:
@@ -164,122 +137,95 @@ class Reader:
             if more:
                 self._schedule()
 
-    def close(self, linger_ms: int = 0) -> None:
-        """Close the socket, which may take ``linger_ms`` to send its last messages."""
-        if not self._closed:
-            self.release().close(linger_ms)
-
-    def release(self) -> zmq.Socket[bytes]:
-        """Stop reading and return the socket, which the caller owns from now on."""
+    def stop(self) -> None:
+        """Stop reading."""
         self._closed = True
         self._loop.remove_reader(self._descriptor)
         if self._soon is not None:
             self._soon.cancel()
-        return self.socket
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket, which may take ``linger_ms`` to send its last messages."""
+        if not self._closed:
+            self.stop()
+            self.socket.close(linger_ms)
 
 
-class Event(NamedTuple):
-    """An event of a connection. ``value`` is its descriptor, or the reason for which a handshake failed."""
+def monitor(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Return a socket that receives the events of a socket's connections; see :func:`event_of`.
 
-    kind: zmq.Event
-    value: int
-
-
-def monitor(socket: zmq.Socket[bytes], loop: asyncio.AbstractEventLoop, happened: Callable[[Event], None]) -> Reader:
-    """Call ``happened`` with the events of a socket's connections.
-
-    At the end, call ``socket.disable_monitor()`` first and close the returned reader second: ZeroMQ waits without end
+    At the end, call ``socket.disable_monitor()`` first and close the returned socket second: ZeroMQ waits without end
     for a receiver of each event. For the same reason the queue of events has no limit.
     """
-    kinds = (
-        zmq.Event.ACCEPTED
-        | zmq.Event.CONNECTED
-        | zmq.Event.CLOSED
-        | zmq.Event.DISCONNECTED
-        | zmq.Event.HANDSHAKE_SUCCEEDED
-        | zmq.Event.HANDSHAKE_FAILED_AUTH
-        | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-        | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    )
-
-    def received(frames: list[zmq.Frame]) -> None:
-        happened(_event([frame.bytes for frame in frames]))
-
     address = f"inproc://monitor-{id(socket)}"
-    socket.monitor(address, int(kinds))
-    events = socket.context.socket(zmq.PAIR)
+    socket.monitor(address, zmq.EVENT_ALL)
+    events: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
     events.setsockopt(zmq.RCVHWM, 0)
     events.connect(address)
-    return Reader(events, loop, received)
+    return events
 
 
-def read_event(events: zmq.Socket[bytes]) -> Event:
-    """Return the next event, without an event loop."""
-    return _event(events.recv_multipart(zmq.NOBLOCK))
-
-
-def _event(parts: list[bytes]) -> Event:
-    message = parse_monitor_message(parts)
-    return Event(zmq.Event(message["event"]), int(message["value"]))
+def event_of(frames: list[zmq.Frame]) -> tuple[zmq.Event, int]:
+    """Return an event, and the connection's descriptor or the reason for which a handshake failed."""
+    message = parse_monitor_message([frame.bytes for frame in frames])
+    return zmq.Event(message["event"]), int(message["value"])
 
 
 # The TCP connection
-
-
-def peer_of(descriptor: int) -> tuple[str, int] | None:
-    """Return the IP address and port of the other end of a connection; None if the connection has ended."""
-    try:
-        with sockets.socket(fileno=os.dup(descriptor)) as connection:
-            return tuple(connection.getpeername()[:2])
-    except OSError:
-        return None
-
-
-def local_ip(descriptor: int) -> str:
-    """Return the IP address of this end of a connection."""
-    with sockets.socket(fileno=os.dup(descriptor)) as connection:
-        return str(connection.getsockname()[0])
-
-
-@contextlib.contextmanager
-def the_connection(descriptor: int, peer: tuple[str, int]) -> Iterator[sockets.socket | None]:
-    """Yield the socket of ZeroMQ's connection with ``peer``; None if the descriptor belongs to another connection."""
-    try:
-        connection = sockets.socket(fileno=os.dup(descriptor))
-    except OSError:
-        yield None
-        return
-    with connection:
-        try:
-            same = tuple(connection.getpeername()[:2]) == peer
-        except OSError:
-            same = False
-        yield connection if same else None
-
-
-class Received(NamedTuple):
-    """The bytes received over a connection, by the kernel's count."""
-
-    silent_s: float
-    """Seconds since the last byte."""
-    bytes: int
-
 
 _INFO = struct.Struct("=52xI72xQ")
 """Two fields of Linux's ``tcp_info``: tcpi_last_data_recv in milliseconds, tcpi_bytes_received."""
 
 
-def received(descriptor: int, peer: tuple[str, int]) -> Received:
-    """Return what came from ``peer``. A connection that has ended counts as alive: ZeroMQ reports its end."""
-    with the_connection(descriptor, peer) as connection:
-        if connection is None:
-            return Received(0.0, 0)
-        info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO.size)
-    milliseconds, count = _INFO.unpack(info)
-    return Received(milliseconds / 1000, count)
+class TcpSocket(NamedTuple):
+    """A TCP connection that ZeroMQ has opened or accepted. ZeroMQ reuses descriptors; the peer tells which it is."""
 
+    descriptor: int
+    peer: tuple[str, int]
+    """IP address and port of the other end."""
 
-# Tensors
+    @classmethod
+    def of(cls, descriptor: int) -> TcpSocket | None:
+        """Return the connection with this descriptor; None if it has ended."""
+        try:
+            with sockets.socket(fileno=os.dup(descriptor)) as connection:
+                return cls(descriptor, tuple(connection.getpeername()[:2]))
+        except OSError:
+            return None
+
+    def _duplicate(self) -> sockets.socket:
+        """Return another object for the socket. Raise OSError if the connection has ended."""
+        connection = sockets.socket(fileno=os.dup(self.descriptor))
+        try:
+            if tuple(connection.getpeername()[:2]) == self.peer:
+                return connection
+        except OSError:
+            pass
+        connection.close()
+        raise ConnectionResetError("the connection has ended")
+
+    def local_ip(self) -> str:
+        """Return the IP address of this end. Raises OSError if the connection has ended."""
+        with self._duplicate() as connection:
+            return str(connection.getsockname()[0])
+
+    def received(self) -> tuple[float, int]:
+        """Return the seconds since the last byte came, and how many have come, by the kernel's count.
+
+        A connection that has ended counts as alive: ZeroMQ reports its end.
+        """
+        try:
+            with self._duplicate() as connection:
+                info = connection.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _INFO.size)
+        except OSError:
+            return 0.0, 0
+        milliseconds, count = _INFO.unpack(info)
+        return milliseconds / 1000, count
+
+    def cut(self) -> None:
+        """End the connection now. ZeroMQ has no call for that; it sees it as ended by the other side."""
+        with contextlib.suppress(OSError), self._duplicate() as connection:
+            connection.shutdown(sockets.SHUT_RDWR)
 
 
 def payload(tensor: torch.Tensor) -> Any:

@@ -8,20 +8,22 @@ the loopback address, unless it is told ``insecure=True``.
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Listener, Look, Service
 from symbiosis.errors import UsageError
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
-from symbiosis.transports.chunks import Progress, bar_unless
 from symbiosis.transports.keys import Keyring, load_key
+from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.tcp_blocking import BlockingTcpConnector
-from symbiosis.transports.tcp_client import Options, TcpConnector, look
+from symbiosis.transports.tcp_client import BlockingTcpConnection, join, look
+from symbiosis.transports.tcp_line import FrameCourier
 from symbiosis.transports.tcp_listener import TcpListener
-from symbiosis.transports.tcp_peer import FrameCourier
 from symbiosis.transports.wire import Hello, Limits
 
 __all__ = ["TcpTransport"]
@@ -63,26 +65,29 @@ class TcpTransport:
         self._progress = progress
 
     async def listen(self, address: str, service: Service) -> Listener:
-        endpoint = await resolve(address)
+        endpoint = await asyncio.to_thread(resolve, address)
         if self._keys is None and not endpoint.loopback and not self._insecure:
             raise UsageError(
                 f"{address} can be reached from other hosts; give keys=folder (--keys; `symbiosis keys new` makes "
                 "them), or insecure=True (--insecure) if every host on the network may read the data and use the "
                 "executor"
             )
-        encrypted = self._keys is not None
-        listener = TcpListener(endpoint, service, self._limits, self._keys, FrameCourier, encrypted)
+        listener = TcpListener(endpoint, service, self._limits, self._keys, FrameCourier)
         listener.open(address)
         return listener
 
+    def _options(self, progress: Progress | None) -> dict[str, Any]:
+        """Return the options with which a client joins."""
+        return {"key": self._key, "insecure": self._insecure, "progress": progress}
+
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        connector = TcpConnector(address, Options(self._key, self._insecure, self._progress))
-        return await AsyncChannel.open(connector, address, Hello(client, terms), self._retry_s)
+        joins = partial(join, address, **self._options(self._progress))
+        return await AsyncChannel.open(joins, address, Hello(client, terms), self._retry_s)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         with bar_unless(self._progress, address) as progress:
-            connector = BlockingTcpConnector(address, Options(self._key, self._insecure, progress))
-            return BlockingChannel.open(connector, address, Hello(client, terms), self._retry_s)
+            joins = partial(BlockingTcpConnection, address, **self._options(progress))
+            return BlockingChannel(joins, address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
-        return look(address, Options(self._key, self._insecure, None))
+        return look(address, self._key, self._insecure)

@@ -14,21 +14,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
+from zmq.utils import z85
 
 from symbiosis.core.transport import Service
 from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.log import get_logger
 from symbiosis.transports import peer, wire
-from symbiosis.transports.chunks import Chunks
 from symbiosis.transports.keys import Keyring
-from symbiosis.transports.peer import Courier
-from symbiosis.transports.sockets import SILENT_S, Endpoint, Event, Frames, Reader, configure, monitor, peer_of
-from symbiosis.transports.tcp_peer import Accepted, ShareCourier, TcpLine
+from symbiosis.transports.share import ServedShare
+from symbiosis.transports.sockets import SILENT_S, Endpoint, Frames, Reader, TcpSocket, configure, event_of, monitor
+from symbiosis.transports.tcp_line import TcpCourier, TcpLine
 from symbiosis.transports.wire import Limits, Type
-from symbiosis.transports.zap import Authenticator
 
 __all__ = ["TcpListener"]
 
@@ -42,119 +42,167 @@ DOUBT_S = 0.05
 """Seconds to wait before identifying a client on a descriptor that another connection has just left."""
 SWEEP_S = 1.0
 """Seconds between two checks of all connections."""
+_ZAP_VERSION = b"1.0"
 LINGER_MS = 1000
 """Milliseconds that the last messages may take when the executor shuts down."""
 
-CourierMaker = Callable[[TcpLine, ShareCourier], Courier]
+
+class Authenticator:
+    """Answers ZeroMQ's requests for authentication (ZAP, https://rfc.zeromq.org/spec/27) of CURVE handshakes.
+
+    It accepts clients whose public key is on the ring. Their messages then carry the key as ``User-Id``. A context has
+    one such handler, so each listener has a context of its own. The first exception ends pyzmq's asyncio authenticator
+    without a message, and then every handshake fails; here a request that raises is answered with an error and logged.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], loop: asyncio.AbstractEventLoop, keys: Keyring) -> None:
+        self._keys = keys
+        socket = context.socket(zmq.ROUTER)
+        socket.bind("inproc://zeromq.zap.01")
+        self._reader = Reader(socket, loop, self._asked)
+
+    def _asked(self, frames: list[zmq.Frame]) -> None:
+        parts = [frame.bytes for frame in frames]
+        if len(parts) < 4:
+            return
+        try:
+            status, text, user = self._decide(parts)
+        except Exception as error:
+            log.exception("cannot check a key", folder=str(self._keys.folder), why=str(error))
+            status, text, user = b"500", b"the executor cannot read its keys", b""
+        self._reader.send([parts[0], b"", _ZAP_VERSION, parts[3], status, text, user, b""])
+
+    def _decide(self, parts: list[bytes]) -> tuple[bytes, bytes, bytes]:
+        """Return status, text and user id for [from, empty, version, request, domain, address, id, mechanism, key]."""
+        if len(parts) != 9 or parts[2] != _ZAP_VERSION or parts[7] != b"CURVE" or len(parts[8]) != 32:
+            return b"400", b"only CURVE is supported", b""
+        public = z85.encode(parts[8])
+        name = self._keys.name_of(public)
+        for file, why in self._keys.broken.items():
+            log.warning("key file ignored", file=file, why=why)
+        if name is None:
+            why = f"its public key {public.decode()} is not in {self._keys.folder}"
+            log.warning("client refused", client=None, tenant=parts[5].decode("ascii", "replace"), why=why)
+            return b"400", b"unknown key", b""
+        return b"200", b"OK", public
+
+    def close(self) -> None:
+        self._reader.close()
 
 
-class _Unidentified(NamedTuple):
+@dataclass(eq=False)
+class Accepted:
+    """A TCP connection that ZeroMQ has accepted. Times are in seconds on the loop's clock."""
+
+    socket: TcpSocket
+    since: float
+    """When it was accepted."""
+    doubtful_until: float
+    """Until then, messages may arrive that an earlier connection with this descriptor has sent."""
+    line: TcpLine | None = None
+    """The client whose messages come over this connection."""
+    _messages: int = 0
+    _seen: tuple[int, int] = (0, 0)
+    """Messages, and bytes received, when a message was last seen to have come."""
+
+    def __str__(self) -> str:
+        return f"{self.socket.peer[0]}:{self.socket.peer[1]}"
+
+    def take(self, line: TcpLine, frames: Frames) -> None:
+        """Pass on a whole message."""
+        self._messages += 1
+        line.take(frames)
+
+    def unfinished(self, received_bytes: int) -> int:
+        """Return how many bytes have come since the last whole message, to within the time between two calls."""
+        if self._messages != self._seen[0]:
+            self._seen = self._messages, received_bytes
+        return received_bytes - self._seen[1]
+
+
+@dataclass
+class _Unidentified:
     """A client that has spoken and is not identified yet."""
 
     accepted: Accepted
     user: str | None
     since: float
     """Seconds on the loop's clock."""
-    messages: list[Frames]
+    messages: list[Frames] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class TcpListener:
-    """A bound port and the clients that came through it.
+    """A bound port and the clients that came through it."""
 
-    Args:
-        endpoint: where to listen.
-        service: the executor.
-        limits: limits of each client.
-        keys: the executor's keys and its tenants'; None without CURVE.
-        courier: makes the courier of a connection's tensors.
-        encrypted: whether all data of a connection is encrypted; for the log.
-    """
+    endpoint: Endpoint
+    service: Service
+    limits: Limits
+    """Limits of each client."""
+    keys: Keyring | None
+    """The executor's keys and its tenants'; None without CURVE."""
+    courier: Callable[[TcpLine, ServedShare], TcpCourier]
+    """Makes the courier of a connection's tensors."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        service: Service,
-        limits: Limits,
-        keys: Keyring | None,
-        courier: CourierMaker,
-        encrypted: bool,
-    ) -> None:
+    def __post_init__(self) -> None:
         self.address = ""
         self.lines: dict[bytes, TcpLine] = {}
         """Clients by ROUTER identity."""
         self.accepted: dict[int, Accepted] = {}
         """Connections by descriptor."""
-        self._endpoint = endpoint
-        self._service = service
-        self._limits = limits
-        self._keys = keys
-        self._courier = courier
-        self._encrypted = encrypted
         self._failure: str | None = None
         """Why the last handshake failed, until ZeroMQ tells which connection it was."""
-        self._chunks: Chunks | None = None
+        self._share = ServedShare(self.service)
         self._unidentified: dict[bytes, _Unidentified] = {}
         """By ROUTER identity."""
         self._settling: asyncio.Handle | None = None
         self._ended: dict[int, float] = {}
         """When a connection ended, by descriptor; in seconds on the loop's clock."""
-        self._swept = 0.0
         self._closed = False
 
     def open(self, address: str) -> None:
-        """Start to accept clients.
-
-        Raises:
-            UsageError: the port is not available.
-            ShareError: the model cannot be served to other processes.
-        """
-        self._service.share()
+        """Start to accept clients. Raises UsageError if the port is not available, and ShareError if the model cannot
+        be served to other processes."""
+        self.service.share()
         self._loop = loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()  # a context has one authenticator
-        self._authenticator = None if self._keys is None else Authenticator(self._context, loop, self._keys)
+        self._authenticator = None if self.keys is None else Authenticator(self._context, loop, self.keys)
         socket = self._context.socket(zmq.ROUTER)
-        self._configure(socket)
-        self._monitor = monitor(socket, loop, self._happened)
+        configure(socket, v6=self.endpoint.v6, max_frame_bytes=max(self.limits.arena_bytes, wire.MAX_TO_EXECUTOR))
+        # Messages, each way: what a client within its limits may have under way, and some more.
+        socket.setsockopt(zmq.RCVHWM, 4 * self.limits.calls + 64)
+        socket.setsockopt(zmq.SNDHWM, 4 * self.limits.calls + 64)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise, instead of dropping what a client does not read
+        if self.keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.keys.own.secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, b"symbiosis")
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._monitor = Reader(monitor(socket), loop, self._happened)
+        self._reader = Reader(socket, loop, self._received)
         try:
-            socket.bind(f"tcp://{self._endpoint}")
+            socket.bind(f"tcp://{self.endpoint}")
         except zmq.ZMQError as error:
-            socket.disable_monitor()
-            self._monitor.close()
-            socket.close()
-            if self._authenticator is not None:
-                self._authenticator.close()
+            self._close_sockets(0)
             self._context.term()
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
         bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.address = f"{address.partition(':')[0]}://{self._endpoint._replace(port=int(bound.rpartition(':')[2]))}"
-        self._reader = Reader(socket, loop, self._received)
+        self.address = f"{address.partition(':')[0]}://{self.endpoint._replace(port=int(bound.rpartition(':')[2]))}"
         self._swept = loop.time()
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        log.info("listening", address=self.address, encrypted=self._encrypted)
+        encrypted = self.keys is not None and not address.startswith("dist:")
+        log.info("listening", address=self.address, encrypted=encrypted)
 
-    def _configure(self, socket: zmq.Socket[bytes]) -> None:
-        configure(socket, v6=self._endpoint.v6, max_frame_bytes=max(self._limits.arena_bytes, wire.MAX_TO_EXECUTOR))
-        # Messages, each way: what a client within its limits may have under way, and some more.
-        socket.setsockopt(zmq.RCVHWM, 4 * self._limits.calls + 64)
-        socket.setsockopt(zmq.SNDHWM, 4 * self._limits.calls + 64)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise, instead of dropping what a client does not read
-        if self._keys is not None:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.own.secret)
-            socket.setsockopt(zmq.ZAP_DOMAIN, b"symbiosis")
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-
-    def _share(self) -> Chunks:
-        """Return the client's share of the model; the same for all clients."""
-        if self._chunks is None:
-            self._chunks = Chunks(self._service.share().tensors)
-        return self._chunks
+    def _close_sockets(self, linger_ms: int) -> None:
+        self._reader.socket.disable_monitor()
+        self._monitor.close()
+        self._reader.close(linger_ms)
+        if self._authenticator is not None:
+            self._authenticator.close()
 
     def _connections_of(self, tenant: str) -> int:
         """Return how many open connections a tenant has, client connections and status connections."""
         return sum(line.tenant == tenant and not line.peer.gone for line in self.lines.values())
-
-    # Messages
 
     def _send(self, parts: Sequence[Any]) -> None:
         if not self._closed:
@@ -168,16 +216,16 @@ class TcpListener:
         if accepted is None:
             return  # its connection has ended
         identity = frames[0].bytes
-        user = None if self._keys is None else str(frames[1].get("User-Id"))
+        user = None if self.keys is None else str(frames[1].get("User-Id"))
         line = self.lines.get(identity)
         if line is None:
-            client = self._unidentified.setdefault(identity, _Unidentified(accepted, user, self._loop.time(), []))
+            client = self._unidentified.setdefault(identity, _Unidentified(accepted, user, self._loop.time()))
             small = len(frames) == 2 and len(frames[1]) <= wire.MAX_TO_EXECUTOR
             if client.accepted is accepted and small and len(client.messages) < MAX_UNIDENTIFIED:
                 client.messages.append(frames[1:])
             if self._settling is None:
                 self._settling = self._loop.call_soon(self._settle)
-        elif line.accepted is accepted and line.user == user:
+        elif accepted.line is line and line.user == user:
             accepted.take(line, frames[1:])
 
     def _settle(self) -> None:
@@ -190,7 +238,7 @@ class TcpListener:
         for identity, client in list(self._unidentified.items()):
             accepted = client.accepted
             wait = max(now if unread and now < client.since + UNREAD_WITHIN_S else 0.0, accepted.doubtful_until)
-            if self.accepted.get(accepted.descriptor) is not accepted:
+            if self.accepted.get(accepted.socket.descriptor) is not accepted:
                 del self._unidentified[identity]
             elif wait >= now:
                 again = min(again, max(wait, now + 1e-3))
@@ -208,7 +256,22 @@ class TcpListener:
         if accepted.line is not None:
             self.lines.pop(accepted.line.identity, None)
             accepted.line.peer.leave("its connection has ended")
-        line = self._new_line(identity, accepted, client.user)
+        tenant: str | None = accepted.socket.peer[0]
+        if client.user is not None and self.keys is not None:
+            tenant = self.keys.name_of(client.user.encode())
+        accepted.line = line = self.lines[identity] = TcpLine(
+            self.service,
+            self.limits,
+            identity,
+            accepted.socket,
+            client.user,
+            tenant or "?",
+            self._send,
+            self._connections_of,
+            lambda line: self.courier(line, self._share),
+        )
+        if tenant is None:
+            line.peer.refuse(RefusedError("its key was removed"))
         for frames in client.messages:
             accepted.take(line, frames)
 
@@ -221,38 +284,18 @@ class TcpListener:
             return False
         return True
 
-    def _new_line(self, identity: bytes, accepted: Accepted, user: str | None) -> TcpLine:
-        tenant = accepted.remote[0] if user is None or self._keys is None else self._keys.name_of(user.encode())
-        line = self.lines[identity] = TcpLine(
-            self._service,
-            self._limits,
-            identity,
-            accepted,
-            user,
-            tenant or "?",
-            self._send,
-            self._connections_of,
-            lambda line: self._courier(line, ShareCourier(line, self._share)),
-        )
-        accepted.belongs_to(line)
-        if tenant is None:
-            line.peer.refuse(RefusedError("its key was removed"))
-        return line
-
-    # Connections
-
-    def _happened(self, event: Event) -> None:
-        kind, value = event
+    def _happened(self, frames: list[zmq.Frame]) -> None:
+        kind, value = event_of(frames)
         if kind is zmq.Event.ACCEPTED:
-            remote = peer_of(value)
-            if remote is not None:
+            socket = TcpSocket.of(value)
+            if socket is not None:
                 now = self._loop.time()
                 doubtful = now + DOUBT_S if now < self._ended.pop(value, -math.inf) + UNREAD_WITHIN_S else -math.inf
-                self.accepted[value] = accepted = Accepted(value, remote, now, doubtful)
+                self.accepted[value] = accepted = Accepted(socket, now, doubtful)
                 if len(self.accepted) > peer.MAX_CONNECTIONS:
                     why = f"{peer.MAX_CONNECTIONS} are connected"
                     log.warning("client refused", client=None, tenant=str(accepted), why=why)
-                    accepted.cut()
+                    socket.cut()
         elif kind is zmq.Event.DISCONNECTED:
             self._ended[value] = self._loop.time()
             self._disconnected(self.accepted.pop(value, None))
@@ -278,45 +321,46 @@ class TcpListener:
         known = self._known_keys()
         for accepted in list(self.accepted.values()):
             line = accepted.line
-            why = self._overdue(accepted, now)
             if line is not None and line.peer.session is not None and known is not None and line.user not in known:
                 line.peer.refuse(RefusedError(f"the key of {line.tenant} was removed"))
+            why = self._overdue(accepted, now)
             if why is None and not late:  # after a long batch, this process may have kept clients from sending
                 why = self._trouble(accepted)
             if why is not None:
                 log.warning("connection cut", tenant=line.tenant if line else str(accepted), why=why)
                 if line is not None:
                     line.peer.leave(why)
-                accepted.cut()
+                accepted.socket.cut()
 
     @staticmethod
     def _overdue(accepted: Accepted, now: float) -> str | None:
         """Return why a connection has exceeded the time for its state, if it has."""
-        if accepted.line is None:
-            return None if now - accepted.since < peer.HELLO_WITHIN_S else "it has sent no HELLO"
-        if accepted.cut_at is not None:
-            return None if now < accepted.cut_at else "it was rejected"
-        if accepted.line.peer.session is None and now - accepted.since >= peer.LOOK_WITHIN_S:
+        line, age = accepted.line, now - accepted.since
+        if line is None:
+            return "it has sent no HELLO" if age >= peer.HELLO_WITHIN_S else None
+        if line.cut_at is not None:
+            return "it was rejected" if now >= line.cut_at else None
+        if line.peer.session is None and age >= peer.LOOK_WITHIN_S:
             return f"a status connection may stay {peer.LOOK_WITHIN_S:.0f} s"
         return None
 
     def _known_keys(self) -> Collection[str] | None:
         """Return the public keys of all tenants; None without keys, or while the folder cannot be read."""
-        if self._keys is None:
+        if self.keys is None:
             return None
         try:
-            return {key.decode() for key in self._keys.names()}
+            return {key.decode() for key in self.keys.names()}
         except OSError as error:
-            log.warning("cannot read the keys", folder=str(self._keys.folder), why=str(error))
+            log.warning("cannot read the keys", folder=str(self.keys.folder), why=str(error))
             return None
 
     def _trouble(self, accepted: Accepted) -> str | None:
         """Return what is wrong with the bytes of a connection, if anything."""
-        silent, count = accepted.received()
+        silent, count = accepted.socket.received()
         if silent > SILENT_S:
             return f"no sign of life for {silent:.0f} s"
         # ZeroMQ limits each frame, not the number of frames in a message, and keeps them until the last one has come.
-        most = self._limits.arena_bytes + self._limits.arena_bytes // 4 + wire.MAX_TO_EXECUTOR
+        most = self.limits.arena_bytes + self.limits.arena_bytes // 4 + wire.MAX_TO_EXECUTOR
         unfinished = accepted.unfinished(count)
         if unfinished > most:
             return f"{unfinished} bytes and no end of the message; at most {most} are allowed"
@@ -331,13 +375,10 @@ class TcpListener:
         self._sweeper.cancel()
         if self._settling is not None:
             self._settling.cancel()
-        self._reader.socket.disable_monitor()
-        self._monitor.close()
-        self._reader.close(LINGER_MS)
-        if self._authenticator is not None:
-            self._authenticator.close()
+        self._close_sockets(LINGER_MS)
         self.lines.clear()
         self.accepted.clear()
+        self._share.close()
         await asyncio.to_thread(self._context.term)
 
 

@@ -10,9 +10,11 @@ A *place* is an offset into a client's arena, in bytes, and a multiple of :data:
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import msgpack
@@ -22,27 +24,7 @@ from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 
-__all__ = [
-    "ALIGN",
-    "VERSION",
-    "CallMessage",
-    "Hello",
-    "Limits",
-    "Type",
-    "align",
-    "error_of",
-    "pack",
-    "pack_call",
-    "pack_error",
-    "pack_hello",
-    "pack_result",
-    "read_call",
-    "read_hello",
-    "read_id",
-    "read_rendezvous",
-    "unpack",
-    "unpack_answer",
-]
+__all__ = ["ALIGN", "VERSION", "CallMessage", "Hello", "Limits", "MessageBuffer", "Type", "align", "frame"]
 
 VERSION = 3
 MAGIC = "symbiosis"
@@ -60,11 +42,7 @@ _INT63 = (1 << 63) - 1
 
 
 class Type(IntEnum):
-    """Type of a message.
-
-    Clients send HELLO, CALL, CANCEL, BEGIN, END, PING, STATUS, SHARE, SEGMENT and RENDEZVOUS. Executors send the other
-    types, and answer STATUS, SHARE, SEGMENT and RENDEZVOUS with the same type.
-    """
+    """Type of a message. Executors answer STATUS, SHARE, SEGMENT and RENDEZVOUS with the same type."""
 
     HELLO = 1
     WELCOME = 2
@@ -152,10 +130,8 @@ def pack_hello(hello: Hello) -> bytes:
 def pack_call(call: CallMessage) -> bytes:
     """Return CALL."""
     layers, pass_, fp32 = call.key
-    return cast(
-        bytes,
-        _packer.pack((3, call.id, layers, pass_ + 3 * fp32, int(call.kind), call.rows, call.place, call.answer)),
-    )
+    message = (3, call.id, layers, pass_ + 3 * fp32, int(call.kind), call.rows, call.place, call.answer)
+    return cast(bytes, _packer.pack(message))
 
 
 def pack_result(id_: int) -> bytes:
@@ -176,24 +152,17 @@ def error_of(name: Any = None, text: Any = "it gave no reason") -> SymbiosisErro
 
 
 def unpack(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """Return the type and content of a message to an executor. Its arrays become tuples.
-
-    Raises:
-        WireError: the message is too large or malformed.
-    """
-    return _unpack(data, MAX_TO_EXECUTOR, use_list=False)
+    """Return the type and content of a message to an executor. Its arrays become tuples. Raises WireError if the
+    message is too large or malformed."""
+    return _unpack(data, MAX_TO_EXECUTOR, False)
 
 
 def unpack_answer(data: bytes | memoryview) -> tuple[Type, Sequence[Any]]:
-    """Return the type and content of a message to a client. Its arrays become lists.
-
-    Raises:
-        WireError: the message is too large or malformed.
-    """
-    return _unpack(data, MAX_TO_CLIENT, use_list=True)
+    """Return the type and content of a message to a client. Its arrays become lists. Raises like :func:`unpack`."""
+    return _unpack(data, MAX_TO_CLIENT, True)
 
 
-def _unpack(data: bytes | memoryview, max_bytes: int, *, use_list: bool) -> tuple[Type, Sequence[Any]]:
+def _unpack(data: bytes | memoryview, max_bytes: int, use_list: bool) -> tuple[Type, Sequence[Any]]:
     if len(data) > max_bytes:
         raise WireError(f"a message of {len(data)} bytes; at most {max_bytes} are allowed")
     try:
@@ -231,13 +200,20 @@ def _terms(value: Any) -> Terms:
 
 def read_call(content: Sequence[Any]) -> CallMessage:
     """Return the content of a CALL after checking each field. The session checks whether it fits the layer table."""
+    if len(content) != 7:
+        raise WireError(f"a CALL has 7 fields, not {len(content)}")
     try:
-        id_, layers, pass_, kind, rows, place, answer = content
-    except ValueError:
-        raise WireError(f"a CALL has 7 fields, not {len(content)}") from None
-    for value in (id_, rows, place, answer):
-        if type(value) is not int or not 0 <= value <= _INT63:
-            raise WireError("a CALL's id, rows and places are whole numbers from 0")
+        return CallMessage(read_id(content), *_read_call(*content[1:]))
+    except TypeError:
+        raise WireError("a CALL has a field that is no number or array of numbers") from None
+
+
+@lru_cache(1 << 14)  # most calls repeat an earlier one in all but the id
+def _read_call(
+    layers: Any, pass_: Any, kind: Any, rows: Any, place: Any, answer: Any
+) -> tuple[Key, Kind, int, int, int]:
+    for value in (rows, place, answer):
+        _integer(value, 0, _INT63, "a CALL's number of rows or place")
     if place % ALIGN or answer % ALIGN:
         raise WireError(f"a CALL's places are multiples of {ALIGN}, not {place} and {answer}")
     if type(layers) is not tuple or not 0 < len(layers) <= MAX_SIBLINGS:
@@ -246,9 +222,9 @@ def read_call(content: Sequence[Any]) -> CallMessage:
         if type(layer) is not int:
             raise WireError("a CALL names layers by their index")
     try:
-        return CallMessage(id_, Key(layers, *_PASSES[pass_]), _KINDS[kind], rows, place, answer)
-    except (KeyError, TypeError):
-        raise WireError(f"pass {pass_!r} or kind {kind!r} is unknown") from None
+        return Key(layers, *_PASSES[pass_]), _KINDS[kind], rows, place, answer
+    except KeyError:
+        raise WireError(f"pass {pass_!r} or kind {kind!r} is unknown"[:300]) from None
 
 
 _PASSES = {pass_ + 3 * fp32: (pass_, fp32) for pass_ in Pass for fp32 in (False, True)}
@@ -281,3 +257,48 @@ def _integer(value: Any, low: int, high: int, what: str) -> int:
 
 BEGIN, END, PING = (pack(type_) for type_ in (Type.BEGIN, Type.END, Type.PING))
 """Messages without content."""
+
+
+# Messages on a byte stream: each has its length in front, 4 bytes, little-endian
+
+_LENGTH = struct.Struct("<I")
+
+
+def frame(message: bytes) -> bytes:
+    """Return a message with its length in front."""
+    return _LENGTH.pack(len(message)) + message
+
+
+class MessageBuffer:
+    """Cuts a byte stream into messages of at most ``max_bytes``. Holds the messages that were not taken yet."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Add bytes that have arrived."""
+        self._buffer += data
+
+    def only(self, data: bytes) -> bytes | None:
+        """Return the message, if ``data`` is exactly one and the buffer is empty: the common case, without a copy
+        into the buffer. Otherwise feed ``data`` and return None."""
+        if not self._buffer and len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4 <= self._max:
+            return data[4:]
+        self._buffer += data
+        return None
+
+    def next(self) -> bytes | None:
+        """Return the next whole message, if it has arrived. Raises WireError if the length exceeds the limit. Nothing
+        was allocated for it."""
+        buffer = self._buffer
+        if len(buffer) < 4:
+            return None
+        (length,) = _LENGTH.unpack_from(buffer)
+        if length > self._max:
+            raise WireError(f"a message of {length} bytes is announced; at most {self._max} are allowed")
+        if len(buffer) < 4 + length:
+            return None
+        message = bytes(buffer[4 : 4 + length])
+        del buffer[: 4 + length]
+        return message

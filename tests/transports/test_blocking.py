@@ -12,13 +12,9 @@ import zmq
 import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.transports import wire
+from symbiosis.transports import shm_client, tcp_client, wire
 from symbiosis.transports.blocking import BlockingChannel
-from symbiosis.transports.shm_client import BlockingShmConnector
-from symbiosis.transports.stream import frame
-from symbiosis.transports.tcp_blocking import BlockingTcpConnector
-from symbiosis.transports.tcp_client import Options
-from symbiosis.transports.wire import Hello
+from symbiosis.transports.wire import Hello, frame
 from tests.helpers import in_thread, until
 
 MOMENTS = ["half of it is sent", "before it is answered", "after it was answered", "half a BEGIN is sent"]
@@ -27,15 +23,15 @@ MOMENTS = ["half of it is sent", "before it is answered", "after it was answered
 class Interrupted:
     """A connection on which the next operation of one kind is interrupted."""
 
-    def __init__(self, connection: Any, connector: InterruptingConnector) -> None:
+    def __init__(self, connection: Any, interrupt: Interrupt) -> None:
         self._real = connection
-        self._connector = connector
+        self._interrupt = interrupt
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
     def send(self, parts: Any) -> None:
-        if self._connector.take("half"):
+        if self._interrupt.take("half"):
             if isinstance(self._real._socket, zmq.Socket):
                 self._real._socket.send(wire.PING, zmq.SNDMORE)
             else:
@@ -44,23 +40,18 @@ class Interrupted:
         self._real.send(parts)
 
     def receive(self) -> Any:
-        if self._connector.take("before"):
+        if self._interrupt.take("before"):
             raise KeyboardInterrupt
         message = self._real.receive()
-        if message is not None and self._connector.take("after"):
+        if message is not None and self._interrupt.take("after"):
             raise KeyboardInterrupt
         return message
 
 
-class InterruptingConnector:
-    """Opens connections that are interrupted once, at ``moment``."""
+class Interrupt:
+    """Happens once, at ``moment``."""
 
-    def __init__(self, connector: Any) -> None:
-        self.moment = ""
-        self._real = connector
-
-    def join(self, hello: Hello, again: bool) -> Any:
-        return Interrupted(self._real.join(hello, again), self)
+    moment = ""
 
     def take(self, moment: str) -> bool:
         if not self.moment.startswith(moment):
@@ -81,11 +72,17 @@ async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str,
 
     async with symbiosis.Executor(base) as executor:
         address = (await executor.listen(address)).address
-        options = Options(None, False, None)
-        real = BlockingShmConnector(address) if scheme == "shm" else BlockingTcpConnector(address, options)
-        connector = InterruptingConnector(real)
-        channel: Any = await in_thread(BlockingChannel.open, connector, address, Hello("client"), 0.0)
-        connector.moment = moment
+        interrupt = Interrupt()
+
+        def join(hello: Hello, again: bool) -> Any:
+            if scheme == "shm":
+                return Interrupted(shm_client.BlockingShmConnection(address, hello, again), interrupt)
+            return Interrupted(
+                tcp_client.BlockingTcpConnection(address, hello, again, key=None, insecure=False), interrupt
+            )
+
+        channel: Any = await in_thread(BlockingChannel, join, address, Hello("client"), 0.0)
+        interrupt.moment = moment
         if moment == "half a BEGIN is sent":
             assert await in_thread(interrupts, channel.begin_pass)
         else:

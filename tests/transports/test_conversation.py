@@ -26,9 +26,8 @@ from symbiosis.errors import (
     WireError,
 )
 from symbiosis.transports import wire
-from symbiosis.transports.conversation import PING_AFTER_S, SILENT_FOR_S, Conversation, State, Watch
-from symbiosis.transports.outstanding import Pending
-from symbiosis.transports.welcome import Welcome
+from symbiosis.transports.conversation import PING_AFTER_S, SILENT_FOR_S, Conversation, Pending, State
+from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import Hello, Limits, Type
 
 LAYERS = [[0, "q", 4, 8, "float32", False, True], [1, "k", 4, 8, "float32", False, True]]
@@ -70,7 +69,7 @@ def test_a_conversation_joins_and_calls() -> None:
     assert talk.state is State.JOINING
     talk.joined(welcome(), PLENTY)
     assert talk.state is State.JOINED
-    assert talk.identity == Identity("i", "w")
+    assert talk.identity() == Identity("i", "w")
     call = a_call(2)
     pending = talk.call(call)
     assert sendable(talk) == [pending]
@@ -87,7 +86,7 @@ def test_a_failed_call_has_its_error() -> None:
     sendable(talk)
     answer = talk.receive(Type.FAILED, [pending.id, "LayerError", "no"])
     assert answer is not None
-    assert (answer.pending, type(answer.error), str(answer.error)) == (pending, LayerError, "no")
+    assert (answer[0], type(answer[1]), str(answer[1])) == (pending, LayerError, "no")
     assert talk.state is State.JOINED
 
 
@@ -165,7 +164,7 @@ def test_a_cancelled_call_counts_until_it_is_answered() -> None:
     assert not sendable(talk)
     answer = talk.receive(Type.FAILED, [pending.id, "ClientClosedError", "cancelled"])
     assert answer is not None
-    talk.outstanding.settle(answer.pending)
+    talk.outstanding.settle(answer[0])
     assert sendable(talk) == [following]
 
 
@@ -211,7 +210,7 @@ def test_attempts_to_join_again() -> None:
     talk = conversation()
     talk.lost(ConnectionLostError("gone"))
     for error in (ConnectionLostError("absent"), BusyError("the name is in use"), OSError("no route")):
-        talk.failed(error)
+        talk.lost(error)
         assert talk.state is State.REJOINING
     talk.give_up(60.0)
     with pytest.raises(ConnectionLostError, match=r"did not come back within 60 s: .*no route"):
@@ -221,7 +220,7 @@ def test_attempts_to_join_again() -> None:
 def test_an_executor_that_does_not_admit_the_client_is_not_asked_again() -> None:
     talk = conversation()
     talk.lost(ConnectionLostError("gone"))
-    talk.failed(RefusedError("unknown key"))
+    talk.lost(RefusedError("unknown key"))
     with pytest.raises(RefusedError, match="unknown key"):
         talk.call(a_call())
 
@@ -279,7 +278,7 @@ def test_the_first_reason_stays() -> None:
     talk = conversation()
     talk.end(ClientClosedError("closed"))
     talk.lost(ConnectionLostError("gone"))
-    talk.failed(RefusedError("late"))
+    talk.lost(RefusedError("late"))
     talk.interrupted()
     talk.end(WireError("late"))
     with pytest.raises(ClientClosedError, match="closed"):
@@ -294,16 +293,16 @@ def test_an_answer_without_an_id_is_malformed(type_: Type, content: list[Any]) -
 
 
 def test_a_silent_executor_is_asked_and_then_given_up() -> None:
-    watch = Watch("shm:///x")
-    watch.heard(100.0)
-    assert not watch.look(100.0 + PING_AFTER_S / 2)
-    assert watch.look(100.0 + PING_AFTER_S)
-    assert not watch.look(100.0 + 1.5 * PING_AFTER_S)
-    assert watch.look(100.0 + 2 * PING_AFTER_S)
+    talk = conversation()
+    talk.heard(100.0)
+    assert talk.look(100.0 + PING_AFTER_S / 2) is None
+    assert talk.look(100.0 + PING_AFTER_S) == wire.PING
+    assert talk.look(100.0 + 1.5 * PING_AFTER_S) is None
+    assert talk.look(100.0 + 2 * PING_AFTER_S) == wire.PING
     with pytest.raises(ConnectionLostError, match="has not answered for"):
-        watch.look(100.0 + SILENT_FOR_S + 1)
-    watch.heard(300.0)
-    assert not watch.look(301.0)
+        talk.look(100.0 + SILENT_FOR_S + 1)
+    talk.heard(300.0)
+    assert talk.look(301.0) is None
 
 
 class Conversations(RuleBasedStateMachine):
@@ -342,8 +341,8 @@ class Conversations(RuleBasedStateMachine):
             message = (Type.FAILED, [id_, "LayerError", "no"]) if fails else (Type.RESULT, [id_])
             answer = self.talk.receive(*message)
             assert answer is not None
-            assert (answer.pending.id, answer.error is not None) == (id_, fails)
-            self.talk.outstanding.settle(answer.pending)
+            assert (answer[0].id, answer[1] is not None) == (id_, fails)
+            self.talk.outstanding.settle(answer[0])
             if id_ in self.open:
                 self.open.remove(id_)
 

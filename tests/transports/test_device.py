@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain
 from symbiosis.transports import device
-from symbiosis.transports.device import BLOCK, FIRST, DeviceArena, Handles
+from symbiosis.transports.device import BLOCK, FIRST, Segment
 from symbiosis.transports.wire import Limits
 from tests.helpers import IDS, in_thread, lora
 
@@ -109,7 +108,7 @@ async def test_jobs_by_way_of_the_gpus_memory(base: Any, address: str, gpu: Gpu,
 
 
 async def test_it_grows(base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many calls at once, small and large, of which most have to wait for the next segment."""
+    """Many calls at once, small and large, of which most wait for room, or for a larger segment."""
     monkeypatch.setattr(device, "FIRST", BLOCK)
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
         await executor.listen(address)
@@ -124,8 +123,7 @@ async def test_it_grows(base: Any, address: str, gpu: Gpu, monkeypatch: pytest.M
                 (result,) = await asyncio.wait_for(reply, 20)
                 torch.testing.assert_close(result, layer(x))
         sizes = [len(one) for one in gpu.memory.values()]
-        assert len(sizes) > 2
-        assert all(size % BLOCK == 0 for size in sizes)
+        assert sizes == [BLOCK, 2 * BLOCK]
         channel.close()
 
 
@@ -184,31 +182,25 @@ async def test_a_client_without_that_gpu_goes_by_the_hosts_memory(
 
 
 def test_places_are_checked(gpu: Gpu) -> None:
-    arena = DeviceArena(CPU, 1 << 20, 2 * FIRST)
-    with pytest.raises(WireError, match="not inside a segment"):
-        arena.matrices(1 << 20, 1, (4,), torch.float32)
-    handles = arena.grow(1)
-    assert handles[:2] == (1 << 20, FIRST)
-    for place in (0, (1 << 20) - 64, (1 << 20) + FIRST - 64, (1 << 20) + FIRST, 1 << 62):
-        with pytest.raises(WireError, match="not inside a segment"):
-            arena.matrices(place, 2, (16,), torch.float32)
-    arena.matrices((1 << 20) + FIRST - 128, 2, (16,), torch.float32)
-    arena.grow(FIRST)
-    with pytest.raises(WireError, match="not inside a segment"):  # from one into the next
-        arena.matrices((1 << 20) + FIRST - 64, 2, (16,), torch.float32)
-    for size in (0, 1):
-        with pytest.raises(WireError, match="may have 0 more"):
-            arena.grow(size)
+    start, limit = 1 << 20, 2 * FIRST
+    segment, content = Segment.create(CPU, start, 1, limit)
+    assert content[:2] == (start, FIRST)
+    for place in (0, start - 64, start + FIRST - 64, start + FIRST, 1 << 62):
+        with pytest.raises(WireError, match="not inside the client's memory"):
+            segment.matrices(place, 2, (16,), torch.float32)
+    segment.matrices(start + FIRST - 128, 2, (16,), torch.float32)
+    for size in (0, limit + 1):
+        with pytest.raises(WireError, match=f"may have {limit}"):
+            Segment.create(CPU, start, size, limit)
 
 
 def test_segments_are_checked(gpu: Gpu) -> None:
-    ours = DeviceArena(CPU, 64, 2 * FIRST)
-    theirs = DeviceArena(CPU, 64, 2 * FIRST)
-    good = ours.grow(1)
-    changes: list[dict[str, Any]] = [{"start": 0}, {"size": 0}, {"size": 1 << 40}, {"memory": b"x"}, {"called": b""}]
-    for change in changes:
-        with pytest.raises(WireError, match="does not follow"):
-            theirs.open(Handles(**{**good._asdict(), **change}))
-    assert theirs.open(copy.copy(good)) == 64
+    ours, good = Segment.create(CPU, 64, 1, 2 * FIRST)
+    for index, wrong in ((0, 0), (1, 0), (1, 1 << 40), (1, "x"), (2, b"x"), (3, b"")):
+        bad = [*good]
+        bad[index] = wrong
+        with pytest.raises(WireError, match="malformed SEGMENT"):
+            Segment.open(CPU, 64, 2 * FIRST, bad)
+    theirs = Segment.open(CPU, 64, 2 * FIRST, good)
     ours.matrices(64, 1, (4,), torch.float32)[0].fill_(3)
     assert theirs.matrices(64, 1, (4,), torch.float32)[0].eq(3).all()

@@ -32,9 +32,8 @@ from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain,
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.shm_peer import AT_ONCE
-from symbiosis.transports.stream import MessageBuffer, frame
-from symbiosis.transports.wire import Limits, Type
+from symbiosis.transports.shm import AT_ONCE
+from symbiosis.transports.wire import Limits, MessageBuffer, Type, frame
 from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
 
 T = TypeVar("T")
@@ -565,8 +564,8 @@ async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatc
 
 
 async def test_another_user_is_refused(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.shm_peer.os.geteuid", lambda: 4711)
-    monkeypatch.setattr("symbiosis.transports.shm_peer.struct.unpack", lambda *_: (1, 1234, 1))
+    monkeypatch.setattr("symbiosis.transports.shm.os.geteuid", lambda: 4711)
+    monkeypatch.setattr("symbiosis.transports.shm.struct.unpack", lambda *_: (1, 1234, 1))
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         with pytest.raises(RefusedError, match="user 1234"):
@@ -595,7 +594,7 @@ def test_places_are_taken_once_and_come_together_again() -> None:
     assert places.take(1) is None
     for place in taken[::2] + taken[1::2]:
         places.give_back(place, 100)
-    assert places.in_use == 0
+    assert places.unused
     assert places.take(1 << 12) == 1 << 13
 
 

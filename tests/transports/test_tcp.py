@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -25,12 +26,13 @@ from hypothesis import strategies as st
 import symbiosis
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.share import Share
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ClientClosedError, ConnectionLostError, RefusedError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import wire
-from symbiosis.transports.chunks import CHUNK, Chunks, ShareFile
 from symbiosis.transports.keys import Keyring, load_key, new_key
+from symbiosis.transports.share import CHUNK, ReceivedShare, ServedShare
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp_listener import DOUBT_S
 from symbiosis.transports.wire import Limits, Type
@@ -355,9 +357,9 @@ def test_keys_are_checked(keys: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://", "tcp://host", "tcp://:7000", "tcp://127.0.0.1:x", "tcp://127.0.0.1:70000"]
 )
-async def test_addresses_that_are_none(address: str) -> None:
+def test_addresses_that_are_none(address: str) -> None:
     with pytest.raises(UsageError, match="write tcp://host:port"):
-        await resolve(address)
+        resolve(address)
 
 
 async def test_no_executor_at_the_address(base: Any) -> None:
@@ -405,25 +407,28 @@ def test_chunks_are_a_safetensors_file() -> None:
         "mask": torch.tensor([True, False]),
         "turned": torch.arange(600_000).reshape(1000, 600).t(),
     }
-    chunks = Chunks(tensors)
-    file = ShareFile(chunks.size)
-    for start in range(0, chunks.size, CHUNK):
-        file.add(start, chunks.at(start).numpy())
+    served = ServedShare(SimpleNamespace(share=lambda: Share({}, tensors, {})))  # type: ignore[arg-type]
+    file = ReceivedShare(served.size())
+    for start in range(0, served.size(), CHUNK):
+        file.add(start, served.chunk(start))
     found = file.tensors()
     file.close()
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor), name
-    for start in (-CHUNK, 1, chunks.size + CHUNK):
+    for start in (-CHUNK, 1, served.size() + CHUNK):
         with pytest.raises(WireError):
-            chunks.at(start)
+            served.chunk(start)
+    with pytest.raises(PermissionError):
+        os.pwrite(served.descriptor(), b"x", 0)
+    served.close()
 
 
 def test_a_share_that_lies() -> None:
     for size in (None, "1", -1, 3, 1 << 60):
         with pytest.raises(WireError):
-            ShareFile(size)
-    file = ShareFile(2 * CHUNK)
+            ReceivedShare(size)
+    file = ReceivedShare(2 * CHUNK)
     with pytest.raises(WireError):
         file.add(CHUNK, bytes(CHUNK))
     with pytest.raises(WireError):

@@ -15,8 +15,7 @@ from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import BrokenError, LayerError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.stream import MessageBuffer, frame
-from symbiosis.transports.wire import CallMessage, Hello, Type
+from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
 
 sixty_three = st.integers(0, (1 << 63) - 1)
 places = st.integers(0, 1 << 50).map(lambda place: place * wire.ALIGN)

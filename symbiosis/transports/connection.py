@@ -1,0 +1,167 @@
+"""What the two drivers of a client's conversation need of a transport: connections, and carriers of tensors.
+
+A transport subclasses :class:`AsyncConnection`, :class:`BlockingConnection` and :class:`Carrier`, and gives each driver
+a function that joins the executor. The drivers (``channel.py``, ``blocking.py``) know nothing else of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from symbiosis.core.share import Share
+from symbiosis.errors import SymbiosisError, WireError
+from symbiosis.transports.conversation import Pending, Results
+from symbiosis.transports.share import Welcome
+from symbiosis.transports.wire import Hello, Type
+
+__all__ = ["AsyncConnection", "BlockingConnection", "Carrier", "backoff", "in_executor"]
+
+Message = tuple[Type, Sequence[Any], Sequence[Any]]
+"""A message to a client: its type, its content, and the raw frames that came with it."""
+
+
+class Receiver(Protocol):
+    """The channel of a connection on an event loop."""
+
+    def received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
+        """Take a message."""
+
+    def lost(self, error: SymbiosisError) -> None:
+        """Take the reason for which the connection has ended. Called once."""
+
+    def arrived(self, pending: Pending, outcome: Results) -> None:
+        """Take results that come later than their message."""
+
+
+class Carrier(ABC):
+    """Moves the tensors of one connection's calls and results. The client's end."""
+
+    device = torch.device("cpu")
+    """Device of the tensors in calls and results."""
+    most_bytes: int
+    """Largest call, with its results, in bytes."""
+
+    @abstractmethod
+    def put(self, pending: Pending) -> Sequence[Any] | None:
+        """Hand over a call's tensors. Return CALL and the raw frames that go with it; None if there is no room yet.
+
+        After None, try again when a call was answered or :meth:`control` was called.
+
+        Raises:
+            UsageError: the executor has no room for this call.
+        """
+
+    @abstractmethod
+    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+        """Return a call's results, [rows, width] each; None if they arrive later; see :meth:`start`.
+        Raises WireError if the frames do not fit the layer table."""
+
+    def free(self, pending: Pending) -> None:
+        """Give back the memory of a call that was answered."""
+
+    def control(self, type_: Type, content: Sequence[Any]) -> None:
+        """Take a message of a type in :data:`symbiosis.transports.conversation.CARRIED`. Raises WireError if the
+        message is malformed, or not for this carrier."""
+        raise WireError(f"the executor sent {type_.name}, which is not for this client")
+
+    def start(self, channel: Receiver) -> None:
+        """Begin to call ``arrived`` with results that come later than their message."""
+
+    def close(self) -> None:
+        """End the carrier with its connection."""
+
+
+class _Connection(ABC):
+    """The client's end of one connection, from its WELCOME to its end."""
+
+    welcome: Welcome
+    carrier: Carrier
+    share: Share | None = None
+    """The client's share of the model; None on a connection that replaces another."""
+
+    @abstractmethod
+    def send(self, parts: Sequence[Any]) -> None:
+        """Send a message and its frames."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the connection. Has no effect the second time."""
+
+
+C = TypeVar("C", bound=_Connection)
+
+
+class AsyncConnection(_Connection):
+    """A connection on an event loop. ``send`` does not wait, and has no effect if the connection has ended."""
+
+    @abstractmethod
+    def start(self, channel: Receiver) -> None:
+        """Begin to tell the channel what comes, until :meth:`close`."""
+
+    def silent(self) -> bool:
+        """Return whether the other side shows no sign of life, as far as the transport can tell."""
+        return False
+
+
+class BlockingConnection(_Connection):
+    """A connection for threads that block, one at a time.
+
+    If the connection has ended, ``send`` and ``receive`` raise OSError or ConnectionLostError.
+    """
+
+    @abstractmethod
+    def receive(self) -> Message | None:
+        """Return the next message; None if none came for some time (at most 5 s). Raises WireError if the message is
+        malformed."""
+
+    def interrupt(self) -> None:
+        """Make :meth:`receive` on another thread return or raise soon, if it does not do so in any case."""
+
+    def abandon(self) -> None:
+        """In a forked child process: give up the connection and leave it to the parent process."""
+
+
+Join = Callable[[Hello, bool], Awaitable[AsyncConnection]]
+"""Connects and joins on an event loop. The second argument says that the client has its share of the model already.
+
+Raises ConnectionLostError if no executor answers, and RefusedError if the executor does not admit this client."""
+BlockingJoin = Callable[[Hello, bool], BlockingConnection]
+"""The same, for threads that block."""
+
+
+async def in_executor(join: Callable[[], C]) -> C:
+    """Return the connection that ``join`` opens on another thread. If the caller is cancelled, it is closed later."""
+
+    def abandon(joining: asyncio.Future[C]) -> None:
+        if not joining.cancelled() and joining.exception() is None:
+            joining.result().close()
+
+    joining = asyncio.get_running_loop().run_in_executor(None, join)
+    try:
+        return await asyncio.shield(joining)
+    except asyncio.CancelledError:
+        joining.add_done_callback(abandon)
+        raise
+
+
+FIRST_S, LONGEST_S = 0.05, 2.0
+"""Seconds of the first and of the longest delay between attempts. A local executor restarts in about a second."""
+
+
+def backoff(patience_s: float) -> Iterator[float]:
+    """Yield the delay in seconds before each attempt to join again, until ``patience_s`` seconds have passed.
+
+    Delays double, with a random factor so that tenants do not all reconnect at the same moment.
+    """
+    end = time.monotonic() + patience_s
+    delay = FIRST_S
+    while (left := end - time.monotonic()) > 0:
+        yield min(delay * random.uniform(0.5, 1.5), left)
+        delay = min(2 * delay, LONGEST_S)

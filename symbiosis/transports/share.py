@@ -1,0 +1,202 @@
+"""WELCOME, with which an executor admits a client, and the client's share of the model, which it describes.
+
+The tensors of the share are one file in safetensors format. The executor keeps the file in memory and seals it, so that
+no process can change it. A client of ``shm://`` gets its descriptor; a client on another host gets chunks of it and
+writes them to a temporary file. Both map the file privately: pages are read when they are touched, and are common to
+all clients of a process until one of them writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from symbiosis.core.requests import LayerSpec
+from symbiosis.core.share import Share, layers_of
+from symbiosis.core.transport import Identity, Look, Service
+from symbiosis.errors import WireError
+from symbiosis.transports import wire
+from symbiosis.transports.wire import Limits, Type
+
+__all__ = ["CHUNK", "ReceivedShare", "ServedShare", "Welcome", "bar_unless", "tensors_in"]
+
+CHUNK = 1 << 20
+"""Bytes of a chunk."""
+_SHOW_FROM = 8 << 20
+"""Bytes of a share from which a bar is shown: smaller ones arrive in less than a second."""
+
+Progress = Callable[[int, int], None]
+"""Called with the number of bytes received, and the total."""
+
+
+class ServedShare:
+    """The executor's side of a listener: a sealed memfd, which is made when the first client joins."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._file: int | None = None
+
+    def descriptor(self) -> int:
+        """Return the descriptor of the file."""
+        if self._file is None:
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in self._service.share().tensors.items()}
+            self._file = os.memfd_create("symbiosis-share", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            with open(self._file, "wb", closefd=False) as file:
+                file.write(safetensors.torch.save(tensors))
+            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+        return self._file
+
+    def size(self) -> int:
+        """Return the size of the file in bytes."""
+        return os.fstat(self.descriptor()).st_size
+
+    def chunk(self, start: int) -> bytes:
+        """Return the chunk that begins at ``start``. Raises WireError if no chunk begins there."""
+        if start % CHUNK or not 0 <= start < self.size():
+            raise WireError(f"no chunk of the share starts at {start}")
+        return os.pread(self.descriptor(), CHUNK, start)
+
+    def close(self) -> None:
+        """Close the file. Clients that have mapped it keep it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class ReceivedShare:
+    """The client's side, where the share arrives in chunks: a temporary file without a name."""
+
+    def __init__(self, size: Any) -> None:
+        if type(size) is not int or not 8 < size < 1 << 44:
+            raise WireError(f"the executor announces a share of {size!r} bytes")
+        self.size = size
+        self.done = 0
+        self._file = tempfile.TemporaryFile(prefix="symbiosis-")  # noqa: SIM115 (closed by close)
+
+    def add(self, start: int, data: Any) -> None:
+        """Write the next chunk. Raises WireError if it is not the next chunk, or has another length."""
+        if start != self.done or len(data) != min(CHUNK, self.size - start):
+            raise WireError(f"{len(data)} bytes of the share at {start} have come, not those at {self.done}")
+        self._file.write(data)
+        self.done += len(data)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, mapped."""
+        self._file.flush()
+        return tensors_in(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file. Mapped tensors stay valid."""
+        self._file.close()
+
+
+def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of an open file, mapped privately. Raises WireError if the file is malformed."""
+    try:
+        with safe_open(f"/proc/self/fd/{descriptor}", "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except SafetensorError as error:
+        raise WireError(f"the executor's share cannot be read: {error}") from error
+
+
+_shares: weakref.WeakValueDictionary[str, Share] = weakref.WeakValueDictionary()
+"""The shares that clients of this process use, by fingerprint, so that they have their tensors in common."""
+
+
+class Welcome:
+    """Checks the content of a WELCOME."""
+
+    def __init__(self, content: Any) -> None:
+        if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
+            raise WireError("the executor sent a malformed WELCOME")
+        self.content: dict[str, Any] = content[0]
+        share, tokenizer = self.content.get("share"), self.content.get("tokenizer")
+        if not isinstance(share, dict) or not isinstance(share.get("fingerprint"), str):
+            raise WireError("the executor's WELCOME does not describe a model")
+        if not isinstance(tokenizer, dict) or not all(
+            isinstance(name, str) and isinstance(data, bytes) and "/" not in name and name not in ("", ".", "..")
+            for name, data in tokenizer.items()
+        ):
+            raise WireError("the executor's WELCOME has malformed tokenizer files")
+        self.description: dict[str, Any] = share
+        self.tokenizer: dict[str, bytes] = tokenizer
+        self.limits = Limits.of(self.content.get("limits"))
+
+    @classmethod
+    def read(cls, type_: Type, content: Sequence[Any], address: str) -> Welcome:
+        """Read the first message of the executor at ``address``. Raises the executor's reason if it does not admit the
+        client, and WireError if the message is no welcome."""
+        if type_ is Type.ENDED:
+            raise wire.error_of(*content[:2])
+        if type_ is not Type.WELCOME:
+            raise WireError(f"the executor at {address} answered HELLO with {type_.name}")
+        return cls(content)
+
+    def look(self, type_: Type, content: Sequence[Any], address: str) -> Look:
+        """Return what the executor shows to a peer that has not joined, given its answer to STATUS. Raises WireError:
+        the message is no status."""
+        if type_ is not Type.STATUS or not content or not isinstance(content[0], dict):
+            raise WireError(f"the executor at {address} answered STATUS with {type_.name}")
+        return Look(content[0], self.description, self.tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model; the same after a reconnect if the model is the same."""
+        return str(self.description["fingerprint"])
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of the executor and of its base layers."""
+        return Identity(str(self.content.get("instance", "")), str(self.description.get("weights", "")))
+
+    @property
+    def layers(self) -> list[LayerSpec]:
+        """The layer table. Raises ShareError if it is malformed."""
+        return layers_of(self.description)
+
+    def known(self) -> Share | None:
+        """Return the share, if a client of this process uses it already."""
+        return _shares.get(self.fingerprint)
+
+    def share(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Share:
+        """Return the share, the same object for all clients of this process. ``tensors`` is called if it is new."""
+        share = self.known()
+        if share is None:
+            share = _shares[self.fingerprint] = Share(self.description, tensors(), self.tokenizer)
+        return share
+
+
+@contextlib.contextmanager
+def bar_unless(progress: Progress | None, address: str) -> Iterator[Progress | None]:
+    """Yield ``progress`` if it is given; otherwise, at a terminal, a function that shows a bar for a large share."""
+    if progress is not None or not sys.stderr.isatty():
+        yield progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Bar(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(f"model from {address}", total=None)
+
+    def show(done: int, total: int) -> None:
+        if total >= _SHOW_FROM:
+            bar.start()
+            bar.update(task, completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
