@@ -21,17 +21,6 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
-__all__ = [
-    "DEFAULT_SCALE",
-    "SPAN",
-    "WRAPPED_SCALE",
-    "Amplitudes",
-    "check_positive_integers",
-    "error_per_scale",
-    "required_amplitude",
-    "scale_for",
-]
-
 DEFAULT_SCALE = 256.0
 WRAPPED_SCALE = 2048.0
 """Default scale of schemes that wrap. They use a quarter of it for typical rows, and logits are then about as accurate

@@ -30,8 +30,6 @@ from symbiosis.privacy.amplitude import required_amplitude
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
 from symbiosis.privacy.side_calls import SideCalls
 
-__all__ = ["MaskedChannel"]
-
 T = TypeVar("T")
 Unmask = Callable[[Sequence[Results]], Results]
 

@@ -13,8 +13,6 @@ import threading
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-__all__ = ["BITS", "Keystream", "blocks", "grid_step"]
-
 BITS = {torch.float32: 24, torch.float64: 53}
 """Bits of a random number of each dtype, as many as its significand has: noise is exact and uniform on a grid."""
 _NORMALS_AHEAD = 1 << 15

@@ -34,8 +34,6 @@ from symbiosis.privacy.pad_stock import PadStock
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Wrapped, unwrap, wrap
 
-__all__ = ["LocalPads", "Pads"]
-
 _BATCH = 32
 """Pads whose effects are computed together. They share one read of the weights, and take a short time."""
 _NICENESS = 10

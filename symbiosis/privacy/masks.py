@@ -20,8 +20,6 @@ from symbiosis.core.requests import Call, Key, LayerSpec
 from symbiosis.core.terms import Kind
 from symbiosis.privacy.amplitude import Amplitudes
 
-__all__ = ["Mask", "MaskedKey", "MaskedRows", "Results", "SendCall"]
-
 Results = tuple[torch.Tensor, ...]
 """One matrix [n, columns] for each layer of a key."""
 

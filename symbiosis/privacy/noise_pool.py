@@ -26,8 +26,6 @@ from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
 
-__all__ = ["NoisePool", "Rotation"]
-
 _REQUEST_NEXT_AT = 0.75
 """Used fraction of a pool at which the effects of the next pool are requested."""
 

@@ -24,8 +24,6 @@ from symbiosis.executor.products import times, times_transposed
 from symbiosis.privacy.masks import MaskedKey, Results
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
-__all__ = ["OwnWeights", "own_weights"]
-
 _SAMPLES = 64
 """Elements of a weight that are compared whenever the weight is used."""
 _GOLDEN_RATIO = 0.6180339887498949

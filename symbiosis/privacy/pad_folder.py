@@ -23,8 +23,6 @@ import torch
 
 from symbiosis.errors import PrivacyError
 
-__all__ = ["ENTRY", "PadCounter", "PadFolder"]
-
 _KEY_BYTES = 32
 ENTRY = struct.Struct("<QQ")
 """A number and a check: the content of a counter's file, and the header of a file of effects.

@@ -23,8 +23,6 @@ from symbiosis.privacy.keystream import Keystream, blocks
 from symbiosis.privacy.masks import MaskedKey, Results
 from symbiosis.privacy.pad_folder import PadFolder
 
-__all__ = ["PadStock"]
-
 log = get_logger(__name__)
 
 

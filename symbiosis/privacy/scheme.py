@@ -22,8 +22,6 @@ from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Mask, SendCall
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
-__all__ = ["Scheme"]
-
 _NOT_INHERITED = ("key", "insecure")
 """Transport options that say which peer is trusted. They hold for the address that they were given for only."""
 

@@ -35,8 +35,6 @@ from symbiosis.privacy.own_weights import OwnWeights, own_weights
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Wrapped, unwrap, wrap
 
-__all__ = ["SecretShares"]
-
 _REACH = 4.0
 """Largest number of a Gaussian share in units of the amplitude, whose σ is 0.58."""
 

@@ -16,8 +16,6 @@ from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError
 from symbiosis.privacy.masks import Results
 
-__all__ = ["SideCalls"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ from symbiosis.core.requests import Key, LayerSpec
 from symbiosis.log import get_logger
 from symbiosis.modes import modes_aside
 
-__all__ = ["TypicalSizes"]
-
 log = get_logger(__name__)
 
 _TOKENS = 64

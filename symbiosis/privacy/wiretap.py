@@ -18,8 +18,6 @@ from symbiosis.core.transport import Session
 from symbiosis.host import Executor
 from symbiosis.privacy.masks import Results
 
-__all__ = ["Seen", "Wiretap"]
-
 
 @dataclass(slots=True)
 class Seen:

@@ -13,31 +13,20 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, Place, Stream
+from symbiosis.privacy.audit.evidence import Estimates, Evidence, Place, Stream
 from symbiosis.privacy.audit.public import Prior, Public
-
-__all__ = [
-    "as_is",
-    "complement",
-    "difference",
-    "every_vector",
-    "filtered",
-    "principal",
-    "projection",
-    "round_to_power_of_two",
-]
 
 ALIKE = 0.9
 """Cosine from which on two rows count as masked with one vector: their bare parts would be a third as large."""
 
 
 def _estimate(evidence: Evidence, rows: Callable[[Place, Stream], torch.Tensor]) -> Estimates:
-    return {place: Estimate(rows(place, stream), torch.arange(len(stream.rows))) for place, stream in evidence.items()}
+    return {place: rows(place, stream) for place, stream in evidence.items()}
 
 
 def as_is(evidence: Evidence, public: Public) -> Estimates:
     """Take rows as they were sent."""
-    return _estimate(evidence, lambda place, stream: stream.rows)
+    return {place: stream.rows for place, stream in evidence.items()}
 
 
 def every_vector(evidence: Evidence, public: Public) -> Estimates | None:
@@ -89,7 +78,7 @@ def difference(evidence: Evidence, public: Public) -> Estimates | None:
         any_alike |= found is not None
         parts = torch.split(rows if found is None else found, [len(evidence[place].rows) for place in places])
         estimates.update(zip(places, parts, strict=True))
-    return _estimate(evidence, lambda place, stream: estimates[place]) if any_alike else None
+    return estimates if any_alike else None
 
 
 def _subtract_shared_masks(rows: torch.Tensor, means: torch.Tensor) -> torch.Tensor | None:
@@ -148,9 +137,7 @@ def projection(evidence: Evidence, public: Public) -> Estimates | None:
     """Project on the complement of the span of the noise that was sent. Returns None if none was sent."""
     if not any(len(stream.noise) for stream in evidence.values()):
         return None
-    return _estimate(
-        evidence, lambda place, stream: complement(stream.rows, stream.noise.double(), public.prior(place))
-    )
+    return {place: complement(stream.rows, stream.noise, public.prior(place)) for place, stream in evidence.items()}
 
 
 def principal(evidence: Evidence, public: Public) -> Estimates:

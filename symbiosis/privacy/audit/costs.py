@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -11,10 +12,23 @@ import torch
 from symbiosis.client.client import Client
 from symbiosis.core.privacy import Privacy
 from symbiosis.host import Executor
-from symbiosis.privacy.audit.result import Costs
 from symbiosis.privacy.audit.workload import Plan, generate, give_adapter, lora, text
 
-__all__ = ["measure_costs"]
+
+@dataclass
+class Costs:
+    """Costs of a scheme relative to bare rows. Times are medians of pairs of measurements; NaN if not measured."""
+
+    decode: float
+    """Ratio of times to generate a text."""
+    train: float
+    """Ratio of times of a training step."""
+    traffic: float
+    """Ratio of bytes to and from executors over the whole workload."""
+    logits: float
+    """Largest error of a logit, relative to the largest logit."""
+    gradients: float
+    """Largest error of a gradient of the adapter, relative to the largest gradient."""
 
 
 async def measure_costs(privacy: Privacy | None, plan: Plan, executor: Executor, rounds: int, traffic: float) -> Costs:

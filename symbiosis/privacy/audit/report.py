@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import UsageError
-from symbiosis.privacy.audit.goals import Score
+from symbiosis.privacy.audit.limit import Limit
 from symbiosis.privacy.audit.provider import ATTACKS, GOALS
 from symbiosis.privacy.audit.result import Audit, Observation
-from symbiosis.privacy.audit.verdict import Limit
-
-__all__ = ["as_data", "best", "cost_table", "markdown", "plot", "split_page", "summary", "verdict", "write_into"]
+from symbiosis.privacy.audit.scores import Score
 
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 """Lines of a page between which :func:`write_into` puts the tables."""

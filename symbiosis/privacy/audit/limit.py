@@ -1,4 +1,4 @@
-"""When an attack counts as better than on random traffic.
+"""The limit above which an attack counts as better than on random traffic.
 
 Every attack is also made on several sets of random traffic. Its scores there tell what it would score on one more set
 if there were nothing to find. A score that such a set would exceed only very rarely is a find. How rarely follows from
@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import mean, stdev
 
-from symbiosis.privacy.audit.goals import Score
-
-__all__ = ["FALSE_FINDS", "Limit"]
+from symbiosis.privacy.audit.scores import Score
 
 FALSE_FINDS = 0.01
 """Probability of at least one false find in a whole table."""
