@@ -113,8 +113,6 @@ class MaskedChannel:
         amplitude = amplitudes.choose(call.key, call.kind, x.shape[0], required)
         return self.mask.mask(key, x, amplitude, call.kind), not_finite
 
-    # The methods of a channel.
-
     @property
     def share(self) -> Share | Resident:
         return self._first.share
@@ -171,8 +169,6 @@ class MaskedChannel:
             channel.close()
         self.mask.close()
         self._side.close()
-
-    # Preparation ahead of time.
 
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Have the scheme prepare for keys, and wait until it is ready."""

@@ -54,8 +54,8 @@ class Keystream:
 
     def uniform(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, width] numbers in [-1, 1), uniform multiples of 2^(1 - :data:`BITS`)."""
-        data = self.raw(rows * width * dtype.itemsize)
-        return _integers(data, dtype).to(dtype).mul_(grid_step(dtype)).view(rows, width)
+        integers = _integers(self.raw(rows * width * dtype.itemsize), dtype)
+        return integers.to(dtype).mul_(grid_step(dtype)).view(rows, width)
 
     def normal(self, rows: int, width: int) -> torch.Tensor:
         """Return [rows, width] standard normal numbers in fp64 by the method of Box and Muller, none beyond ±8.7.

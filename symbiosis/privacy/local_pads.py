@@ -87,30 +87,21 @@ class LocalPads(Scheme):
         (channel,) = channels
         own = self.load(channel)
         folder = None if self.folder is None else PadFolder(self.folder, channel.identity().weights)
-        return Pads(own, folder, self.rows, self.when_out == "error", self.amplitudes_for(channel, own.typical))
+        return Pads(self, own, folder, self.amplitudes_for(channel, own.typical))
 
 
 class Pads(Mask):
     """The pads of one client, and the thread that computes their effects ahead of time.
 
     The thread serves draws that wait first, and then the key with the fewest pads ready.
-
-    Args:
-        own: the tenant's copy of the weights.
-        folder: where pads are kept on disk, if they are.
-        rows: pads to keep ready for each key.
-        strict: whether a request that needs more pads than are ready is an error.
-        amplitudes: the client's amplitudes.
     """
 
-    def __init__(
-        self, own: OwnWeights, folder: PadFolder | None, rows: int, strict: bool, amplitudes: Amplitudes
-    ) -> None:
+    def __init__(self, options: LocalPads, own: OwnWeights, folder: PadFolder | None, amplitudes: Amplitudes) -> None:
         self.amplitudes = amplitudes
         self._own = own
         self._folder = folder
-        self._rows = rows
-        self._strict = strict
+        self._rows = options.rows
+        self._strict = options.when_out == "error"
         self._secret = os.urandom(32) if folder is None else folder.key
         self._stocks: dict[MaskedKey, PadStock] = {}
         self._lock = threading.RLock()

@@ -31,11 +31,9 @@ The check is the number with all bits inverted, or the checksum of the number an
 
 
 class PadFolder:
-    """A folder of pads, locked for one client.
+    """A folder of pads, locked for one client. It is created if necessary, accessible to its owner only.
 
-    Args:
-        path: the folder; it is created if necessary, readable by its owner only.
-        fingerprint: fingerprint of the weights that the effects belong to.
+    ``fingerprint`` identifies the weights that the effects belong to.
 
     Raises:
         PrivacyError: another client uses the folder, it belongs to another model, or it cannot be used.

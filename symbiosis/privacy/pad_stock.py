@@ -27,15 +27,10 @@ log = get_logger(__name__)
 
 
 class PadStock:
-    """The pads of one key. Its caller holds a lock.
-
-    Args:
-        key: the key.
-        secret: 32 bytes, the secret key of the client's pads.
-        folder: where pads are kept on disk, if they are.
+    """The pads of one key, drawn under the 32 bytes of a client's ``secret``. Its caller holds a lock.
 
     Raises:
-        PrivacyError: it is unknown which pads were used, or this cannot be kept on disk.
+        PrivacyError: it is unknown which pads in the folder were used, or this cannot be kept on disk.
     """
 
     def __init__(self, key: MaskedKey, secret: bytes, folder: PadFolder | None) -> None:
@@ -74,19 +69,12 @@ class PadStock:
         return Keystream(self._secret, first * blocks(width, dtype)).integers(rows, width, dtype)
 
     def record(self, last: int) -> None:
-        """Have pads below ``last`` counted on disk as used.
-
-        Raises:
-            PrivacyError: this is not possible.
-        """
+        """Have pads below ``last`` counted on disk as used. Raises a PrivacyError if this is not possible."""
         if self._counter is not None and last > self._counter.value:
             self._counter.reach(last)
 
     def draw(self, rows: int, effects: Future[Results]) -> torch.Tensor:
-        """Use the next pads, and return them; ``effects`` gets their effects now or when they are computed.
-
-        Raises the error of :meth:`record`.
-        """
+        """Use the next pads, and return them; ``effects`` gets their effects now or when they are computed."""
         self.record(self.next + rows)
         first, self.next = self.next, self.next + rows
         noise = self.pads(first, rows)

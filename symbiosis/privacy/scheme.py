@@ -79,7 +79,8 @@ class Scheme(ABC):
             del loaded
             return masked
         except BaseException:
-            _close(channels)
+            for opened in channels:
+                opened.close()
             raise
 
     def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
@@ -90,7 +91,8 @@ class Scheme(ABC):
                 channels.append(transport.connect_blocking(further, _further_name(channel), terms))
             return MaskedChannel(channels, self.begin)
         except BaseException:
-            _close(channels)
+            for opened in channels:
+                opened.close()
             raise
 
     def _set_size(self, scale: float | None, accuracy: float | None, default: float = DEFAULT_SCALE) -> None:
@@ -118,8 +120,3 @@ def _further_name(channel: Channel) -> str:
     about a name that is taken.
     """
     return f"{channel.client[:100]}-elsewhere"
-
-
-def _close(channels: Sequence[Channel]) -> None:
-    for channel in channels:
-        channel.close()

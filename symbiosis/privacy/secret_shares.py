@@ -83,9 +83,7 @@ class SecretShares(Scheme):
                 f"{self.name}: both addresses are {addresses[0]}; an executor that has both shares has the rows"
             )
         if options is not None and not isinstance(options, Mapping):
-            raise PrivacyError(
-                f"{self.name}: options are {options!r}; give a mapping such as {{'key': 'other.secret'}}"
-            )
+            raise PrivacyError(f"{self.name}: options are {options!r}; give a mapping: {{'key': 'other.secret'}}")
         self.options = dict(options or {})
         self.model = model
         self._addresses = tuple(addresses)

@@ -22,10 +22,8 @@ T = TypeVar("T")
 class SideCalls:
     """Sends calls from any thread without waiting, and waits for their results on threads that may block.
 
-    Args:
-        client: name of the client, for errors.
-        threads: number of synchronous calls that are sent at the same time.
-        loop: the event loop of the channels; None for channels of synchronous code.
+    ``loop`` is the event loop of the channels. Without one, channels are synchronous, and up to ``threads`` threads
+    call them.
     """
 
     def __init__(self, client: str, threads: int, loop: asyncio.AbstractEventLoop | None) -> None:

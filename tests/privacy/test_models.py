@@ -332,7 +332,7 @@ async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, n
         came: dict[Place, list[torch.Tensor]] = {}
         meant: dict[Place, list[torch.Tensor]] = {}
         rows = of_rows(tap.seen, name)
-        for seen, (place, own, _, _) in zip(rows, recorder.calls, strict=True):
+        for seen, (place, own, _) in zip(rows, recorder.calls, strict=True):
             assert Place.of(seen.key) == place
             assert own.dtype is dtype
             came.setdefault(place, []).append(seen.tensors[0])

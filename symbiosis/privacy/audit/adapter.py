@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from symbiosis.privacy.audit.evidence import Estimates, Evidence
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.scores import Score
-from symbiosis.privacy.audit.workload import Stage, Truth
+from symbiosis.privacy.audit.workload import Truth
 
 
 def adapter_from_rows(estimates: Estimates, truth: Truth, public: Public) -> Score:
@@ -24,7 +24,7 @@ def adapter_from_rows(estimates: Estimates, truth: Truth, public: Public) -> Sco
     found = {}
     for layer in truth.adapter:
         places = truth.main_place(layer), truth.main_place(public.sibling(layer, "down_proj"))
-        x, h = (estimates[place][truth.stage[place] == Stage.GENERATE].double() for place in places)
+        x, h = (torch.cat(truth.generated(place, estimates[place])).double() for place in places)
         gate = public.weight(public.sibling(layer, "gate_proj"))
         found[layer] = solve_adapter(x, h, gate, public.weight(layer), truth.rank)
     return _score(found, truth)
@@ -38,13 +38,13 @@ def adapter_from_known_text(evidence: Evidence, estimates: Estimates, truth: Tru
     """
     place = truth.main_place(public.layer("q_proj"))
     tokens = public.token_likeness(estimates[place]).argmax(1)
-    text = torch.stack([tokens[truth.operation[place] == number] for number in truth.prompts])
+    text = torch.stack(truth.generated(place, tokens))
     tenant = Public(copy.deepcopy(public.model), public.layers, text)
     found = {}
     for layer in truth.adapter:
         x = tenant.run(text)[layer].double()
         down = truth.main_place(public.sibling(layer, "down_proj"))
-        h = evidence[down].rows[truth.stage[down] == Stage.GENERATE].double()
+        h = torch.cat(truth.generated(down, evidence[down].rows)).double()
         gate = public.weight(public.sibling(layer, "gate_proj"))
         found[layer] = solve_adapter(x, h, gate, public.weight(layer), truth.rank, evidence[down].noise.double())
         with torch.no_grad():

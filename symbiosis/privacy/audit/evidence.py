@@ -65,12 +65,7 @@ class FirstRequests(NamedTuple):
 
 
 def collect(calls: Iterable[Seen], sent: Sequence[torch.Tensor]) -> Evidence:
-    """Sort the calls of one client by place.
-
-    Args:
-        calls: the calls in order of arrival.
-        sent: the matrices that rows were sent as; the other matrices were sent for their effects only.
-    """
+    """Sort the calls of one client by place. Matrices other than those in ``sent`` were sent for their effects."""
     rows_sent = {_content(matrix) for matrix in sent}
     rows: dict[Place, list[torch.Tensor]] = {}
     noise: dict[Place, list[torch.Tensor]] = {}

@@ -14,7 +14,7 @@ import torch
 from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, Place
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.scores import Score, link_by_features, rank_score, rows_score, tokens_score
-from symbiosis.privacy.audit.workload import Stage, Truth
+from symbiosis.privacy.audit.workload import Truth
 
 _ROWS_AT_A_TIME = 64
 
@@ -32,7 +32,7 @@ def guess_prompts(evidence: Evidence, truth: Truth, public: Public, decoys: torc
     Args:
         decoys: [c, t] prompts of the same length as the tenant's. The guesses are these and the right prompt.
     """
-    texts, prompts = truth.texts, truth.prompts
+    texts, prompts = truth.texts, list(truth.prompts.values())
     length = texts.shape[1]
     guessed = public.run(torch.cat([texts, decoys]))
     gaussian = torch.zeros(len(prompts), 1 + len(decoys))
@@ -41,14 +41,11 @@ def guess_prompts(evidence: Evidence, truth: Truth, public: Public, decoys: torc
         if place.backward:
             continue
         expected = guessed[place.layers[0]].view(len(texts) + len(decoys), length, -1)
-        here = truth.stage[place] == Stage.GENERATE
-        rows, operation = stream.rows[here], truth.operation[place][here]
-        for number, (at, prompt) in enumerate(prompts.items()):
-            came = rows[operation == at][:length]
-            if len(came) < length:
+        for number, rows in enumerate(truth.generated(place, stream.rows)):
+            if len(rows) < length:
                 continue
-            choices = torch.cat([expected[prompt][None], expected[len(texts) :]]).flatten(1)
-            by_gaussian, by_bounds = _distances(came.reshape(1, -1), choices, stream.rows)
+            choices = torch.cat([expected[prompts[number]][None], expected[len(texts) :]]).flatten(1)
+            by_gaussian, by_bounds = _distances(rows[:length].reshape(1, -1), choices, stream.rows)
             gaussian[number] += by_gaussian[0]
             outside[number] += by_bounds[0]
     right = torch.zeros(len(prompts), dtype=torch.long)
@@ -84,13 +81,10 @@ def average(evidence: Evidence, truth: Truth, public: Public, *, middle: bool) -
     first: dict[Place, torch.Tensor] = {}
     """Place → indices of the rows of the first request."""
     for place, stream in evidence.items():
-        index = (truth.stage[place] == Stage.REPEAT).nonzero()[:, 0]
-        if not len(index):
-            continue
-        operations = truth.operation[place][index]
-        first[place] = index[operations == operations[0]]
-        rows = stream.rows[index].view(-1, len(first[place]), stream.rows.shape[1])
-        estimates[place] = midrange(rows) if middle else rows.mean(0)
+        rows = torch.stack(truth.by_operation(place, stream.rows, truth.repeats))
+        if rows.numel():
+            first[place] = (truth.operation[place] == truth.repeats[0]).nonzero()[:, 0]
+            estimates[place] = midrange(rows) if middle else rows.mean(0)
     tokens = truth.tokens[first[truth.main_place(public.layer("q_proj"))]]
     once = replace(truth, rows={place: truth.rows[place][index] for place, index in first.items()}, tokens=tokens)
     return {
@@ -111,14 +105,12 @@ def link_by_sizes(evidence: Evidence, truth: Truth) -> Score:
     """Score which generations were for the same prompt, by the sizes of their requests alone."""
     features: list[list[torch.Tensor]] = [[] for _ in truth.prompts]
     for place, stream in evidence.items():
-        here = truth.stage[place] == Stage.GENERATE
-        if place.backward or not here.any():
+        if place.backward:
             continue
         squares = stream.rows.square().mean(1).double()
         size = torch.bincount(stream.request, weights=squares) / torch.bincount(stream.request)
-        for parts, operation in zip(features, truth.prompts, strict=True):
-            requests = torch.unique(stream.request[here & (truth.operation[place] == operation)])
-            parts.append(0.5 * size[requests].clamp_min(1e-30).log2())
+        for parts, requests in zip(features, truth.generated(place, stream.request), strict=True):
+            parts.append(0.5 * size[torch.unique(requests)].clamp_min(1e-30).log2())
     return link_by_features([torch.cat(parts) for parts in features], list(truth.prompts.values()))
 
 

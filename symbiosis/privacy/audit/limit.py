@@ -21,9 +21,8 @@ FALSE_FINDS = 0.01
 class Limit:
     """The limit above which a score of an attack is a find.
 
-    Args:
-        scores: scores on two or more independent sets of random traffic.
-        probability: probability of a false find that this comparison may have.
+    It follows from scores on two or more independent sets of random traffic, and from the probability of a false find
+    that this comparison may have.
     """
 
     def __init__(self, scores: Sequence[Score], probability: float) -> None:

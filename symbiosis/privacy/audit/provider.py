@@ -39,10 +39,8 @@ ATTACKS = {
 Scores = dict[str, dict[str, Score]]
 """Attack → goal → score, where the attack applies."""
 
-_ESTIMATES = {
+_BY_PLACE = {
     "as is": attacks.as_is,
-    "every vector": attacks.every_vector,
-    "difference": attacks.difference,
     "projection": attacks.projection,
     "principal": attacks.principal,
     "filter": attacks.filtered,
@@ -52,14 +50,7 @@ _ESTIMATES = {
 def attack(
     evidence: Evidence, first: FirstRequests | None, truth: Truth, public: Public, decoys: torch.Tensor
 ) -> Scores:
-    """Make all attacks.
-
-    Args:
-        evidence: the recorded traffic, in the order of the tenant's rows.
-        first: sizes of the requests of clients for one text each.
-        truth: the tenant's knowledge, for scores.
-        public: the provider's knowledge without any request.
-        decoys: prompts that the provider guesses besides the right one.
+    """Make all attacks on recorded traffic, with ``decoys`` as guessed prompts, and score them by the truth.
 
     Raises:
         ValueError: the traffic is not that of this tenant; rows are missing, or there are too many.
@@ -67,9 +58,17 @@ def attack(
     for place, rows in truth.rows.items():
         if place not in evidence or evidence[place].rows.shape != rows.shape:
             raise ValueError(f"{place}: other rows were recorded than the {list(rows.shape)} that the tenant has")
-    estimates = {name: estimate(evidence, public) for name, estimate in _ESTIMATES.items()}
+    estimates: dict[str, Estimates | None] = {
+        name: {place: estimate(stream, public.prior(place)) for place, stream in evidence.items()}
+        for name, estimate in _BY_PLACE.items()
+    }
+    estimates["every vector"] = attacks.every_vector(evidence, public)
+    estimates["difference"] = attacks.difference(evidence, public)
+    if not any(len(stream.noise) for stream in evidence.values()):
+        del estimates["projection"]
     found = {name: _scores(each, truth, public) for name, each in estimates.items() if each is not None}
-    best = estimates["projection"] or attacks.as_is(evidence, public)
+    best = estimates.get("projection") or estimates["as is"]
+    assert best is not None
     found["known text"] = {"adapter": adapter_from_known_text(evidence, best, truth, public)}
     found["averaging"] = guesses.average(evidence, truth, public, middle=False)
     found["mid-range"] = guesses.average(evidence, truth, public, middle=True)
@@ -80,7 +79,7 @@ def attack(
     found["sizes"] = {"links": guesses.link_by_sizes(evidence, truth)}
     if first is not None:
         found["first sizes"] = {"links": guesses.link_by_first_sizes(first)}
-    return found
+    return {name: found[name] for name in ATTACKS if name in found}
 
 
 def _scores(estimates: Estimates, truth: Truth, public: Public) -> dict[str, Score]:

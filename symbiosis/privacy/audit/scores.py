@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from symbiosis.privacy.audit.evidence import Estimates
 from symbiosis.privacy.audit.public import Public
-from symbiosis.privacy.audit.workload import Stage, Truth
+from symbiosis.privacy.audit.workload import Truth
 
 
 class Score(NamedTuple):
@@ -61,27 +61,22 @@ def tokens_score(estimates: Estimates, truth: Truth, public: Public) -> Score:
 
 def link_by_rows(estimates: Estimates, truth: Truth) -> Score:
     """Score which generations were for the same prompt, by their estimated forward rows."""
-    features: dict[int, list[torch.Tensor]] = {number: [] for number in truth.prompts}
+    features: list[list[torch.Tensor]] = [[] for _ in truth.prompts]
     for place, estimate in estimates.items():
-        here = truth.stage[place] == Stage.GENERATE
-        if place.backward or not here.any():
+        parts = truth.generated(place, estimate)
+        least = min(map(len, parts))
+        if place.backward or not least:
             continue
-        rows, operation = estimate[here], truth.operation[place][here]
-        rows = rows - rows.mean(0)
-        parts = {number: rows[operation == number] for number in truth.prompts}
-        least = min(map(len, parts.values()))
-        if least:
-            for number, part in parts.items():
-                features[number].append(F.normalize(part[:least].flatten(), dim=0))
-    return link_by_features([torch.cat(parts) for parts in features.values()], list(truth.prompts.values()))
+        mean = torch.cat(parts).mean(0)
+        for found, part in zip(features, parts, strict=True):
+            found.append(F.normalize((part[:least] - mean).flatten(), dim=0))
+    return link_by_features([torch.cat(parts) for parts in features], list(truth.prompts.values()))
 
 
 def link_by_features(features: Sequence[torch.Tensor], prompts: Sequence[int]) -> Score:
     """Score whether the operation nearest to each one by its features is for the same prompt.
 
-    Args:
-        features: vector of each operation.
-        prompts: prompt of each operation; only operations whose prompt occurs twice are scored.
+    Only operations whose prompt occurs twice are scored.
     """
     matrix = torch.stack(list(features)).double()
     nearness = -torch.cdist(matrix, matrix)

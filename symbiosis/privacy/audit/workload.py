@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
@@ -106,26 +105,12 @@ def give_adapter(model: Any, plan: Plan) -> None:
                 parameter.normal_(std=size / math.sqrt(parameter.shape[1]), generator=generator)
 
 
-class Stage(IntEnum):
-    """Stage of the tenant's work."""
-
-    WARM = 0
-    """One forward pass, in which the client learns which layers are siblings."""
-    GENERATE = 1
-    """Generation for different prompts."""
-    REPEAT = 2
-    """Forward passes over one prompt."""
-    TRAIN = 3
-
-
 @dataclass
 class Truth:
     """The tenant's knowledge of its own traffic; rows are in the order of each stream."""
 
     rows: dict[Place, torch.Tensor]
     """[n, w] bare rows."""
-    stage: dict[Place, torch.Tensor]
-    """[n] the :class:`Stage` of each row."""
     operation: dict[Place, torch.Tensor]
     """[n] number of the tenant's operation, such as one generation."""
     tokens: torch.Tensor
@@ -136,10 +121,20 @@ class Truth:
     """Rank of the adapter."""
     prompts: dict[int, int]
     """Operation → prompt, for operations that generate."""
+    repeats: list[int]
+    """Operations that are forward passes over the first prompt."""
     texts: torch.Tensor
     """[prompts, tokens] token ids of the prompts."""
     sent: list[torch.Tensor]
     """The matrices that rows were sent as, to all executors."""
+
+    def by_operation(self, place: Place, x: torch.Tensor, operations: Iterable[int]) -> list[torch.Tensor]:
+        """Return the rows of x [n, …] that belong to each of some operations at a place."""
+        return [x[self.operation[place] == number] for number in operations]
+
+    def generated(self, place: Place, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of x [n, …] that belong to each generation at a place."""
+        return self.by_operation(place, x, self.prompts)
 
     def main_place(self, layer: int) -> Place:
         """Return the forward place of a layer with the most rows.
@@ -155,10 +150,10 @@ class Recorder:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.stage = Stage.WARM
         self.operation = 0
-        self.calls: list[tuple[Place, torch.Tensor, int, int]] = []
-        """Place, bare rows, stage and operation of each call."""
+        """Number of the tenant's present operation."""
+        self.calls: list[tuple[Place, torch.Tensor, int]] = []
+        """Place, bare rows and operation of each call."""
         self.sent: list[torch.Tensor] = []
         """The matrices that rows were sent as: of each executor, if rows are masked."""
         self._mask: Any = getattr(channel, "mask", None)
@@ -185,14 +180,9 @@ class Recorder:
 
     def _record(self, call: Call) -> None:
         rows = call.tensors[-1].detach().clone()
-        self.calls.append((Place.of(call.key), rows, int(self.stage), self.operation))
+        self.calls.append((Place.of(call.key), rows, self.operation))
         if self._mask is None:
             self.sent.append(rows)
-
-    def begin(self, stage: Stage) -> None:
-        """Begin one of the tenant's operations."""
-        self.stage = stage
-        self.operation += 1
 
 
 async def play(client: Client, layers: Sequence[LayerSpec], plan: Plan) -> Truth:
@@ -209,38 +199,35 @@ async def play(client: Client, layers: Sequence[LayerSpec], plan: Plan) -> Truth
     order = torch.randperm(2 * plan.prompts, generator=generator) % plan.prompts
     ups = {spec.layer: model.base_model.model.get_submodule(spec.name) for spec in layers if "up_proj" in spec.name}
     adapter = {layer: module.get_delta_weight("default").detach().clone() for layer, module in ups.items()}
-    prompts: dict[int, int] = {}
-    recorder.begin(Stage.WARM)
-    await client.forward(input_ids=text(plan, 1, generator))
-    for prompt in order.tolist():
-        recorder.begin(Stage.GENERATE)
-        prompts[recorder.operation] = prompt
+    await client.forward(input_ids=text(plan, 1, generator))  # the client learns which layers are siblings
+    prompts = dict(enumerate(order.tolist(), 1))
+    for number, prompt in prompts.items():
+        recorder.operation = number
         await generate(client, texts[prompt], plan.new_tokens)
-    for _ in range(plan.repeats):
-        recorder.begin(Stage.REPEAT)
+    repeats = [len(prompts) + number for number in range(1, plan.repeats + 1)]
+    for number in repeats:
+        recorder.operation = number
         with torch.no_grad():
             await client.forward(input_ids=texts[:1])
+    recorder.operation += 1
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     for _ in range(plan.steps):
         ids = text(plan, 2, generator)
-        recorder.begin(Stage.TRAIN)
         await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
     hook.remove()
     rows: dict[Place, list[torch.Tensor]] = {}
-    stage: dict[Place, list[int]] = {}
     operation: dict[Place, list[int]] = {}
-    for place, x, at, number in recorder.calls:
+    for place, x, number in recorder.calls:
         rows.setdefault(place, []).append(x)
-        stage.setdefault(place, []).extend([at] * len(x))
         operation.setdefault(place, []).extend([number] * len(x))
     truth = Truth(
         {place: torch.cat(parts) for place, parts in rows.items()},
-        {place: torch.tensor(numbers) for place, numbers in stage.items()},
         {place: torch.tensor(numbers) for place, numbers in operation.items()},
         torch.cat(read),
         adapter,
         plan.rank,
         prompts,
+        repeats,
         texts,
         recorder.sent,
     )
