@@ -28,7 +28,7 @@ from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.privacy.amplitude import WRAPPED_SCALE, Amplitudes, check_positive_integers
 from symbiosis.privacy.keystream import grid_step
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
-from symbiosis.privacy.own_weights import OwnWeights, own_weights
+from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.pad_folder import PadFolder
 from symbiosis.privacy.pad_stock import PadStock
 from symbiosis.privacy.scheme import Scheme
@@ -80,12 +80,10 @@ class LocalPads(Scheme):
     def __repr__(self) -> str:
         return f"{self.name}:rows={self.rows},when_out={self.when_out},{self._describe_size()}"
 
-    def load(self, channel: Channel) -> OwnWeights:
-        return own_weights(self.model, channel, self.name)
-
     def begin(self, channels: Sequence[Channel], send: SendCall) -> Pads:
         (channel,) = channels
         own = self.load(channel)
+        assert own is not None
         folder = None if self.folder is None else PadFolder(self.folder, channel.identity().weights)
         return Pads(self, own, folder, self.amplitudes_for(channel, own.typical))
 

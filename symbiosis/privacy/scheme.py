@@ -10,9 +10,11 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from symbiosis.core.registry import make_transport
 from symbiosis.core.terms import Terms
@@ -20,6 +22,7 @@ from symbiosis.core.transport import Channel, Transport
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, Amplitudes, scale_for
 from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Mask, SendCall
+from symbiosis.privacy.own_weights import OwnWeights, own_weights
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
 _NOT_INHERITED = ("key", "insecure")
@@ -34,6 +37,8 @@ class Scheme(ABC):
     """Ratio of the noise's amplitude to the rms of the largest row."""
     accuracy: float | None = None
     """Largest error of results, given instead of a scale; see :func:`symbiosis.privacy.amplitude.scale_for`."""
+    model: str | Path | nn.Module | None = None
+    """The public base model, for schemes that have the tenant compute with it: a folder, a hub id or a model."""
     options: Mapping[str, Any] = {}
     """Transport options for further executors, where they differ from those of the client."""
 
@@ -41,9 +46,9 @@ class Scheme(ABC):
         """Return addresses of executors that a client of ``address`` uses as well."""
         return ()
 
-    def load(self, channel: Channel) -> object:
-        """Load what :meth:`begin` needs, such as a model. It may block, and is kept in memory until begin returns."""
-        return None
+    def load(self, channel: Channel) -> OwnWeights | None:
+        """Return the weights of the tenant's own model, if the scheme has one. Loading them may take long."""
+        return None if self.model is None else own_weights(self.model, channel, self.name)
 
     @abstractmethod
     def begin(self, channels: Sequence[Channel], send: SendCall) -> Mask:
@@ -74,7 +79,7 @@ class Scheme(ABC):
             for further in self.further_addresses(address):
                 transport = self._transport(further, options)
                 channels.append(await transport.connect(further, _further_name(channel), terms))
-            loaded = await asyncio.to_thread(self.load, channel)
+            loaded = await asyncio.to_thread(self.load, channel)  # begin finds the weights while this name keeps them
             masked = MaskedChannel(channels, self.begin, asyncio.get_running_loop())
             del loaded
             return masked

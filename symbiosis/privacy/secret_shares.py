@@ -31,7 +31,7 @@ from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE, Amplitudes
 from symbiosis.privacy.keystream import BITS, Keystream, grid_step
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
-from symbiosis.privacy.own_weights import OwnWeights, own_weights
+from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Wrapped, unwrap, wrap
 
@@ -102,9 +102,6 @@ class SecretShares(Scheme):
                 f"{self.name}: the client is connected to {address}, which is none of {', '.join(self._addresses)}"
             )
         return tuple(other for other in self._addresses if other != address)
-
-    def load(self, channel: Channel) -> OwnWeights | None:
-        return None if self.model is None else own_weights(self.model, channel, self.name)
 
     def begin(self, channels: Sequence[Channel], send: SendCall) -> Shares:
         own = self.load(channels[0])
