@@ -42,12 +42,14 @@ def test_top_level() -> None:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_all_is_right(name: str) -> None:
-    """Everything in __all__ exists, is sorted, and every public class and function of a module is in it."""
+    """Everything in __all__ exists and is sorted. Every package that has names has one."""
     module = importlib.import_module(name)
     source = Path(str(module.__file__)).read_text()
     if not ast.parse(source).body[1:]:  # a docstring at most
         return
     exported = getattr(module, "__all__", None)
+    if exported is None and not hasattr(module, "__path__"):
+        return
     assert exported is not None, f"{name} has no __all__"
     assert len(set(exported)) == len(exported)
     for item in exported:

@@ -12,7 +12,7 @@ from symbiosis.bench.simulate import PLOTS
 from symbiosis.terminal.console import console, writable, write_json
 
 if TYPE_CHECKING:
-    from symbiosis.privacy.audit import Audit
+    from symbiosis.privacy.audit.result import Audit
 
 __all__ = ["audit"]
 
@@ -60,9 +60,11 @@ def audit(
 
         symbiosis audit --into docs/privacy.md --json audit.json
     """
-    from symbiosis.privacy.audit import SCHEMES, Plan, as_data, split_page, write_into
-    from symbiosis.privacy.audit import audit as run_audit
-    from symbiosis.privacy.audit import plot as draw
+    from symbiosis.privacy.audit.report import as_data, split_page, write_into
+    from symbiosis.privacy.audit.report import plot as draw
+    from symbiosis.privacy.audit.run import SCHEMES
+    from symbiosis.privacy.audit.run import audit as run_audit
+    from symbiosis.privacy.audit.workload import Plan
     from symbiosis.terminal.loop import run
     from symbiosis.terminal.machine import machine
 
@@ -100,7 +102,7 @@ def _check(hidden: int, json: Path | None, plot: Path | None, into: Path | None)
 
 
 def _show(result: Audit) -> None:
-    from symbiosis.privacy.audit import cost_table, summary, verdict
+    from symbiosis.privacy.audit.report import cost_table, summary, verdict
 
     out = console()
     out.print(_table("the best attack for each goal: cosine with the truth, (recovered), attack", *summary(result)))

@@ -21,34 +21,19 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
-__all__ = [
-    "DEFAULT_SCALE",
-    "SPAN",
-    "WRAPPED_SCALE",
-    "Amplitudes",
-    "check_positive_integers",
-    "error_per_scale",
-    "required_amplitude",
-    "scale_for",
-]
-
 DEFAULT_SCALE = 256.0
 WRAPPED_SCALE = 2048.0
 """Default scale of schemes that wrap. They use a quarter of it for typical rows, and logits are then about as accurate
 as with :data:`DEFAULT_SCALE` under the other schemes."""
-_MAX_SCALE = 2.0**20
-
 SPAN = 16.0
 """An amplitude stays while it suffices and is at most so many times larger than required. This bounds the loss of
 accuracy."""
+_MAX_SCALE = 2.0**20
 _WRAPPED_SPAN = 1024.0
 """Rows that are wrapped may be so many times larger than the amplitude suffices for. Nearly the whole product is then
 recomputed by the tenant. In fp64 the factor is 1, because its numbers take most of 64 bits."""
 _MAX_AMPLITUDE = 2.0**80
 """Limit of amplitudes, and of their inverses: products with larger ones would overflow in fp32."""
-
-_ERROR_PER_SCALE = 1.5e-6
-_ERROR_WIDTH = 4096
 
 
 def error_per_scale(width: int, dtype: torch.dtype = torch.float32) -> float:
@@ -57,18 +42,16 @@ def error_per_scale(width: int, dtype: torch.dtype = torch.float32) -> float:
     The error is relative to the norm of the row that the amplitude is made for, times the rms of the weight. Measured
     in fp32: 0.25e-6 to 1.3e-6 at widths of 64 to 4096, and 2.7 times as much at 53,248.
     """
-    error = _ERROR_PER_SCALE * math.sqrt(max(1.0, width / _ERROR_WIDTH))
+    error = 1.5e-6 * math.sqrt(max(1.0, width / 4096))
     return error * 2.0**-29 if dtype is torch.float64 else error
 
 
 class Amplitudes:
     """The amplitudes of one client, one for each key and kind of work.
 
-    Kinds of work differ: prompts have first tokens, whose rows some models make hundreds of times larger than others.
-
-    Without ``typical``, an amplitude starts at what the first request requires, which the executor sees. With
-    ``typical``, it starts in the middle of the acceptable range for typical rows and moves in steps of :data:`SPAN`:
-    down for smaller rows, which would lose accuracy, and up only for rows that are too large to be wrapped.
+    Without ``typical``, an amplitude starts at what the first request requires. With ``typical``, it starts in the
+    middle of the acceptable range for typical rows and moves in steps of :data:`SPAN`: down for smaller rows, which
+    would lose accuracy, and up only for rows that are too large to be wrapped.
 
     Args:
         scale: ratio of an amplitude to the rms of the largest row: the least one without ``typical``, and the largest

@@ -15,8 +15,9 @@ import asyncio
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,10 +28,9 @@ from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.modes import in_modes, modes_aside
 from symbiosis.privacy.amplitude import required_amplitude
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
-from symbiosis.privacy.side_calls import SideCalls, done_on_loop
+from symbiosis.privacy.side_calls import SideCalls
 
-__all__ = ["MaskedChannel"]
-
+T = TypeVar("T")
 Unmask = Callable[[Sequence[Results]], Results]
 
 _INFINITE = 2.0**60
@@ -60,8 +60,9 @@ class MaskedChannel:
         self.client = self._first.client
         self.device = self._first.device
         self.layers: Sequence[LayerSpec] = self._first.layers
-        self._keys: dict[Key, tuple[MaskedKey, torch.dtype]] = {}
-        """Key → how it is sent, and the dtype of the results for the client."""
+        self.identity: Callable[[], Identity] = self._first.identity
+        self.before_return: Callable[[Check], None] = self._first.before_return
+        self._keys: dict[Key, MaskedKey] = {}
         self._sent: dict[Call, tuple[Call, ...]] = {}
         """Call of the client → masked calls, one for each channel, until it is answered or cancelled."""
         self._side = SideCalls(self.client, len(channels), loop)
@@ -74,9 +75,6 @@ class MaskedChannel:
             PrivacyError: the key is not a product with weights.
             RequestError: the layer table has no such key.
         """
-        return self._lookup(key)[0]
-
-    def _lookup(self, key: Key) -> tuple[MaskedKey, torch.dtype]:
         found = self._keys.get(key)
         if found is not None:
             return found
@@ -91,32 +89,29 @@ class MaskedChannel:
         sent = key._replace(fp32=narrow)
         effects = sent._replace(pass_=Pass.FORWARD_WITHOUT_BIAS) if key.pass_ is Pass.FORWARD else sent
         masked = MaskedKey(sent, effects, specs, width, results, torch.float32 if narrow else dtype)
-        return self._keys.setdefault(key, (masked, dtype))
+        return self._keys.setdefault(key, masked)
 
     def _masked(self, call: Call) -> tuple[MaskedRows, Unmask]:
         """Mask the rows of a call. The function returns the client's results from those of the executors."""
-        key, dtype = self._lookup(call.key)
+        key = self.masked_key(call.key)
+        masked, not_finite = _in_plain_torch(self._mask_rows, key, call)
+        return masked, partial(_in_plain_torch, _unmask_rows, key, masked.unmask, not_finite)
+
+    def _mask_rows(self, key: MaskedKey, call: Call) -> tuple[MaskedRows, torch.Tensor | None]:
+        """Return the masked rows, and which rows [n] are not finite, if any. These are masked as zeros."""
         (x,) = call.tensors
-        mask, not_finite = self.mask, None
-        with _PlainTorch():
+        amplitudes, not_finite = self.mask.amplitudes, None
+        if x.dtype is not key.dtype:
             x = x.to(key.dtype)
-            required = required_amplitude(x, mask.amplitudes.least)
-            if required is None:
-                not_finite = ~(_rms(x) < _INFINITE)
-                x = x.masked_fill(not_finite[:, None], 0.0)
-                required = required_amplitude(x, mask.amplitudes.least)
-                assert required is not None
-            amplitude = mask.amplitudes.choose(call.key, call.kind, x.shape[0], required)
-            masked = mask.mask(key, x, amplitude, call.kind)
-        return masked, partial(_unmasked, masked.unmask, dtype, not_finite)
-
-    # The methods of a channel.
-
-    def identity(self) -> Identity:
-        return self._first.identity()
-
-    def before_return(self, check: Check) -> None:
-        self._first.before_return(check)
+        required = required_amplitude(x, amplitudes.least)
+        if required is None:
+            rms = torch.linalg.vector_norm(x, dim=1) / math.sqrt(x.shape[1])
+            not_finite = ~(rms < _INFINITE)
+            x = x.masked_fill(not_finite[:, None], 0.0)
+            required = required_amplitude(x, amplitudes.least)
+            assert required is not None
+        amplitude = amplitudes.choose(call.key, call.kind, x.shape[0], required)
+        return self.mask.mask(key, x, amplitude, call.kind), not_finite
 
     @property
     def share(self) -> Share | Resident:
@@ -124,15 +119,15 @@ class MaskedChannel:
 
     def send(self, call: Call) -> Reply:
         masked, unmask = self._masked(call)
-        replies: list[Reply] = []
+        reply = _MaskedReply(self, call, [], masked.waits, unmask)
         self._sent[call] = masked.calls
         try:
             for channel, part in zip(self._channels, masked.calls, strict=True):
-                replies.append(channel.send(part))
+                reply.replies.append(channel.send(part))
         except BaseException:
-            self._abandon(call, replies)
+            reply.abandon()
             raise
-        return _MaskedReply(self, call, replies, masked.waits, unmask)
+        return reply
 
     def call(self, call: Call) -> Results:
         masked, unmask = self._masked(call)
@@ -175,14 +170,10 @@ class MaskedChannel:
         self.mask.close()
         self._side.close()
 
-    # Preparation ahead of time.
-
     async def prepare(self, keys: Iterable[Key]) -> None:
         """Have the scheme prepare for keys, and wait until it is ready."""
         for wait in self._prepare(keys):
-            if not wait.done():
-                await done_on_loop(wait)
-            wait.result()
+            await _on_loop(wait)
 
     def prepare_blocking(self, keys: Iterable[Key]) -> None:
         """Do the same for synchronous code."""
@@ -195,19 +186,8 @@ class MaskedChannel:
         self.flush()
         return [wait for wait in waits if wait is not None]
 
-    def _answered(self, call: Call) -> None:
-        self._sent.pop(call, None)
 
-    def _abandon(self, call: Call, replies: Sequence[Reply]) -> None:
-        """Cancel what was sent for a call. Errors of its replies are of no interest any more."""
-        for reply in replies:
-            if isinstance(reply, asyncio.Future) and not reply.done():
-                reply.add_done_callback(_retrieve_error)
-            elif reply.done():
-                _retrieve_error(cast("asyncio.Future[Any]", reply))
-        self.cancel(call)
-
-
+@dataclass(slots=True, eq=False)
 class _MaskedReply:
     """The reply to a masked call.
 
@@ -215,82 +195,74 @@ class _MaskedReply:
     executor's answer and the client.
     """
 
-    def __init__(
-        self, channel: MaskedChannel, call: Call, replies: Sequence[Reply], waits: Sequence[Future[Any]], unmask: Unmask
-    ) -> None:
-        self._channel = channel
-        self._call = call
-        self._replies = replies
-        self._waits = waits
-        self._unmask = unmask
-        self._results: Results | None = None
+    channel: MaskedChannel
+    call: Call
+    replies: list[Reply]
+    waits: tuple[Future[Any], ...]
+    unmask: Unmask
+    results: Results | None = None
 
     def done(self) -> bool:
-        return all(reply.done() for reply in self._replies) and all(wait.done() for wait in self._waits)
+        return all(reply.done() for reply in self.replies) and all(wait.done() for wait in self.waits)
 
     def result(self) -> Results:
-        if self._results is None:
+        if self.results is None:
             try:
-                answers = [reply.result() for reply in self._replies]
-                for wait in self._waits:
+                answers = [reply.result() for reply in self.replies]
+                for wait in self.waits:
                     wait.result()
             except BaseException:
-                self._channel._abandon(self._call, self._replies)
+                self.abandon()
                 raise
-            self._channel._answered(self._call)
-            self._results = self._unmask(answers)
-        return self._results
+            self.channel._sent.pop(self.call, None)
+            self.results = self.unmask(answers)
+        return self.results
 
     def __await__(self) -> Generator[Any, None, Results]:
         try:
-            for reply in self._replies:
+            for reply in self.replies:
                 if not reply.done():
                     yield from reply.__await__()
-            for wait in self._waits:
+            for wait in self.waits:
                 if not wait.done():
-                    yield from done_on_loop(wait).__await__()
+                    yield from _on_loop(wait).__await__()
         except BaseException:
-            self._channel._abandon(self._call, self._replies)
+            self.abandon()
             raise
         return self.result()
 
-
-class _PlainTorch:
-    """Suspends gradients and the tenant's torch modes, such as autocast. A generator would be four times as slow."""
-
-    __slots__ = ("_grad", "_modes")
-
-    def __enter__(self) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._modes = modes_aside() if in_modes() else None
-        if self._modes is not None:
-            self._modes.__enter__()
-        torch._C._set_grad_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        if self._modes is not None:
-            self._modes.__exit__(None, None, None)
-        torch._C._set_grad_enabled(self._grad)
+    def abandon(self) -> None:
+        """Cancel what was sent. Errors of the replies are of no interest any more, and asyncio does not report them."""
+        for reply in self.replies:
+            if isinstance(reply, asyncio.Future):
+                reply.add_done_callback(lambda reply: reply.cancelled() or reply.exception())
+        self.channel.cancel(self.call)
 
 
-def _unmasked(
-    unmask: Unmask, dtype: torch.dtype, not_finite: torch.Tensor | None, answers: Sequence[Results]
+def _on_loop(future: Future[T]) -> asyncio.Future[T]:
+    """Return a future of the running loop that ends as ``future`` does. Cancelling it does not cancel ``future``."""
+    return asyncio.shield(asyncio.wrap_future(future))
+
+
+def _in_plain_torch(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function without gradients, and without the tenant's torch modes, such as autocast."""
+    if in_modes():
+        with modes_aside(), torch.no_grad():
+            return function(*arguments)
+    grad = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # torch.no_grad() takes several times as long
+    try:
+        return function(*arguments)
+    finally:
+        torch._C._set_grad_enabled(grad)
+
+
+def _unmask_rows(
+    key: MaskedKey, unmask: Unmask, not_finite: torch.Tensor | None, answers: Sequence[Results]
 ) -> Results:
-    """Return unmasked results in the client's dtype, with NaN for the rows [n] that were not finite."""
-    with _PlainTorch():
-        results = unmask(answers)
-        if not_finite is not None:
-            results = tuple([result.masked_fill(not_finite[:, None], math.nan) for result in results])
-        return tuple([result.to(dtype) for result in results])
-
-
-def _rms(x: torch.Tensor) -> torch.Tensor:
-    """Return the root mean square of each row of x [n, width], as [n]."""
-    norms: torch.Tensor = torch.linalg.vector_norm(x, dim=1)
-    return norms / math.sqrt(x.shape[1])
-
-
-def _retrieve_error(reply: asyncio.Future[Any]) -> None:
-    """Mark the error of a reply as seen, so that asyncio does not report it."""
-    if not reply.cancelled():
-        reply.exception()
+    """Return unmasked results in the dtype of the layers, with NaN for the rows [n] that were not finite."""
+    results = unmask(answers)
+    if not_finite is not None:
+        results = tuple([result.masked_fill(not_finite[:, None], math.nan) for result in results])
+    dtype = key.layers[0].dtype
+    return results if dtype is key.dtype else tuple([result.to(dtype) for result in results])

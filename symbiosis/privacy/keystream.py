@@ -13,8 +13,6 @@ import threading
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-__all__ = ["BITS", "Keystream", "blocks", "grid_step"]
-
 BITS = {torch.float32: 24, torch.float64: 53}
 """Bits of a random number of each dtype, as many as its significand has: noise is exact and uniform on a grid."""
 _NORMALS_AHEAD = 1 << 15
@@ -56,8 +54,8 @@ class Keystream:
 
     def uniform(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, width] numbers in [-1, 1), uniform multiples of 2^(1 - :data:`BITS`)."""
-        data = self.raw(rows * width * dtype.itemsize)
-        return _integers(data, dtype).to(dtype).mul_(grid_step(dtype)).view(rows, width)
+        integers = _integers(self.raw(rows * width * dtype.itemsize), dtype)
+        return integers.to(dtype).mul_(grid_step(dtype)).view(rows, width)
 
     def normal(self, rows: int, width: int) -> torch.Tensor:
         """Return [rows, width] standard normal numbers in fp64 by the method of Box and Muller, none beyond ±8.7.

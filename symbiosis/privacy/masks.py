@@ -8,18 +8,17 @@ Legend: n rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from symbiosis.core.requests import Call, Key, LayerSpec
 from symbiosis.core.terms import Kind
 from symbiosis.privacy.amplitude import Amplitudes
-
-__all__ = ["Mask", "MaskedKey", "MaskedRows", "Results", "SendCall"]
 
 Results = tuple[torch.Tensor, ...]
 """One matrix [n, columns] for each layer of a key."""
@@ -56,12 +55,13 @@ class MaskedRows(NamedTuple):
     """Returns the results for the bare rows, in the masked key's dtype, from the results of each executor."""
 
 
-class Mask(Protocol):
+class Mask(ABC):
     """The state of a privacy scheme for one client. Several threads of the client may call it at the same time."""
 
     amplitudes: Amplitudes
     """Chooses the amplitude of the noise for each request."""
 
+    @abstractmethod
     def mask(self, key: MaskedKey, x: torch.Tensor, amplitude: float, kind: Kind) -> MaskedRows:
         """Mask finite rows [n, width] with noise of ``amplitude``, a power of two.
 
@@ -71,6 +71,7 @@ class Mask(Protocol):
 
     def prepare(self, key: MaskedKey) -> Future[Any] | None:
         """Compute ahead of time what future requests for a key need. The future is done when masking will not wait."""
+        return None
 
     def close(self) -> None:
         """Release what the client used. Blocks briefly if a thread has to end."""

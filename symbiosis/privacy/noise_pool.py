@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,10 +23,8 @@ from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import Amplitudes, check_positive_integers
 from symbiosis.privacy.keystream import Keystream
-from symbiosis.privacy.masks import MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
-
-__all__ = ["NoisePool", "add_rotating"]
 
 _REQUEST_NEXT_AT = 0.75
 """Used fraction of a pool at which the effects of the next pool are requested."""
@@ -70,36 +68,59 @@ class NoisePool(Scheme):
         return Pools(self, self.amplitudes_for(channels[0]), channels[0].device, send)
 
 
-class _Pool:
-    """The noise vectors [K, width] of one key, within ±1, and the future of their effects [K, o] for each layer."""
+class Rotation:
+    """The rows of a matrix [K, width] in rotation, each for ``rotate`` consecutive uses."""
 
-    def __init__(self, vectors: torch.Tensor, effects: Future[Results]) -> None:
-        self.vectors = vectors
+    def __init__(self, matrix: torch.Tensor, rotate: int) -> None:
+        self._matrix = matrix
+        self._rotate = rotate
+        self._rows = matrix.unbind()  # selecting a row at its use would take as long as the sum
+
+    def added_to(self, x: torch.Tensor, first: int, factor: float) -> torch.Tensor:
+        """Return x [n, width] plus ``factor`` times the rows of uses ``first``, ``first`` + 1, …"""
+        rows, size = x.shape[0], len(self._rows)
+        if rows == 1:
+            return torch.add(x, self._rows[first // self._rotate % size], alpha=factor)
+        uses = torch.arange(first, first + rows, device=x.device)
+        picks = uses.div_(self._rotate, rounding_mode="floor").remainder_(size)
+        return torch.add(x, self._matrix.index_select(0, picks), alpha=factor)
+
+
+class _Pool:
+    """The noise vectors [K, width] of one key, within ±1, and their effects [K, o] for each layer."""
+
+    def __init__(self, vectors: torch.Tensor, effects: Future[Results], rotate: int) -> None:
+        self.vectors = Rotation(vectors, rotate)
         self.effects = effects
         self.used = 0
         """Rows that were masked so far."""
+        self._rotate = rotate
+        self._ready: list[Rotation] = []
 
     @property
-    def failed(self) -> bool:
-        """Whether the executor did not compute the effects."""
-        return self.effects.done() and self.effects.exception() is not None
+    def ready(self) -> list[Rotation]:
+        """The effects for each layer; empty until they are computed."""
+        if not self._ready and self.effects.done() and self.effects.exception() is None:
+            self._ready = [Rotation(effect, self._rotate) for effect in self.effects.result()]
+        return self._ready
+
+    @property
+    def usable(self) -> bool:
+        """Whether the effects are, or will be, computed; an executor may fail to do so."""
+        return bool(self._ready) or not self.effects.done() or bool(self.ready)
 
 
-class _Piece(NamedTuple):
-    """Rows ``start`` to ``stop`` of a request, masked with a pool from its use number ``first`` on."""
-
-    pool: _Pool
-    start: int
-    stop: int
-    first: int
+_Piece = tuple[_Pool, int, int]
+"""Rows of a request that are masked with one pool: the pool, the number of its first use, and how many rows."""
 
 
-class Pools:
+class Pools(Mask):
     """The noise pools of one client."""
 
     def __init__(self, options: NoisePool, amplitudes: Amplitudes, device: torch.device, send: SendCall) -> None:
         self.amplitudes = amplitudes
-        self._size, self._rotate, self._uses = options.size, options.rotate, options.size * options.refresh
+        self._options = options
+        self._uses = options.size * options.refresh
         self._device = device
         self._send = send
         self._stream = Keystream()
@@ -110,27 +131,23 @@ class Pools:
     def mask(self, key: MaskedKey, x: torch.Tensor, amplitude: float, kind: Kind) -> MaskedRows:
         with self._lock:
             pieces = self._take(key, x.shape[0], kind)
-        sent = self._add(pieces, x, [piece.pool.vectors for piece in pieces], amplitude)
-        waits = tuple([piece.pool.effects for piece in pieces if not piece.pool.effects.done()])
-        return MaskedRows((Call(key.key, kind, (sent,)),), waits, partial(self._unmask, pieces, amplitude))
+        sent = _add(x, pieces, [pool.vectors for pool, *_ in pieces], amplitude)
+        waits = tuple([pool.effects for pool, *_ in pieces if not pool.ready])
+        return MaskedRows((Call(key.key, kind, (sent,)),), waits, partial(_unmask, pieces, amplitude))
 
     def prepare(self, key: MaskedKey) -> Future[Any] | None:
         with self._lock:
             return self._pool(key, Kind.FINETUNE).effects
 
-    def close(self) -> None:
-        pass
-
     def _take(self, key: MaskedKey, rows: int, kind: Kind) -> list[_Piece]:
-        """Return the parts of a request of ``rows`` rows with their pools, and count the uses."""
+        """Count ``rows`` uses of a key's pools, and return which."""
         pieces = []
-        start = 0
-        while start < rows:
+        while rows:
             pool = self._pool(key, kind)
-            count = min(rows - start, self._uses - pool.used)
-            pieces.append(_Piece(pool, start, start + count, pool.used))
+            count = min(rows, self._uses - pool.used)
+            pieces.append((pool, pool.used, count))
             pool.used += count
-            start += count
+            rows -= count
             if pool.used >= _REQUEST_NEXT_AT * self._uses and key not in self._next:
                 self._next[key] = self._request(key, Kind.FINETUNE)
         return pieces
@@ -138,47 +155,36 @@ class Pools:
     def _pool(self, key: MaskedKey, kind: Kind) -> _Pool:
         """Return the pool that the next row of a key is masked with."""
         pool = self._current.get(key)
-        if pool is None or pool.used >= self._uses or pool.failed:
-            following = self._next.pop(key, None)
-            if following is None or following.failed:
-                following = self._request(key, kind)
-            pool = self._current[key] = following
+        if pool is None or pool.used >= self._uses or not pool.usable:
+            pool = self._next.pop(key, None)
+            if pool is None or not pool.usable:
+                pool = self._request(key, kind)
+            self._current[key] = pool
         return pool
 
     def _request(self, key: MaskedKey, kind: Kind) -> _Pool:
-        vectors = self._stream.uniform(self._size, key.width, key.dtype).to(self._device)
-        return _Pool(vectors, self._send(Call(key.effects, kind, (vectors,))))
+        vectors = self._stream.uniform(self._options.size, key.width, key.dtype).to(self._device)
+        return _Pool(vectors, self._send(Call(key.effects, kind, (vectors,))), self._options.rotate)
 
-    def _unmask(self, pieces: list[_Piece], amplitude: float, answers: Sequence[Results]) -> Results:
-        (results,) = answers
-        effects = [piece.pool.effects.result() for piece in pieces]
-        return tuple(
-            [
-                self._add(pieces, result, [of_piece[layer] for of_piece in effects], -amplitude)
-                for layer, result in enumerate(results)
-            ]
-        )
 
-    def _add(
-        self, pieces: list[_Piece], x: torch.Tensor, matrices: Sequence[torch.Tensor], factor: float
-    ) -> torch.Tensor:
-        """Return x plus ``factor`` times the rows of one matrix for each piece."""
-        if len(pieces) == 1:
-            return add_rotating(x, matrices[0], pieces[0].first, self._rotate, factor)
-        parts = [
-            add_rotating(x[start:stop], matrix, first, self._rotate, factor)
-            for (_, start, stop, first), matrix in zip(pieces, matrices, strict=True)
+def _unmask(pieces: list[_Piece], amplitude: float, answers: Sequence[Results]) -> Results:
+    (results,) = answers
+    return tuple(
+        [
+            _add(result, pieces, [pool.ready[layer] for pool, *_ in pieces], -amplitude)
+            for layer, result in enumerate(results)
         ]
-        return torch.cat(parts)
+    )
 
 
-def add_rotating(x: torch.Tensor, matrix: torch.Tensor, first: int, rotate: int, factor: float) -> torch.Tensor:
-    """Return x [n, width] plus ``factor`` times rows of ``matrix`` [K, width] in rotation.
-
-    Each row of the matrix serves ``rotate`` consecutive rows; ``first`` rows were served before.
-    """
-    rows, size = x.shape[0], matrix.shape[0]
-    if rows == 1:
-        return torch.add(x, matrix[first // rotate % size], alpha=factor)
-    picks = torch.arange(first, first + rows, device=x.device).div_(rotate, rounding_mode="floor").remainder_(size)
-    return torch.add(x, matrix.index_select(0, picks), alpha=factor)
+def _add(x: torch.Tensor, pieces: list[_Piece], rotations: list[Rotation], factor: float) -> torch.Tensor:
+    """Return x plus ``factor`` times the rows of one rotation for each piece of x."""
+    if len(pieces) == 1:
+        return rotations[0].added_to(x, pieces[0][1], factor)
+    parts = torch.split(x, [count for *_, count in pieces])
+    return torch.cat(
+        [
+            rotation.added_to(part, first, factor)
+            for part, rotation, (_, first, _) in zip(parts, rotations, pieces, strict=True)
+        ]
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ from symbiosis.executor.layers import is_linear
 from symbiosis.executor.loading import load_model
 from symbiosis.privacy.masks import MaskedKey, Results
 from symbiosis.privacy.typical_sizes import TypicalSizes
-
-__all__ = ["OwnWeights", "own_weights"]
 
 _SAMPLES = 64
 """Elements of a weight that are compared whenever the weight is used."""
@@ -68,58 +66,43 @@ class _Weight(NamedTuple):
 
 
 class OwnWeights:
-    """The weights of the base layers, from a model that the tenant has.
-
-    Args:
-        model: a folder, a hub id or a model.
-        layers: the executor's layer table.
-        fingerprint: fingerprint of the executor's weights.
-        scheme: name of the scheme, for errors.
+    """The weights of the base layers, from a model that the tenant has: a folder, a hub id or a module.
 
     Raises:
-        PrivacyError: the model cannot be loaded, or differs from the executor's.
+        PrivacyError: the model cannot be loaded, or differs from the executor's by ``layers`` or ``fingerprint``.
     """
 
     def __init__(
         self, model: str | Path | nn.Module, layers: Sequence[LayerSpec], fingerprint: str, scheme: str
     ) -> None:
         self.model = found = model if isinstance(model, nn.Module) else _load(model, layers[0].dtype, scheme)
+        why, advice = f"{scheme}: this {type(found).__name__} has", "give the model that the executor serves"
         modules: list[tuple[LayerSpec, nn.Module]] = []
         for spec in layers:
             try:
                 modules.append((spec, found.get_submodule(spec.name)))
             except AttributeError as error:
-                raise PrivacyError(
-                    f"{scheme}: this {type(found).__name__} has no {spec.name}; give the model that the executor serves"
-                ) from error
+                raise PrivacyError(f"{why} no {spec.name}; {advice}") from error
         if weights_fingerprint(modules) != fingerprint:
-            raise PrivacyError(
-                f"{scheme}: this {type(found).__name__} has other weights than the executor serves, so results would "
-                "be wrong; give the model that the executor serves"
-            )
+            raise PrivacyError(f"{why} other weights than the executor serves, so results would be wrong; {advice}")
         linear = {spec.layer: module for spec, module in modules if spec.linear and is_linear(module)}
         self._weights: dict[int, _Weight] = {}
         for layer, module in linear.items():
             weight: Any = module.weight
             values = weight.detach().to(layers[layer].dtype)
             self._weights[layer] = _Weight.of(layers[layer].name, values, isinstance(module, nn.Linear))
-        self.typical = _typical_sizes(found, fingerprint, layers, linear)
+        known = _typical.setdefault(found, {})
+        if fingerprint not in known:
+            known[fingerprint] = TypicalSizes(found, layers, linear)
+        self.typical = known[fingerprint]
 
     def check(self) -> None:
-        """Compare samples of all weights with those of the executor's weights.
-
-        Raises:
-            PrivacyError: a weight was changed.
-        """
+        """Raise a PrivacyError if a weight was changed since it was compared with the executor's."""
         for weight in self._weights.values():
             weight.check()
 
     def effects(self, key: MaskedKey, noise: torch.Tensor) -> Results:
-        """Return the effects [n, o] of noise [n, width] for each layer of a key.
-
-        Raises:
-            PrivacyError: a weight was changed.
-        """
+        """Return the effects [n, o] of noise [n, width] for each layer of a key. Raises the error of :meth:`check`."""
         effects = []
         for spec in key.layers:
             weight = self._weights[spec.layer]
@@ -131,14 +114,9 @@ class OwnWeights:
     def sparse_product(
         self, key: MaskedKey, spec: LayerSpec, columns: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Return the product [n, o] of a layer with rows that are zero outside of some columns.
+        """Return the product [n, o] of a layer with rows of ``values`` [n, m] in ``columns`` [m] and zeros elsewhere.
 
-        Args:
-            columns: [m] indices of these columns.
-            values: [n, m] elements in these columns.
-
-        Raises:
-            PrivacyError: the weight was changed.
+        Raises the error of :meth:`check`.
         """
         weight = self._weights[spec.layer]
         device = weight.values.device
@@ -166,23 +144,12 @@ def own_weights(model: str | Path | nn.Module, channel: Channel, scheme: str) ->
     fingerprint = channel.identity().weights
     name = id(model) if isinstance(model, nn.Module) else str(model), fingerprint
     found = _loaded.get(name)
-    if found is None:  # weights that are there are found without waiting for the lock
+    if found is None:  # weights that are loaded are found without waiting for the lock
         with _loading:
-            found = _loaded.get(name)
-            if found is None:
-                found = _loaded[name] = OwnWeights(model, channel.layers, fingerprint, scheme)
-                return found
+            found = _loaded.get(name) or OwnWeights(model, channel.layers, fingerprint, scheme)
+            _loaded[name] = found
     found.check()
     return found
-
-
-def _typical_sizes(
-    model: nn.Module, fingerprint: str, layers: Sequence[LayerSpec], linear: Mapping[int, nn.Module]
-) -> TypicalSizes:
-    known = _typical.setdefault(model, {})
-    if fingerprint not in known:
-        known[fingerprint] = TypicalSizes(model, layers, linear)
-    return known[fingerprint]
 
 
 def _load(model: str | Path, dtype: torch.dtype, scheme: str) -> nn.Module:

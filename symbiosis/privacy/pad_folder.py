@@ -1,8 +1,8 @@
 """Pads on disk: the secret key, how many pads of each key are used, and effects that were computed.
 
 No pad may be used twice. So the counter on disk is ahead of use: pads are first counted there as used, and then handed
-out. A process that dies leaves some that are counted and unused, and those are skipped. Stored effects only save work;
-a checksum detects damage, and damaged effects are computed again.
+out. A process that dies leaves some that are counted and unused, and those are skipped. An orderly end stores their
+effects and counts them as unused again. Stored effects only save work; damaged ones are computed again.
 
 A counter is one entry in one place. It is smaller than a sector of a disk, which is written as a whole. An entry that
 is damaged nevertheless is refused, and the folder cannot be used any more.
@@ -10,49 +10,42 @@ is damaged nevertheless is refused, and the folder cannot be used any more.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 import torch
 
 from symbiosis.errors import PrivacyError
 
-__all__ = ["EFFECT_HEADER", "PadCounter", "PadFolder", "StoredEffects"]
-
 _KEY_BYTES = 32
-_COUNTER = struct.Struct("<QQ")
-"""The content of a counter's file: the number, and the number with all bits inverted."""
-EFFECT_HEADER = struct.Struct("<QI")
-"""Header of each row of effects: the number of its pad, and the checksum of that number and the row."""
+ENTRY = struct.Struct("<QQ")
+"""A number and a check: the content of a counter's file, and the header of a file of effects.
+
+The check is the number with all bits inverted, or the checksum of the number and the effects."""
 
 
 class PadFolder:
-    """A folder of pads, locked for one client.
+    """A folder of pads, locked for one client. It is created if necessary, accessible to its owner only.
 
-    Args:
-        path: the folder; it is created if necessary, readable by its owner only.
-        fingerprint: fingerprint of the weights that the effects belong to.
+    ``fingerprint`` identifies the weights that the effects belong to.
 
     Raises:
         PrivacyError: another client uses the folder, it belongs to another model, or it cannot be used.
     """
 
     def __init__(self, path: str | Path, fingerprint: str) -> None:
-        self._lock = -1
-        self._pid = os.getpid()
         self.path = Path(path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.stat().st_mode & 0o077:
                 raise PrivacyError(f"local-pads: {self.path} is accessible to other users; set its mode to 0700")
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = _open(self.path / "lock", "ab")
         except OSError as error:
             raise PrivacyError(f"local-pads: {self.path} cannot be used: {error.strerror or error}") from error
         try:
@@ -91,32 +84,47 @@ class PadFolder:
             PrivacyError: the file is damaged or missing, so the number of used pads is unknown.
         """
         path = self.path / f"{name}.counter"
-        if not path.exists() and (self.path / f"{name}.effects").exists():
+        if not path.exists() and self._effects(name).exists():
             raise PrivacyError(
                 f"local-pads: {path} is missing, so it is unknown which pads were used; use another folder"
             )
         return PadCounter(path)
 
-    def effects(self, name: str, width: int, dtype: torch.dtype) -> StoredEffects:
-        """Return the stored effects under a name, as rows of ``width`` numbers."""
-        return StoredEffects(self.path / f"{name}.effects", width, dtype)
+    def _effects(self, name: str) -> Path:
+        return self.path / f"{name}.effects"
+
+    def write_effects(self, name: str, first: int, rows: torch.Tensor) -> None:
+        """Store the effects [n, width] of pads ``first``, ``first`` + 1, … under a name, and forget earlier ones.
+
+        Raises:
+            OSError: there is no room.
+        """
+        data: Any = rows.contiguous().view(torch.uint8).numpy()
+        with _open(self._effects(name), "wb") as file:
+            file.write(ENTRY.pack(first, _checksum(first, data)))
+            file.write(data)
+
+    def read_effects(self, name: str, first: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the effects [n, width] of pads ``first``, ``first`` + 1, … as far as they are stored and whole."""
+        path = self._effects(name)
+        data = bytearray(path.read_bytes()) if path.exists() else bytearray()
+        if len(data) > ENTRY.size:
+            start, checksum = ENTRY.unpack_from(data)
+            if start <= first and checksum == _checksum(start, memoryview(data)[ENTRY.size :]):
+                return torch.frombuffer(data, dtype=dtype, offset=ENTRY.size).view(-1, width)[first - start :]
+        return torch.empty(0, width, dtype=dtype)
 
     def close(self) -> None:
         """Release the folder."""
-        if self._lock < 0:
-            return
-        if os.getpid() == self._pid:  # a forked child shares the lock, and must not release it
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-        os.close(self._lock)
-        self._lock = -1
+        fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing the file is not enough: a forked child shares the lock
+        self._lock.close()
 
 
 class PadCounter:
     """A number on disk.
 
     Raises:
-        PrivacyError: the file is damaged, so the number is unknown.
+        PrivacyError: the file is damaged, so the number is unknown, or it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -125,7 +133,7 @@ class PadCounter:
         if not path.exists():
             _create(path, _entry(0))
         data = path.read_bytes()
-        self.value = _COUNTER.unpack(data)[0] if len(data) == _COUNTER.size else 0
+        self.value = ENTRY.unpack(data)[0] if len(data) == ENTRY.size else 0
         if data != _entry(self.value):
             raise PrivacyError(
                 f"local-pads: {path} is damaged, so it is unknown which pads were used; use another folder"
@@ -141,77 +149,46 @@ class PadCounter:
         """Set the number, which is on disk when this returns.
 
         Raises:
-            OSError: the number may not be on disk; :attr:`value` stays as it was.
+            PrivacyError: the number may not be on disk; :attr:`value` stays as it was.
         """
-        with _opened(self._path, os.O_WRONLY) as file:
-            _write_whole(file, _entry(value), self._path)
-            os.fsync(file)
+        _write(self._path, "r+b", _entry(value))
         self.value = value
 
 
-class StoredEffects:
-    """Rows of effects by the number of their pad, in a file with a fixed number of places."""
-
-    def __init__(self, path: Path, width: int, dtype: torch.dtype) -> None:
-        self._path = path
-        self._dtype = dtype
-        self._row_bytes = width * dtype.itemsize
-        self._place_bytes = EFFECT_HEADER.size + self._row_bytes
-
-    def write(self, first: int, rows: torch.Tensor, places: int) -> None:
-        """Store rows [n, width] of pads ``first``, ``first`` + 1, … over earlier ones, in ``places`` places."""
-        with _opened(self._path, os.O_WRONLY | os.O_CREAT) as file:
-            for number, row in enumerate(rows, first):
-                data = row.contiguous().view(torch.uint8).numpy().tobytes()
-                header = EFFECT_HEADER.pack(number, _checksum(number, data))
-                os.pwrite(file, header + data, number % places * self._place_bytes)
-
-    def read(self, first: int) -> Iterator[torch.Tensor]:
-        """Yield the rows of pads ``first``, ``first`` + 1, … until one is missing or damaged."""
-        with _opened(self._path, os.O_RDONLY | os.O_CREAT) as file:
-            found = {}
-            for place in range(os.fstat(file).st_size // self._place_bytes):
-                start = place * self._place_bytes
-                number, checksum = EFFECT_HEADER.unpack(os.pread(file, EFFECT_HEADER.size, start))
-                found[number] = start + EFFECT_HEADER.size, checksum
-            while first in found:
-                start, checksum = found[first]
-                data = bytearray(os.pread(file, self._row_bytes, start))
-                if len(data) != self._row_bytes or _checksum(first, data) != checksum:
-                    return
-                yield torch.frombuffer(data, dtype=self._dtype)
-                first += 1
-
-
 def _entry(value: int) -> bytes:
-    return _COUNTER.pack(value, value ^ (1 << 64) - 1)
+    return ENTRY.pack(value, value ^ (1 << 64) - 1)
 
 
 def _create(path: Path, content: bytes) -> None:
     """Create a file that exists with all its content or not at all. Both it and its name are on disk on return."""
     new = path.with_name(f"{path.name}.new")
-    with _opened(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as file:
-        _write_whole(file, content, new)
-        os.fsync(file)
+    _write(new, "wb", content)
     new.rename(path)
-    with _opened(path.parent, os.O_RDONLY) as folder:
-        os.fsync(folder)
-
-
-def _write_whole(file: int, content: bytes, path: Path) -> None:
-    if os.write(file, content) != len(content):
-        raise OSError(errno.ENOSPC, f"{path} was written in part")
-
-
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    """Open a file while it is in use only: a large model has hundreds of counters."""
-    file = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        yield file
+        os.fsync(folder)
     finally:
-        os.close(file)
+        os.close(folder)
 
 
-def _checksum(number: int, data: bytes | bytearray) -> int:
-    return zlib.crc32(data, zlib.crc32(number.to_bytes(8, "little")))
+def _write(path: Path, mode: str, content: bytes) -> None:
+    """Write a file, which is open for this time only: a large model has hundreds of counters."""
+    try:
+        with _open(path, mode) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise PrivacyError(
+            f"local-pads: the number of used pads cannot be kept on disk ({error.strerror or error}); nothing was "
+            "sent. Make room, and try again"
+        ) from error
+
+
+def _open(path: Path, mode: str) -> IO[bytes]:
+    """Open a file. A new one is accessible to its owner only."""
+    return open(path, mode, opener=partial(os.open, mode=0o600))
+
+
+def _checksum(first: int, effects: Any) -> int:
+    return zlib.crc32(effects, zlib.crc32(first.to_bytes(8, "little")))

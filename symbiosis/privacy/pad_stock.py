@@ -9,47 +9,49 @@ Legend: n rows.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from symbiosis.errors import PrivacyError
+from symbiosis.log import get_logger
 from symbiosis.privacy.keystream import Keystream, blocks
 from symbiosis.privacy.masks import MaskedKey, Results
-from symbiosis.privacy.pad_folder import PadCounter, StoredEffects
+from symbiosis.privacy.pad_folder import PadFolder
 
-__all__ = ["PadStock"]
+log = get_logger(__name__)
 
 
 class PadStock:
-    """The pads of one key. Its caller holds a lock.
+    """The pads of one key, drawn under the 32 bytes of a client's ``secret``. Its caller holds a lock.
 
-    Args:
-        key: the key.
-        secret: 32 bytes, the secret key of its pads.
-        counter: the counter of used pads on disk, if they are kept there.
-        stored: effects on disk, likewise.
+    Raises:
+        PrivacyError: it is unknown which pads in the folder were used, or this cannot be kept on disk.
     """
 
-    def __init__(self, key: MaskedKey, secret: bytes, counter: PadCounter | None, stored: StoredEffects | None) -> None:
+    def __init__(self, key: MaskedKey, secret: bytes, folder: PadFolder | None) -> None:
+        layers, pass_, fp32 = key.key
         self.key = key
-        self.counter = counter
-        self.stored = stored
-        self.next = 0 if counter is None else counter.value
+        self._name = f"{'.'.join(map(str, layers))}-{pass_.name.lower()}{'_fp32' if fp32 else ''}"
+        self._secret = hashlib.blake2b(self._name.encode(), key=secret, digest_size=32).digest()
+        self._folder = folder
+        self._counter = None if folder is None else folder.counter(self._name)
+        self.next = 0 if self._counter is None else self._counter.value
         """Number of the next pad; those below are used."""
-        rows = [] if stored is None else list(stored.read(self.next))
-        self.made = self.next + len(rows)
+        self.made = self.next
         """Number of the first pad whose effect is not computed."""
-        self._secret = secret
         self._effects: deque[tuple[int, Results]] = deque()
         """Effects of consecutive pads, and the number of the first of them."""
-        if rows:
-            self._effects.append((self.next, torch.stack(rows).split(key.results, dim=1)))  # type: ignore[no-untyped-call]
-        self._draws: deque[tuple[int, int, Future[Results]]] = deque()
-        """Draws that wait for their effects: number of the first pad, how many, and the future."""
-        self._goals: list[tuple[int, Future[None]]] = []
-        """Numbers up to which effects are requested ahead of time."""
+        self._waits: list[tuple[int, int, Future[Any]]] = []
+        """Draws that wait for their effects: number of the first pad, how many, and the future. A wait of
+        :meth:`prepare` is a draw of no pads."""
+        if folder is not None:
+            stored = folder.read_effects(self._name, self.next, sum(key.results), key.dtype)
+            self.put(stored.split(key.results, dim=1))  # type: ignore[no-untyped-call]
 
     @property
     def ready(self) -> int:
@@ -59,31 +61,36 @@ class PadStock:
     @property
     def awaited(self) -> bool:
         """Whether a draw waits for its effects."""
-        return bool(self._draws)
+        return any(rows for _, rows, _ in self._waits)
 
     def pads(self, first: int, rows: int) -> torch.Tensor:
         """Return pads ``first``, ``first`` + 1, … as integers [rows, width]."""
         width, dtype = self.key.width, self.key.dtype
         return Keystream(self._secret, first * blocks(width, dtype)).integers(rows, width, dtype)
 
+    def record(self, last: int) -> None:
+        """Have pads below ``last`` counted on disk as used. Raises a PrivacyError if this is not possible."""
+        if self._counter is not None and last > self._counter.value:
+            self._counter.reach(last)
+
     def draw(self, rows: int, effects: Future[Results]) -> torch.Tensor:
         """Use the next pads, and return them; ``effects`` gets their effects now or when they are computed."""
+        self.record(self.next + rows)
         first, self.next = self.next, self.next + rows
         noise = self.pads(first, rows)
-        if self._draws or self.made < self.next:
-            self._draws.append((first, rows, effects))
+        if self.made < self.next:
+            self._waits.append((first, rows, effects))
         else:
             effects.set_result(self._take(first, rows))
         return noise
 
     def prepare(self, rows: int) -> Future[None]:
         """Return a future that is done when ``rows`` pads are ready."""
-        goal = self.next + rows
         ready: Future[None] = Future()
-        if self.made >= goal:
+        if self.ready >= rows:
             ready.set_result(None)
         else:
-            self._goals.append((goal, ready))
+            self._waits.append((self.next + rows, 0, ready))
         return ready
 
     def put(self, effects: Results) -> list[tuple[Future[Any], Any]]:
@@ -91,30 +98,42 @@ class PadStock:
         self._effects.append((self.made, effects))
         self.made += effects[0].shape[0]
         done: list[tuple[Future[Any], Any]] = []
-        while self._draws and sum(self._draws[0][:2]) <= self.made:
-            first, rows, future = self._draws.popleft()
-            done.append((future, self._take(first, rows)))
-        done += [(future, None) for goal, future in self._goals if goal <= self.made]
-        self._goals = [(goal, future) for goal, future in self._goals if goal > self.made]
+        waits, self._waits = self._waits, []
+        for first, rows, future in waits:
+            if first + rows <= self.made:
+                done.append((future, self._take(first, rows) if rows else None))
+            else:
+                self._waits.append((first, rows, future))
         return done
 
     def fail(self, error: BaseException) -> None:
         """End all waits for effects with an error."""
-        waiting: list[Future[Any]] = [future for *_, future in self._draws]
-        waiting += [future for _, future in self._goals]
-        self._draws.clear()
-        self._goals.clear()
-        for future in waiting:
+        waits, self._waits = self._waits, []
+        for _, _, future in waits:
             future.set_exception(error)
+
+    def save(self) -> None:
+        """Keep ready effects on disk, and count their pads as unused there."""
+        if self._folder is None or self._counter is None:
+            return
+        if self.ready:
+            effects = torch.cat(self._take(self.next, self.ready), dim=1)
+            try:
+                self._folder.write_effects(self._name, self.next, effects)
+            except OSError as error:
+                log.warning("effects of pads are not kept on disk", why=str(error))
+        with contextlib.suppress(PrivacyError):  # the next client then skips pads that are ready
+            self._counter.write(self.next)
 
     def _take(self, first: int, rows: int) -> Results:
         """Return the effects of pads ``first``, ``first`` + 1, …, which are computed, and forget earlier ones."""
         last = first + rows
         parts = []
         for start, effects in self._effects:
-            low, high = max(first - start, 0), min(last - start, effects[0].shape[0])
-            if low < high:
-                parts.append(tuple([effect[low:high] for effect in effects]))
+            if start >= last:
+                break
+            low, high = max(first - start, 0), last - start
+            parts.append(tuple([effect[low:high] for effect in effects]))
         while self._effects and self._effects[0][0] + self._effects[0][1][0].shape[0] <= last:
             self._effects.popleft()
         return parts[0] if len(parts) == 1 else tuple([torch.cat(column) for column in zip(*parts, strict=True)])

@@ -10,9 +10,11 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from symbiosis.core.registry import make_transport
 from symbiosis.core.terms import Terms
@@ -20,9 +22,8 @@ from symbiosis.core.transport import Channel, Transport
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, Amplitudes, scale_for
 from symbiosis.privacy.channel import MaskedChannel
 from symbiosis.privacy.masks import Mask, SendCall
+from symbiosis.privacy.own_weights import OwnWeights, own_weights
 from symbiosis.privacy.typical_sizes import TypicalSizes
-
-__all__ = ["Scheme"]
 
 _NOT_INHERITED = ("key", "insecure")
 """Transport options that say which peer is trusted. They hold for the address that they were given for only."""
@@ -36,6 +37,8 @@ class Scheme(ABC):
     """Ratio of the noise's amplitude to the rms of the largest row."""
     accuracy: float | None = None
     """Largest error of results, given instead of a scale; see :func:`symbiosis.privacy.amplitude.scale_for`."""
+    model: str | Path | nn.Module | None = None
+    """The public base model, for schemes that have the tenant compute with it: a folder, a hub id or a model."""
     options: Mapping[str, Any] = {}
     """Transport options for further executors, where they differ from those of the client."""
 
@@ -43,9 +46,9 @@ class Scheme(ABC):
         """Return addresses of executors that a client of ``address`` uses as well."""
         return ()
 
-    def load(self, channel: Channel) -> object:
-        """Load what :meth:`begin` needs, such as a model. It may block, and is kept in memory until begin returns."""
-        return None
+    def load(self, channel: Channel) -> OwnWeights | None:
+        """Return the weights of the tenant's own model, if the scheme has one. Loading them may take long."""
+        return None if self.model is None else own_weights(self.model, channel, self.name)
 
     @abstractmethod
     def begin(self, channels: Sequence[Channel], send: SendCall) -> Mask:
@@ -76,12 +79,13 @@ class Scheme(ABC):
             for further in self.further_addresses(address):
                 transport = self._transport(further, options)
                 channels.append(await transport.connect(further, _further_name(channel), terms))
-            loaded = await asyncio.to_thread(self.load, channel)
+            loaded = await asyncio.to_thread(self.load, channel)  # begin finds the weights while this name keeps them
             masked = MaskedChannel(channels, self.begin, asyncio.get_running_loop())
             del loaded
             return masked
         except BaseException:
-            _close(channels)
+            for opened in channels:
+                opened.close()
             raise
 
     def wrap_blocking(self, channel: Channel, address: str, terms: Terms, options: Mapping[str, Any]) -> Channel:
@@ -92,7 +96,8 @@ class Scheme(ABC):
                 channels.append(transport.connect_blocking(further, _further_name(channel), terms))
             return MaskedChannel(channels, self.begin)
         except BaseException:
-            _close(channels)
+            for opened in channels:
+                opened.close()
             raise
 
     def _set_size(self, scale: float | None, accuracy: float | None, default: float = DEFAULT_SCALE) -> None:
@@ -120,8 +125,3 @@ def _further_name(channel: Channel) -> str:
     about a name that is taken.
     """
     return f"{channel.client[:100]}-elsewhere"
-
-
-def _close(channels: Sequence[Channel]) -> None:
-    for channel in channels:
-        channel.close()

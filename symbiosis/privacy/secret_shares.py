@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,13 @@ from symbiosis.core.transport import Channel, Identity
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE, Amplitudes
 from symbiosis.privacy.keystream import BITS, Keystream, grid_step
-from symbiosis.privacy.masks import MaskedKey, MaskedRows, Results, SendCall
-from symbiosis.privacy.own_weights import OwnWeights, own_weights
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Wrapped, unwrap, wrap
 
-__all__ = ["SecretShares"]
+_REACH = 4.0
+"""Largest number of a Gaussian share in units of the amplitude, whose σ is 0.58."""
 
 
 class SecretShares(Scheme):
@@ -83,9 +83,7 @@ class SecretShares(Scheme):
                 f"{self.name}: both addresses are {addresses[0]}; an executor that has both shares has the rows"
             )
         if options is not None and not isinstance(options, Mapping):
-            raise PrivacyError(
-                f"{self.name}: options are {options!r}; give a mapping such as {{'key': 'other.secret'}}"
-            )
+            raise PrivacyError(f"{self.name}: options are {options!r}; give a mapping: {{'key': 'other.secret'}}")
         self.options = dict(options or {})
         self.model = model
         self._addresses = tuple(addresses)
@@ -105,15 +103,12 @@ class SecretShares(Scheme):
             )
         return tuple(other for other in self._addresses if other != address)
 
-    def load(self, channel: Channel) -> OwnWeights | None:
-        return None if self.model is None else own_weights(self.model, channel, self.name)
-
     def begin(self, channels: Sequence[Channel], send: SendCall) -> Shares:
         own = self.load(channels[0])
         return Shares(channels, own, self.amplitudes_for(channels[0], None if own is None else own.typical))
 
 
-class Shares:
+class Shares(Mask):
     """The shares of one client."""
 
     def __init__(self, channels: Sequence[Channel], own: OwnWeights | None, amplitudes: Amplitudes) -> None:
@@ -176,13 +171,3 @@ class Shares:
             assert self._own is not None
             unwrap(self._own, key, results, wrapped)
         return results
-
-    def prepare(self, key: MaskedKey) -> Future[Any] | None:
-        return None
-
-    def close(self) -> None:
-        pass
-
-
-_REACH = 4.0
-"""Largest number of a Gaussian share in units of the amplitude, whose σ is 0.58."""

@@ -16,47 +16,41 @@ from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError
 from symbiosis.privacy.masks import Results
 
-__all__ = ["SideCalls", "done_on_loop"]
-
 T = TypeVar("T")
 
 
 class SideCalls:
     """Sends calls from any thread without waiting, and waits for their results on threads that may block.
 
-    Args:
-        client: name of the client, for errors.
-        threads: number of synchronous calls that are sent at the same time.
-        loop: the event loop of the channels; None for channels of synchronous code.
+    ``loop`` is the event loop of the channels. Without one, channels are synchronous, and up to ``threads`` threads
+    call them.
     """
 
     def __init__(self, client: str, threads: int, loop: asyncio.AbstractEventLoop | None) -> None:
         self._client = client
-        self._threads = threads
         self._loop = loop
-        self._loop_thread = threading.get_ident() if loop is not None else None
-        self._pool: ThreadPoolExecutor | None = None
+        self._loop_thread = threading.get_ident()
+        self._pool = ThreadPoolExecutor(threads, "symbiosis-mask")  # starts no thread before it has a call to send
         self._lock = threading.Lock()
         self._interrupted: Future[None] = Future()
         """Ends the waits in progress when it gets an error."""
 
     def send(self, channel: Channel, call: Call) -> Future[Results]:
-        """Send a call and return the future of its results."""
-        if self._loop is None:
-            with self._lock:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(self._threads, "symbiosis-mask")
-                return self._pool.submit(channel.call, call)
+        """Send a call and return the future of its results.
+
+        Raises:
+            ClientClosedError: the client, or its event loop, was closed.
+        """
         answer: Future[Results] = Future()
-        if threading.get_ident() == self._loop_thread:
-            _send_on_loop(channel, call, answer)
-        else:
-            try:
+        try:
+            if self._loop is None:
+                return self._pool.submit(channel.call, call)
+            if threading.get_ident() == self._loop_thread:
+                _send_on_loop(channel, call, answer)
+            else:
                 self._loop.call_soon_threadsafe(_send_on_loop, channel, call, answer)
-            except RuntimeError as error:  # the loop is closed
-                closed = ClientClosedError(f"the event loop of client {self._client!r} is closed")
-                closed.__cause__ = error
-                answer.set_exception(closed)
+        except RuntimeError as error:
+            raise ClientClosedError(f"the client {self._client!r} or its event loop was closed") from error
         return answer
 
     def cancel(self, channels: Sequence[Channel], calls: Sequence[Call]) -> None:
@@ -84,10 +78,7 @@ class SideCalls:
 
     def close(self) -> None:
         """Block until calls of synchronous channels have ended, which the caller has closed."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True)
 
 
 def _send_on_loop(channel: Channel, call: Call, answer: Future[Results]) -> None:
@@ -97,10 +88,7 @@ def _send_on_loop(channel: Channel, call: Call, answer: Future[Results]) -> None
         answer.set_exception(error)
         return
     assert isinstance(reply, asyncio.Future)
-    if reply.done():
-        _copy_result(answer, reply)
-    else:
-        reply.add_done_callback(partial(_copy_result, answer))
+    reply.add_done_callback(partial(_copy_result, answer))
 
 
 def _copy_result(answer: Future[Results], reply: asyncio.Future[Results]) -> None:
@@ -110,20 +98,3 @@ def _copy_result(answer: Future[Results], reply: asyncio.Future[Results]) -> Non
         answer.set_exception(error)
     else:
         answer.set_result(reply.result())
-
-
-def done_on_loop(future: Future[Any]) -> asyncio.Future[None]:
-    """Return a future of the running loop that is done when ``future`` is. Cancelling it does not cancel ``future``."""
-    loop = asyncio.get_running_loop()
-    waiting: asyncio.Future[None] = loop.create_future()
-
-    def finish() -> None:
-        if not waiting.done():
-            waiting.set_result(None)
-
-    def done(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and no task waits any more
-            loop.call_soon_threadsafe(finish)
-
-    future.add_done_callback(done)
-    return waiting

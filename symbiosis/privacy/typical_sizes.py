@@ -18,8 +18,6 @@ from symbiosis.core.requests import Key, LayerSpec
 from symbiosis.log import get_logger
 from symbiosis.modes import modes_aside
 
-__all__ = ["TypicalSizes"]
-
 log = get_logger(__name__)
 
 _TOKENS = 64
@@ -35,12 +33,7 @@ class TypicalSizes:
 
     A layer that the pass does not reach gets the median of layers that read rows of its width, or else of all layers.
     If the model takes no token ids, or raises, all sizes are 1 and a warning is logged. The model's weights, their
-    gradients and torch's generators stay unchanged.
-
-    Args:
-        model: the public model with all its weights.
-        layers: the layer table.
-        modules: the linear modules of the layer table, by layer index.
+    gradients and torch's generators stay unchanged. ``modules`` are the linear modules of the layer table, by index.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[LayerSpec], modules: Mapping[int, nn.Module]) -> None:
@@ -81,8 +74,7 @@ class TypicalSizes:
                 if len(arguments) != 1 or arguments[0].ndim < 2:
                     return None
                 (x,) = arguments
-                sizes = _row_sizes(x)
-                _keep_least(self._rows, layer, _quantile(_ROW_QUANTILE, sizes[_FIRST_TOKENS:] or sizes))
+                _keep_least(self._rows, layer, x, _ROW_QUANTILE, _FIRST_TOKENS)
                 if x.requires_grad and leaves:
                     return None
                 leaves.append(x if x.requires_grad else x.detach().requires_grad_())
@@ -92,7 +84,7 @@ class TypicalSizes:
 
         def after(layer: int) -> Callable[..., None]:
             def gradient(dy: torch.Tensor) -> None:
-                _keep_least(self._gradients, layer, _quantile(_GRADIENT_QUANTILE, _row_sizes(dy)))
+                _keep_least(self._gradients, layer, dy, _GRADIENT_QUANTILE)
 
             def hook(module: nn.Module, arguments: Any, y: torch.Tensor) -> None:
                 if threading.get_ident() == thread and y.requires_grad:
@@ -111,20 +103,16 @@ class TypicalSizes:
             torch.autograd.grad(_loss(model), leaves, allow_unused=True)
 
 
-def _keep_least(sizes: dict[int, float], layer: int, size: float) -> None:
+def _keep_least(sizes: dict[int, float], layer: int, x: torch.Tensor, fraction: float, skip: int = 0) -> None:
+    """Keep a quantile of the rms of rows of x [..., width], after some first rows, if it is the least of the layer.
+
+    Rows that are zero or not finite do not count. Without other rows the size is 0.
+    """
+    rms: list[float] = x.detach().flatten(0, -2).float().square().mean(1).sqrt().tolist()
+    finite = [size for size in rms if size < float("inf")]
+    ordered = sorted(filter(None, finite[skip:] or finite))
+    size = ordered[int(fraction * len(ordered))] if ordered else 0.0
     sizes[layer] = min(sizes.get(layer, size), size)
-
-
-def _row_sizes(x: torch.Tensor) -> list[float]:
-    """Return the rms of each finite row of x [..., width]."""
-    sizes: list[float] = x.detach().flatten(0, -2).float().square().mean(1).sqrt().tolist()
-    return [size for size in sizes if size < float("inf")]
-
-
-def _quantile(fraction: float, sizes: Sequence[float]) -> float:
-    """Return the element of ``sizes`` at a fraction of those that are not zero, or 0 without any."""
-    ordered = sorted(filter(None, sizes))
-    return ordered[int(fraction * len(ordered))] if ordered else 0.0
 
 
 def _loss(model: nn.Module) -> torch.Tensor:

@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -17,8 +16,6 @@ from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Session
 from symbiosis.host import Executor
 from symbiosis.privacy.masks import Results
-
-__all__ = ["Seen", "Wiretap"]
 
 
 @dataclass(slots=True)
@@ -49,27 +46,25 @@ class Wiretap:
 
     def __init__(self, executor: Executor) -> None:
         self.seen: list[Seen] = []
-        self._executor = executor
+        self._taps = executor.service.taps
         self._numbers = itertools.count()
         self._open = False
 
     def __enter__(self) -> Wiretap:
         self._open = True
-        self._executor.service.taps.append(self._tap)
+        self._taps.append(self._tap)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open = False
-        self._executor.service.taps.remove(self._tap)
+        self._taps.remove(self._tap)
 
     def of(self, client: str) -> list[Seen]:
         """Return the calls of one client."""
         return [seen for seen in self.seen if seen.client == client]
 
     def _tap(self, session: Session) -> Session:
-        return _TappedSession(session, self._record)
+        return cast(Session, _TappedSession(session, self._record))
 
     def _record(self, client: str, call: Call, tensors: Results) -> Seen:
         seen = Seen(next(self._numbers) if self._open else -1, client, call.key, call.kind, tensors)
@@ -79,18 +74,14 @@ class Wiretap:
 
 
 class _TappedSession:
-    """A session whose calls are recorded. Implements :class:`~symbiosis.core.transport.Session`."""
+    """A session whose calls are recorded."""
 
     def __init__(self, session: Session, record: Callable[[str, Call, Results], Seen]) -> None:
-        self.client = session.client
-        self.expects = session.expects
-        self.flush = session.flush
-        self.cancel = session.cancel
-        self.begin_pass = session.begin_pass
-        self.end_pass = session.end_pass
-        self.close = session.close
         self._session = session
         self._record = record
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
 
     def submit(self, call: Call) -> asyncio.Future[Results]:
         seen = self._record(self.client, call, _copies(call.tensors))
@@ -109,7 +100,7 @@ class _TappedSession:
         return results
 
 
-def _keep_results(seen: Seen, reply: asyncio.Future[Any]) -> None:
+def _keep_results(seen: Seen, reply: asyncio.Future[Results]) -> None:
     if not reply.cancelled() and reply.exception() is None:
         seen.results = _copies(reply.result())
 

@@ -17,8 +17,6 @@ from symbiosis.privacy.keystream import BITS, grid_step
 from symbiosis.privacy.masks import MaskedKey, Results
 from symbiosis.privacy.own_weights import OwnWeights
 
-__all__ = ["Wrapped", "unwrap", "wrap"]
-
 _LARGEST = {dtype: 2.0 ** (64 - bits) - 2 for dtype, bits in BITS.items()}
 """Numbers in units of the amplitude that fit into an int64 of :data:`BITS` bits a unit, with room for the noise."""
 _LARGEST_INT32 = 2.0 ** (32 - BITS[torch.float32]) - 2

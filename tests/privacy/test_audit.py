@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +20,22 @@ from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import UnknownNameError, UsageError
 from symbiosis.host import Executor
-from symbiosis.privacy import NoisePool
+from symbiosis.privacy import NoisePool, Seen
 from symbiosis.privacy.amplitude import Amplitudes
-from symbiosis.privacy.audit import (
-    Audit,
-    Observation,
-    Plan,
-    as_data,
-    audit,
-    best,
-    cost_table,
-    markdown,
-    plot,
-    summary,
-    verdict,
-    write_into,
-)
 from symbiosis.privacy.audit.adapter import solve_adapter
 from symbiosis.privacy.audit.attacks import complement, difference, every_vector, round_to_power_of_two
+from symbiosis.privacy.audit.costs import Costs
 from symbiosis.privacy.audit.evidence import Place, Stream, collect, random_traffic
-from symbiosis.privacy.audit.goals import Score, rank_score
 from symbiosis.privacy.audit.guesses import midrange
+from symbiosis.privacy.audit.limit import Limit, _choices_tail, _student_t
 from symbiosis.privacy.audit.public import Prior
-from symbiosis.privacy.audit.result import Costs
-from symbiosis.privacy.audit.run import record
-from symbiosis.privacy.audit.verdict import Limit, _choices_tail, _student_t
-from symbiosis.privacy.audit.workload import build
+from symbiosis.privacy.audit.report import as_data, best, cost_table, markdown, plot, summary, verdict, write_into
+from symbiosis.privacy.audit.result import Audit, Observation
+from symbiosis.privacy.audit.run import audit, record
+from symbiosis.privacy.audit.scores import Score, rank_score
+from symbiosis.privacy.audit.workload import Plan, build
 from symbiosis.privacy.keystream import Keystream
-from symbiosis.privacy.masks import MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.terminal.console import write_json
 
@@ -97,10 +85,8 @@ def test_many_right_choices_are_a_find() -> None:
 # The attacks.
 
 
-@dataclass
-class Recorded:
-    key: Key
-    tensors: tuple[torch.Tensor, ...]
+def _seen(key: Key, matrix: torch.Tensor) -> Seen:
+    return Seen(0, "client", key, Kind.DECODE, (matrix,))
 
 
 class World:
@@ -122,17 +108,17 @@ def _rows(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def test_calls_are_sorted() -> None:
-    """Calls are sorted by place. Matrices that were sent for their effects are noise, whatever their number of rows."""
+    """Calls are sorted by place. Matrices that no row was sent as are noise, whatever their number of rows."""
     x = _rows(5, 8)
     evidence = collect(
         [
-            Recorded(Key((1,), Pass.FORWARD_WITHOUT_BIAS), (x[:3],)),
-            Recorded(Key((1,), Pass.FORWARD), (x[3:],)),
-            Recorded(Key((1,), Pass.BACKWARD), (x[:3],)),
-            Recorded(Key((1,), Pass.BACKWARD), (x[2:],)),
-            Recorded(Key((2,), Pass.FORWARD_WITHOUT_BIAS), (x,)),
+            _seen(Key((1,), Pass.FORWARD_WITHOUT_BIAS), x[:3]),
+            _seen(Key((1,), Pass.FORWARD), x[3:]),
+            _seen(Key((1,), Pass.BACKWARD), x[:3]),
+            _seen(Key((1,), Pass.BACKWARD), x[2:]),
+            _seen(Key((2,), Pass.FORWARD_WITHOUT_BIAS), x),
         ],
-        [x[:3]],
+        [x[3:], x[2:], x],
     )
     forward, backward = evidence[Place((1,), False)], evidence[Place((1,), True)]
     assert torch.equal(forward.rows, x[3:])
@@ -147,8 +133,8 @@ def test_every_vector_finds_rows_of_a_pool() -> None:
     x, pool = _rows(40, 64), _noise(8, 64)
     sent = x + 512 * pool[torch.arange(40) % 8]
     evidence = {Place((0,), False): Stream(sent, torch.zeros(40, dtype=torch.long), pool)}
-    (estimate,) = every_vector(evidence, World(64)).values()  # type: ignore[arg-type, union-attr]
-    torch.testing.assert_close(estimate.rows, x, rtol=0, atol=1e-3)
+    (found,) = every_vector(evidence, World(64)).values()  # type: ignore[arg-type, union-attr]
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-3)
     assert every_vector({Place((0,), False): Stream(sent, sent[:, 0], pool[:0])}, World(64)) is None  # type: ignore[arg-type]
 
 
@@ -165,7 +151,7 @@ def test_difference_finds_rows_with_one_mask() -> None:
     }
     found = difference(evidence, World(64))  # type: ignore[arg-type]
     assert found is not None
-    rows = torch.cat([estimate.rows for estimate in found.values()])
+    rows = torch.cat(list(found.values()))
     assert torch.nn.functional.cosine_similarity(rows, x).mean() > 0.9
     noise = random_traffic(evidence, dict.fromkeys(evidence, x), torch.Generator().manual_seed(3))
     assert difference(noise, World(64)) is None  # type: ignore[arg-type]
@@ -226,7 +212,7 @@ class FixedVectors(Scheme):
         return FixedMasks(self.size, send)
 
 
-class FixedMasks:
+class FixedMasks(Mask):
     def __init__(self, size: int, send: SendCall) -> None:
         self.amplitudes = Amplitudes(256.0)
         self._size = size
@@ -248,12 +234,6 @@ class FixedMasks:
             return tuple(result - mix @ effect for result, effect in zip(results, effects.result(), strict=True))
 
         return MaskedRows((Call(key.key, kind, (x + mix @ vectors,)),), (effects,), unmask)
-
-    def prepare(self, key: MaskedKey) -> Future[Any] | None:
-        return None
-
-    def close(self) -> None:
-        pass
 
 
 SHARES = ["secret-shares", "secret-shares:model=base"]
@@ -346,13 +326,12 @@ async def test_vectors_are_told_from_rows_by_more_than_their_number() -> None:
     base = build(plan)
     async with Executor(base) as one, Executor(build(plan)) as two:
         for privacy in (FixedVectors(32), NoisePool(size=32), None):
-            truth, (calls,), effects = await record(privacy, plan, one, two)
-            evidence = collect(calls, effects)
+            truth, (calls,) = await record(privacy, plan, one, two)
+            evidence = collect(calls, truth.sent)
             assert {place: stream.rows.shape for place, stream in evidence.items()} == {
                 place: rows.shape for place, rows in truth.rows.items()
             }
             assert {len(stream.noise) for stream in evidence.values()} == {32 if privacy else 0}
-            assert privacy is None or "begin" not in vars(privacy)
 
 
 def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]], sets: list[Score]) -> Audit:
@@ -360,10 +339,7 @@ def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]
     observations = [Observation("none", "", bare), Observation("masks", "", masked)]
     cost = Costs(1.0, math.nan, 1.0, 0.0, 0.0)
     schemes = {"none": "none", "masks": "masks"}
-    made = Audit(SMALL, observations, observations[0], dict.fromkeys(schemes, cost), limits, 1e-5, 12, 0.9, schemes)
-    for observation in observations:
-        made.mark(observation)
-    return made
+    return Audit(SMALL, observations, observations[0], dict.fromkeys(schemes, cost), limits, 1e-5, 12, 0.9, schemes)
 
 
 def test_costs_that_were_not_measured_have_a_dash() -> None:
@@ -440,7 +416,7 @@ def test_files_and_widths_are_checked_before_the_work(
     async def work(*arguments: Any, **options: Any) -> None:
         raise AssertionError("the work began")
 
-    monkeypatch.setattr("symbiosis.privacy.audit.audit", work)
+    monkeypatch.setattr("symbiosis.privacy.audit.run.audit", work)
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")
     done = CliRunner().invoke(app, ["audit", *(option.format(folder=tmp_path) for option in options)])

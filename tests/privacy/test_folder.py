@@ -17,7 +17,7 @@ from torch import nn
 from symbiosis.core.requests import Pass
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy import LocalPads
-from symbiosis.privacy.pad_folder import EFFECT_HEADER, PadCounter, PadFolder
+from symbiosis.privacy.pad_folder import ENTRY, PadCounter, PadFolder
 from tests.privacy.masking import Layers, Masking, assert_all_different, normal_rows
 
 MODEL = Layers(32, 8)
@@ -122,7 +122,7 @@ def test_damaged_effects_are_computed_again(folder: Path) -> None:
         masking.prepare()
     (kept,) = folder.glob("*.effects")
     data = bytearray(kept.read_bytes())
-    data[EFFECT_HEADER.size + 3] ^= 0x40  # the exponent of the first number of the first pad
+    data[ENTRY.size + 3] ^= 0x40  # the exponent of the first number of the first pad
     kept.write_bytes(data)
     with opened(folder) as masking:
         for _ in range(6):
@@ -136,32 +136,28 @@ def test_counters_only_go_up(tmp_path: Path) -> None:
     assert counter.value == PadCounter(tmp_path / "counter").value == 9
 
 
-def test_a_counter_that_is_written_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = PadCounter(tmp_path / "counter")
-    monkeypatch.setattr(os, "write", lambda file, data: len(data) - 1)
-    with pytest.raises(OSError, match="written in part"):
-        counter.write(5)
-    assert counter.value == 0
-
-
 def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Effects need not be kept. Pads whose use cannot be recorded are not used until there is room again."""
 
-    def full(*_: Any) -> int:
+    def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with opened(folder) as masking:
+        masking.prepare()
+        (folder / "0-forward.effects").symlink_to("/dev/full")
         with monkeypatch.context() as patch:
-            patch.setattr(os, "pwrite", full)
-            masking.assert_forward(X)
-            patch.setattr(os, "write", full)
+            patch.setattr(os, "fsync", full)
             with pytest.raises(
                 PrivacyError, match=r"cannot be kept on disk .*No space left.*nothing was sent. Make room"
             ):
                 masking.ask((1,), Pass.FORWARD, X)
         for _ in range(10):
             masking.assert_forward(X, 1)
-        assert_all_different(masking.pads(X)[2:])
+    (folder / "0-forward.effects").unlink()
+    with opened(folder) as again:
+        for layer in (0, 1):
+            again.assert_forward(X, layer)
+        assert_all_different(torch.cat([masking.pads(X), again.pads(X)[2:]]))
 
 
 def test_pads_are_recorded_as_used_before_a_request_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

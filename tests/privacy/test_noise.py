@@ -18,7 +18,7 @@ from symbiosis.privacy import LocalPads, NoisePool
 from symbiosis.privacy.amplitude import Amplitudes, required_amplitude
 from symbiosis.privacy.keystream import BITS, Keystream, blocks
 from symbiosis.privacy.masks import MaskedKey
-from symbiosis.privacy.noise_pool import add_rotating
+from symbiosis.privacy.noise_pool import Rotation
 from symbiosis.privacy.typical_sizes import TypicalSizes
 from symbiosis.privacy.wrapped import wrap
 from tests.privacy.masking import SCHEMES, Layers, Masking, assert_uniform, normal_rows
@@ -130,7 +130,7 @@ def test_rows_in_rotation(size: int, rotate: int, first: int, rows: int, strided
     matrix = normal_rows(size, 3, seed=0)
     x = torch.ones(2 * rows, 3)[::2] if strided else torch.ones(rows, 3)
     wanted = torch.stack([x[row] + 0.5 * matrix[(first + row) // rotate % size] for row in range(rows)])
-    assert torch.equal(add_rotating(x, matrix, first, rotate, 0.5), wanted)
+    assert torch.equal(Rotation(matrix, rotate).added_to(x, first, 0.5), wanted)
 
 
 # Random numbers.

@@ -21,8 +21,8 @@ import symbiosis
 from symbiosis.core.requests import Call, Pass
 from symbiosis.errors import ClientClosedError, PrivacyError, UsageError
 from symbiosis.privacy import LocalPads, NoisePool, SecretShares, Seen, Wiretap
+from symbiosis.privacy.local_pads import Pads
 from symbiosis.privacy.masks import MaskedRows
-from symbiosis.privacy.pads import Pads
 from symbiosis.privacy.secret_shares import Shares
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports.keys import SERVER, new_key

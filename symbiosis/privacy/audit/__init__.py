@@ -5,35 +5,3 @@ the executor receives. Every attack is then made on the recorded traffic, with t
 traffic, which shows how well an attack does where there is nothing to find. Start reading at
 :func:`symbiosis.privacy.audit.run.audit`.
 """
-
-from symbiosis.privacy.audit.report import (
-    as_data,
-    best,
-    cost_table,
-    markdown,
-    plot,
-    split_page,
-    summary,
-    verdict,
-    write_into,
-)
-from symbiosis.privacy.audit.result import Audit, Observation
-from symbiosis.privacy.audit.run import SCHEMES, audit
-from symbiosis.privacy.audit.workload import Plan
-
-__all__ = [
-    "SCHEMES",
-    "Audit",
-    "Observation",
-    "Plan",
-    "as_data",
-    "audit",
-    "best",
-    "cost_table",
-    "markdown",
-    "plot",
-    "split_page",
-    "summary",
-    "verdict",
-    "write_into",
-]

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, Place
-from symbiosis.privacy.audit.goals import NOT_APPLICABLE, Score, Stage, Truth
+from symbiosis.privacy.audit.evidence import Estimates, Evidence
 from symbiosis.privacy.audit.public import Public
-
-__all__ = ["adapter_from_known_text", "adapter_from_rows", "solve_adapter"]
+from symbiosis.privacy.audit.scores import Score
+from symbiosis.privacy.audit.workload import Truth
 
 
 def adapter_from_rows(estimates: Estimates, truth: Truth, public: Public) -> Score:
@@ -25,9 +24,7 @@ def adapter_from_rows(estimates: Estimates, truth: Truth, public: Public) -> Sco
     found = {}
     for layer in truth.adapter:
         places = truth.main_place(layer), truth.main_place(public.sibling(layer, "down_proj"))
-        if any(place not in estimates for place in places):
-            return NOT_APPLICABLE
-        x, h = (_generated(truth, place, estimates[place]) for place in places)
+        x, h = (torch.cat(truth.generated(place, estimates[place])).double() for place in places)
         gate = public.weight(public.sibling(layer, "gate_proj"))
         found[layer] = solve_adapter(x, h, gate, public.weight(layer), truth.rank)
     return _score(found, truth)
@@ -40,18 +37,14 @@ def adapter_from_known_text(evidence: Evidence, estimates: Estimates, truth: Tru
     directions are projected out. With ΔW of that block in place, the model gives x of the next block.
     """
     place = truth.main_place(public.layer("q_proj"))
-    rows, index = estimates[place]
-    tokens = public.token_likeness(rows).argmax(1)
-    sequences = [tokens[truth.operation[place][index] == number] for number in truth.prompts]
-    text = torch.stack([sequence for sequence in sequences if len(sequence) == max(map(len, sequences))])
+    tokens = public.token_likeness(estimates[place]).argmax(1)
+    text = torch.stack(truth.generated(place, tokens))
     tenant = Public(copy.deepcopy(public.model), public.layers, text)
     found = {}
     for layer in truth.adapter:
         x = tenant.run(text)[layer].double()
         down = truth.main_place(public.sibling(layer, "down_proj"))
-        h = evidence[down].rows[truth.stage[down] == Stage.GENERATE].double()
-        if h.shape[0] != x.shape[0]:
-            return NOT_APPLICABLE
+        h = torch.cat(truth.generated(down, evidence[down].rows)).double()
         gate = public.weight(public.sibling(layer, "gate_proj"))
         found[layer] = solve_adapter(x, h, gate, public.weight(layer), truth.rank, evidence[down].noise.double())
         with torch.no_grad():
@@ -125,10 +118,6 @@ def _truncate(matrix: torch.Tensor, rank: int) -> torch.Tensor:
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     found: torch.Tensor = (left[:, :rank] * values[:rank]) @ right[:rank]
     return found
-
-
-def _generated(truth: Truth, place: Place, estimate: Estimate) -> torch.Tensor:
-    return estimate.rows[truth.stage[place][estimate.which] == Stage.GENERATE].double()
 
 
 def _score(found: dict[int, torch.Tensor], truth: Truth) -> Score:

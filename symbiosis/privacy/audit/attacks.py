@@ -8,36 +8,19 @@ Legend: n rows; w columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional as F
 
-from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, Place, Stream
+from symbiosis.privacy.audit.evidence import Estimates, Evidence, Place, Stream
 from symbiosis.privacy.audit.public import Prior, Public
-
-__all__ = [
-    "as_is",
-    "complement",
-    "difference",
-    "every_vector",
-    "filtered",
-    "principal",
-    "projection",
-    "round_to_power_of_two",
-]
 
 ALIKE = 0.9
 """Cosine from which on two rows count as masked with one vector: their bare parts would be a third as large."""
 
 
-def _estimate(evidence: Evidence, rows: Callable[[Place, Stream], torch.Tensor]) -> Estimates:
-    return {place: Estimate(rows(place, stream), torch.arange(len(stream.rows))) for place, stream in evidence.items()}
-
-
-def as_is(evidence: Evidence, public: Public) -> Estimates:
+def as_is(stream: Stream, prior: Prior) -> torch.Tensor:
     """Take rows as they were sent."""
-    return _estimate(evidence, lambda place, stream: stream.rows)
+    return stream.rows
 
 
 def every_vector(evidence: Evidence, public: Public) -> Estimates | None:
@@ -51,19 +34,19 @@ def every_vector(evidence: Evidence, public: Public) -> Estimates | None:
     vectors = {width: torch.cat(parts) for width, parts in by_width.items()}
     if not any(map(len, vectors.values())):
         return None
+    return {place: _nearest_removed(stream.rows, vectors[stream.rows.shape[1]]) for place, stream in evidence.items()}
 
-    def rows(place: Place, stream: Stream) -> torch.Tensor:
-        tried = vectors[stream.rows.shape[1]]
-        if not len(tried):
-            return stream.rows
-        inner = stream.rows @ tried.T
-        squares = tried.square().sum(1).clamp_min(1e-30)
-        best = (inner.square() / squares).argmax(1)
-        found = tried[best].double()
-        amplitude = round_to_power_of_two((stream.rows * found).sum(1) / squares[best])
-        return (stream.rows.double() - amplitude[:, None] * found).float()
 
-    return _estimate(evidence, rows)
+def _nearest_removed(rows: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """Return rows [n, w] less the vector [w] that explains most of each, out of ``vectors`` [m, w]."""
+    if not len(vectors):
+        return rows
+    inner = rows @ vectors.T
+    squares = vectors.square().sum(1).clamp_min(1e-30)
+    best = (inner.square() / squares).argmax(1)
+    found = vectors[best].double()
+    amplitude = round_to_power_of_two((rows * found).sum(1) / squares[best])
+    return (rows.double() - amplitude[:, None] * found).float()
 
 
 def round_to_power_of_two(amplitude: torch.Tensor) -> torch.Tensor:
@@ -89,7 +72,7 @@ def difference(evidence: Evidence, public: Public) -> Estimates | None:
         any_alike |= found is not None
         parts = torch.split(rows if found is None else found, [len(evidence[place].rows) for place in places])
         estimates.update(zip(places, parts, strict=True))
-    return _estimate(evidence, lambda place, stream: estimates[place]) if any_alike else None
+    return estimates if any_alike else None
 
 
 def _subtract_shared_masks(rows: torch.Tensor, means: torch.Tensor) -> torch.Tensor | None:
@@ -144,49 +127,36 @@ def complement(rows: torch.Tensor, directions: torch.Tensor, prior: Prior) -> to
     return guessed.float()
 
 
-def projection(evidence: Evidence, public: Public) -> Estimates | None:
-    """Project on the complement of the span of the noise that was sent. Returns None if none was sent."""
-    if not any(len(stream.noise) for stream in evidence.values()):
-        return None
-    return _estimate(
-        evidence, lambda place, stream: complement(stream.rows, stream.noise.double(), public.prior(place))
-    )
+def projection(stream: Stream, prior: Prior) -> torch.Tensor:
+    """Project on the complement of the span of the noise that was sent."""
+    return complement(stream.rows, stream.noise, prior)
 
 
-def principal(evidence: Evidence, public: Public) -> Estimates:
+def principal(stream: Stream, prior: Prior) -> torch.Tensor:
     """Project on the complement of the largest directions of the traffic, up to the widest gap of eigenvalues.
 
     This finds noise of low rank that was never sent for its effects.
     """
-
-    def rows(place: Place, stream: Stream) -> torch.Tensor:
-        x = F.normalize(stream.rows.double(), eps=1e-30)
-        values, vectors = torch.linalg.eigh(x.T @ x)
-        values, vectors = values.flip(0).clamp_min(1e-30), vectors.flip(1)
-        most = min(len(values), len(x)) - 1
-        cut = int((values[:most] / values[1 : most + 1]).argmax()) + 1
-        return complement(stream.rows, vectors[:, :cut].T, public.prior(place))
-
-    return _estimate(evidence, rows)
+    x = F.normalize(stream.rows.double(), eps=1e-30)
+    values, vectors = torch.linalg.eigh(x.T @ x)
+    values, vectors = values.flip(0).clamp_min(1e-30), vectors.flip(1)
+    most = min(len(values), len(x)) - 1
+    cut = int((values[:most] / values[1 : most + 1]).argmax()) + 1
+    return complement(stream.rows, vectors[:, :cut].T, prior)
 
 
-def filtered(evidence: Evidence, public: Public) -> Estimates:
+def filtered(stream: Stream, prior: Prior) -> torch.Tensor:
     """Make the best linear guess of a row from second moments of the traffic and of the public model's rows.
 
     This filters out noise that is weaker in some directions than in others, as far as possible.
     """
-
-    def rows(place: Place, stream: Stream) -> torch.Tensor:
-        x = stream.rows.double()
-        size = torch.exp2(x.norm(dim=1, keepdim=True).clamp_min(1e-30).log2().round())  # rows are brought to one size
-        x = x / size
-        traffic = x.T @ x / len(x)
-        traffic += 1e-12 * traffic.trace() * torch.eye(len(traffic), dtype=torch.float64)
-        if len(x) < 2 * len(traffic):  # too few rows to tell weak directions from rare ones
-            traffic = traffic.diagonal().diag()
-        prior = public.prior(place)
-        weights = torch.linalg.solve(traffic, prior.covariance.double())
-        found: torch.Tensor = prior.mean + (x @ weights) / size
-        return found.float()
-
-    return _estimate(evidence, rows)
+    x = stream.rows.double()
+    size = torch.exp2(x.norm(dim=1, keepdim=True).clamp_min(1e-30).log2().round())  # rows are brought to one size
+    x = x / size
+    traffic = x.T @ x / len(x)
+    traffic += 1e-12 * traffic.trace() * torch.eye(len(traffic), dtype=torch.float64)
+    if len(x) < 2 * len(traffic):  # too few rows to tell weak directions from rare ones
+        traffic = traffic.diagonal().diag()
+    weights = torch.linalg.solve(traffic, prior.covariance.double())
+    found: torch.Tensor = prior.mean + (x @ weights) / size
+    return found.float()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -11,19 +13,27 @@ import torch
 from symbiosis.client.client import Client
 from symbiosis.core.privacy import Privacy
 from symbiosis.host import Executor
-from symbiosis.privacy.audit.result import Costs
 from symbiosis.privacy.audit.workload import Plan, generate, give_adapter, lora, text
 
-__all__ = ["measure_costs"]
+
+@dataclass
+class Costs:
+    """Costs of a scheme relative to bare rows. Times are medians of pairs of measurements; NaN if not measured."""
+
+    decode: float
+    """Ratio of times to generate a text."""
+    train: float
+    """Ratio of times of a training step."""
+    traffic: float
+    """Ratio of bytes to and from executors over the whole workload."""
+    logits: float
+    """Largest error of a logit, relative to the largest logit."""
+    gradients: float
+    """Largest error of a gradient of the adapter, relative to the largest gradient."""
 
 
 async def measure_costs(privacy: Privacy | None, plan: Plan, executor: Executor, rounds: int, traffic: float) -> Costs:
-    """Measure the costs of a scheme.
-
-    Args:
-        rounds: pairs of timings after one that warms up; 0 measures no times.
-        traffic: ratio of bytes, which the caller knows.
-    """
+    """Measure the costs of a scheme, with ``rounds`` pairs of timings. The caller knows the ratio of ``traffic``."""
     async with (
         executor.client(lora(plan), seed=plan.seed) as bare,
         executor.client(lora(plan), privacy=privacy, seed=plan.seed) as masked,
@@ -56,7 +66,7 @@ async def _results(client: Client, plan: Plan) -> tuple[torch.Tensor, torch.Tens
 async def _ratio(
     work: Callable[[Client, Plan], Awaitable[None]], bare: Client, masked: Client, plan: Plan, rounds: int
 ) -> float:
-    """Return the median ratio of times of masked and bare work, or NaN without rounds."""
+    """Return the median ratio of times of masked and bare work, after one round that warms up; NaN without rounds."""
     ratios = []
     for _ in range(rounds + 1 if rounds else 0):
         seconds = []
@@ -65,7 +75,7 @@ async def _ratio(
             await work(client, plan)
             seconds.append(time.perf_counter() - started)
         ratios.append(seconds[1] / seconds[0])
-    return median(ratios[1:]) if rounds else float("nan")
+    return median(ratios[1:]) if rounds else math.nan
 
 
 async def _decode(client: Client, plan: Plan) -> None:

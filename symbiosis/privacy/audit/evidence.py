@@ -6,25 +6,13 @@ Legend: n rows; m noise vectors; w columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from symbiosis.core.requests import Key
-
-__all__ = [
-    "Estimate",
-    "Estimates",
-    "Evidence",
-    "FirstRequests",
-    "Place",
-    "RecordedCall",
-    "Stream",
-    "collect",
-    "combine_shares",
-    "random_traffic",
-]
+from symbiosis.privacy.wiretap import Seen
 
 
 class Place(NamedTuple):
@@ -36,15 +24,6 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, key: Key) -> Place:
         return cls(key.layers, key.pass_.is_backward)
-
-
-class RecordedCall(Protocol):
-    """The part of a recorded call that attacks use."""
-
-    @property
-    def key(self) -> Key: ...
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]: ...
 
 
 class Stream(NamedTuple):
@@ -60,34 +39,21 @@ class Stream(NamedTuple):
 
 
 Evidence = dict[Place, Stream]
-
-
-class Estimate(NamedTuple):
-    """An attack's estimate of the bare rows of a stream."""
-
-    rows: torch.Tensor
-    """[k, w]."""
-    which: torch.Tensor
-    """[k] index of each row in the stream."""
-
-
-Estimates = Mapping[Place, Estimate]
+Estimates = Mapping[Place, torch.Tensor]
+"""An attack's estimates [n, w] of the bare rows of streams."""
 
 
 class FirstRequests(NamedTuple):
-    """The sizes of all requests of v clients that each process one text. Each text occurs twice."""
+    """The requests of v clients that each process one text. The second half of them process the texts of the first."""
 
-    prompts: dict[int, int]
-    """Client → text."""
     sizes: torch.Tensor
     """[v, requests] mean squares of the numbers of each request."""
     numbers: torch.Tensor
     """[requests] how many numbers each request has."""
 
     @classmethod
-    def collect(cls, prompts: Sequence[int], clients: Sequence[Sequence[RecordedCall]]) -> FirstRequests:
+    def collect(cls, clients: Sequence[Sequence[Seen]]) -> FirstRequests:
         return cls(
-            dict(enumerate(prompts)),
             torch.tensor([[float(call.tensors[-1].double().square().mean()) for call in calls] for calls in clients]),
             torch.tensor([call.tensors[-1].numel() for call in clients[0]]),
         )
@@ -98,19 +64,14 @@ class FirstRequests(NamedTuple):
         return self._replace(sizes=1 + deviation * torch.randn(self.sizes.shape, generator=generator))
 
 
-def collect(calls: Iterable[RecordedCall], effects: Collection[torch.Tensor] = ()) -> Evidence:
-    """Sort the calls of one client by place.
-
-    Args:
-        calls: the calls in order of arrival.
-        effects: the matrices that the client's scheme sent for their effects.
-    """
-    sent_for_effects = {_content(matrix) for matrix in effects}
+def collect(calls: Iterable[Seen], sent: Sequence[torch.Tensor]) -> Evidence:
+    """Sort the calls of one client by place. Matrices other than those in ``sent`` were sent for their effects."""
+    rows_sent = {_content(matrix) for matrix in sent}
     rows: dict[Place, list[torch.Tensor]] = {}
     noise: dict[Place, list[torch.Tensor]] = {}
     for call in calls:
         x = call.tensors[-1]
-        kind = noise if _content(x) in sent_for_effects else rows
+        kind = rows if _content(x) in rows_sent else noise
         kind.setdefault(Place.of(call.key), []).append(x.float())
     return {
         place: Stream(

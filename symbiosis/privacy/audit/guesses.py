@@ -7,13 +7,14 @@ Legend: n rows; w columns; c candidates; t tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from symbiosis.privacy.audit.evidence import Estimate, Estimates, Evidence, FirstRequests, Place
-from symbiosis.privacy.audit.goals import Score, Stage, Truth, link_by_features, rank_score
+from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, Place
 from symbiosis.privacy.audit.public import Public
-
-__all__ = ["averaged", "guess_prompts", "guess_tokens", "link_by_first_sizes", "link_by_sizes", "midrange"]
+from symbiosis.privacy.audit.scores import Score, link_by_features, rank_score, rows_score, tokens_score
+from symbiosis.privacy.audit.workload import Truth
 
 _ROWS_AT_A_TIME = 64
 
@@ -31,7 +32,7 @@ def guess_prompts(evidence: Evidence, truth: Truth, public: Public, decoys: torc
     Args:
         decoys: [c, t] prompts of the same length as the tenant's. The guesses are these and the right prompt.
     """
-    texts, prompts = truth.texts, truth.prompts
+    texts, prompts = truth.texts, list(truth.prompts.values())
     length = texts.shape[1]
     guessed = public.run(torch.cat([texts, decoys]))
     gaussian = torch.zeros(len(prompts), 1 + len(decoys))
@@ -40,16 +41,13 @@ def guess_prompts(evidence: Evidence, truth: Truth, public: Public, decoys: torc
         if place.backward:
             continue
         expected = guessed[place.layers[0]].view(len(texts) + len(decoys), length, -1)
-        here = truth.stage[place] == Stage.GENERATE
-        rows, operation = stream.rows[here], truth.operation[place][here]
-        for number, (at, prompt) in enumerate(prompts.items()):
-            came = rows[operation == at][:length]
-            if len(came) < length:
+        for number, rows in enumerate(truth.generated(place, stream.rows)):
+            if len(rows) < length:
                 continue
-            choices = torch.cat([expected[prompt][None], expected[len(texts) :]]).flatten(1)
-            distances = _distances(came.reshape(1, -1), choices, stream.rows)
-            gaussian[number] += distances[0][0]
-            outside[number] += distances[1][0]
+            choices = torch.cat([expected[prompts[number]][None], expected[len(texts) :]]).flatten(1)
+            by_gaussian, by_bounds = _distances(rows[:length].reshape(1, -1), choices, stream.rows)
+            gaussian[number] += by_gaussian[0]
+            outside[number] += by_bounds[0]
     right = torch.zeros(len(prompts), dtype=torch.long)
     return rank_score(-gaussian, right), rank_score(-_combine(gaussian, outside), right)
 
@@ -77,18 +75,22 @@ def _combine(gaussian: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
     return outside + 0.5 * (gaussian - least) / spread
 
 
-def averaged(evidence: Evidence, truth: Truth, *, middle: bool) -> Estimates:
-    """Estimate rows of the repeated prompt by their mean over all requests for it, or by :func:`midrange`."""
-    found: dict[Place, Estimate] = {}
+def average(evidence: Evidence, truth: Truth, public: Public, *, middle: bool) -> dict[str, Score]:
+    """Score the mean of the rows of the repeated prompt over all requests for it, or their :func:`midrange`."""
+    estimates: dict[Place, torch.Tensor] = {}
+    first: dict[Place, torch.Tensor] = {}
+    """Place → indices of the rows of the first request."""
     for place, stream in evidence.items():
-        index = (truth.stage[place] == Stage.REPEAT).nonzero()[:, 0]
-        if place.backward or not len(index):
-            continue
-        operations = truth.operation[place][index]
-        count = int((operations == operations[0]).sum())
-        rows = stream.rows[index].view(-1, count, stream.rows.shape[1])
-        found[place] = Estimate(midrange(rows) if middle else rows.mean(0), index[:count])
-    return found
+        rows = torch.stack(truth.by_operation(place, stream.rows, truth.repeats))
+        if rows.numel():
+            first[place] = (truth.operation[place] == truth.repeats[0]).nonzero()[:, 0]
+            estimates[place] = midrange(rows) if middle else rows.mean(0)
+    tokens = truth.tokens[first[truth.main_place(public.layer("q_proj"))]]
+    once = replace(truth, rows={place: truth.rows[place][index] for place, index in first.items()}, tokens=tokens)
+    return {
+        "activations": rows_score(estimates, once, backward=False),
+        "tokens": tokens_score(estimates, once, public),
+    }
 
 
 def midrange(rows: torch.Tensor) -> torch.Tensor:
@@ -101,20 +103,18 @@ def midrange(rows: torch.Tensor) -> torch.Tensor:
 
 def link_by_sizes(evidence: Evidence, truth: Truth) -> Score:
     """Score which generations were for the same prompt, by the sizes of their requests alone."""
-    features: dict[int, list[torch.Tensor]] = {operation: [] for operation in truth.prompts}
+    features: list[list[torch.Tensor]] = [[] for _ in truth.prompts]
     for place, stream in evidence.items():
-        here = truth.stage[place] == Stage.GENERATE
-        if place.backward or not here.any():
+        if place.backward:
             continue
         squares = stream.rows.square().mean(1).double()
         size = torch.bincount(stream.request, weights=squares) / torch.bincount(stream.request)
-        for operation in truth.prompts:
-            requests = torch.unique(stream.request[here & (truth.operation[place] == operation)])
-            features[operation].append(0.5 * size[requests].clamp_min(1e-30).log2())
-    return link_by_features({operation: torch.cat(parts) for operation, parts in features.items()}, truth.prompts)
+        for parts, requests in zip(features, truth.generated(place, stream.request), strict=True):
+            parts.append(0.5 * size[torch.unique(requests)].clamp_min(1e-30).log2())
+    return link_by_features([torch.cat(parts) for parts in features], list(truth.prompts.values()))
 
 
 def link_by_first_sizes(first: FirstRequests) -> Score:
     """Score the same for clients that were opened for one text each."""
     sizes = 0.5 * first.sizes.clamp_min(1e-30).log2()
-    return link_by_features(dict(enumerate(sizes)), first.prompts)
+    return link_by_features(list(sizes), 2 * list(range(len(sizes) // 2)))

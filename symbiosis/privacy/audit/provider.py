@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import torch
 
 from symbiosis.privacy.audit import attacks, guesses
 from symbiosis.privacy.audit.adapter import adapter_from_known_text, adapter_from_rows
 from symbiosis.privacy.audit.evidence import Estimates, Evidence, FirstRequests
-from symbiosis.privacy.audit.goals import Score, Truth, link_by_rows, rows_score, tokens_score
 from symbiosis.privacy.audit.public import Public
-from symbiosis.privacy.audit.workload import Plan, text
-
-__all__ = ["ATTACKS", "GOALS", "Provider", "Scores"]
+from symbiosis.privacy.audit.scores import Score, link_by_rows, rows_score, tokens_score
+from symbiosis.privacy.audit.workload import Truth
 
 GOALS = {
     "adapter": "ΔW of each up_proj",
@@ -41,73 +39,54 @@ ATTACKS = {
 Scores = dict[str, dict[str, Score]]
 """Attack → goal → score, where the attack applies."""
 
-_ESTIMATES = {
+_BY_PLACE = {
     "as is": attacks.as_is,
-    "every vector": attacks.every_vector,
-    "difference": attacks.difference,
     "projection": attacks.projection,
     "principal": attacks.principal,
     "filter": attacks.filtered,
 }
-_DECOYS = 99
 
 
-class Provider:
-    """A provider that knows the base model, has text of its own, and guesses prompts."""
+def attack(
+    evidence: Evidence, first: FirstRequests | None, truth: Truth, public: Public, decoys: torch.Tensor
+) -> Scores:
+    """Make all attacks on recorded traffic, with ``decoys`` as guessed prompts, and score them by the truth.
 
-    def __init__(self, public: Public, plan: Plan, truth: Truth) -> None:
-        self.public = public
-        self.truth = truth
-        self.decoys = text(plan, _DECOYS, 3)
+    Raises:
+        ValueError: the traffic is not that of this tenant; rows are missing, or there are too many.
+    """
+    for place, rows in truth.rows.items():
+        if place not in evidence or evidence[place].rows.shape != rows.shape:
+            raise ValueError(f"{place}: other rows were recorded than the {list(rows.shape)} that the tenant has")
+    estimates: dict[str, Estimates | None] = {
+        name: {place: estimate(stream, public.prior(place)) for place, stream in evidence.items()}
+        for name, estimate in _BY_PLACE.items()
+    }
+    estimates["every vector"] = attacks.every_vector(evidence, public)
+    estimates["difference"] = attacks.difference(evidence, public)
+    if not any(len(stream.noise) for stream in evidence.values()):
+        del estimates["projection"]
+    found = {name: _scores(each, truth, public) for name, each in estimates.items() if each is not None}
+    best = estimates.get("projection") or estimates["as is"]
+    assert best is not None
+    found["known text"] = {"adapter": adapter_from_known_text(evidence, best, truth, public)}
+    found["averaging"] = guesses.average(evidence, truth, public, middle=False)
+    found["mid-range"] = guesses.average(evidence, truth, public, middle=True)
+    by_token = guesses.guess_tokens(evidence, truth, public)
+    by_prompt = guesses.guess_prompts(evidence, truth, public, decoys)
+    for name, token, prompt in zip(("guess, Gaussian", "guess, bounds"), by_token, by_prompt, strict=True):
+        found[name] = {"tokens": token, "prompts": prompt}
+    found["sizes"] = {"links": guesses.link_by_sizes(evidence, truth)}
+    if first is not None:
+        found["first sizes"] = {"links": guesses.link_by_first_sizes(first)}
+    return {name: found[name] for name in ATTACKS if name in found}
 
-    def attack(self, evidence: Evidence, first: FirstRequests | None = None) -> Scores:
-        """Make all attacks.
 
-        Args:
-            evidence: the recorded traffic, in the order of the tenant's rows.
-            first: sizes of the requests of clients for one text each.
-
-        Raises:
-            ValueError: the traffic is not that of this tenant; rows are missing, or there are too many.
-        """
-        self._check(evidence)
-        truth, public = self.truth, self.public
-        estimates = {name: attack(evidence, public) for name, attack in _ESTIMATES.items()}
-        found: Scores = {name: self._score(each) for name, each in estimates.items() if each is not None}
-        best = estimates["projection"] or estimates["as is"]
-        assert best is not None
-        found["known text"] = {"adapter": adapter_from_known_text(evidence, best, truth, public)}
-        for name, middle in (("averaging", False), ("mid-range", True)):
-            means = guesses.averaged(evidence, truth, middle=middle)
-            found[name] = {
-                "activations": rows_score(means, truth, backward=False),
-                "tokens": tokens_score(means, truth, public),
-            }
-        by_token = guesses.guess_tokens(evidence, truth, public)
-        by_prompt = guesses.guess_prompts(evidence, truth, public, self.decoys)
-        for name, token, prompt in zip(("guess, Gaussian", "guess, bounds"), by_token, by_prompt, strict=True):
-            found[name] = {"tokens": token, "prompts": prompt}
-        found["sizes"] = {"links": guesses.link_by_sizes(evidence, truth)}
-        if first is not None:
-            found["first sizes"] = {"links": guesses.link_by_first_sizes(first)}
-        return {
-            name: {goal: score for goal, score in scores.items() if not math.isnan(score.cosine)}
-            for name, scores in found.items()
-        }
-
-    def _score(self, estimates: Estimates) -> dict[str, Score]:
-        truth, public = self.truth, self.public
-        return {
-            "adapter": adapter_from_rows(estimates, truth, public),
-            "activations": rows_score(estimates, truth, backward=False),
-            "tokens": tokens_score(estimates, truth, public),
-            "links": link_by_rows(estimates, truth),
-            "gradients": rows_score(estimates, truth, backward=True),
-        }
-
-    def _check(self, evidence: Evidence) -> None:
-        for place, rows in self.truth.rows.items():
-            came = evidence.get(place)
-            if came is None or came.rows.shape != rows.shape:
-                shape = None if came is None else list(came.rows.shape)
-                raise ValueError(f"{place}: the tenant has rows of shape {list(rows.shape)}, but {shape} was recorded")
+def _scores(estimates: Estimates, truth: Truth, public: Public) -> dict[str, Score]:
+    return {
+        "adapter": adapter_from_rows(estimates, truth, public),
+        "activations": rows_score(estimates, truth, backward=False),
+        "tokens": tokens_score(estimates, truth, public),
+        "links": link_by_rows(estimates, truth),
+        "gradients": rows_score(estimates, truth, backward=True),
+    }

@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from symbiosis.core.requests import LayerSpec
 from symbiosis.privacy.audit.evidence import Place
 
-__all__ = ["Prior", "Public"]
-
 
 class Prior(NamedTuple):
     """Mean [w] and covariance [w, w] of the base model's rows at a place, on the provider's own text."""

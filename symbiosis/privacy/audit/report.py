@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from symbiosis.errors import UsageError
-from symbiosis.privacy.audit.goals import Score
+from symbiosis.privacy.audit.limit import Limit
 from symbiosis.privacy.audit.provider import ATTACKS, GOALS
 from symbiosis.privacy.audit.result import Audit, Observation
-from symbiosis.privacy.audit.verdict import Limit
-
-__all__ = ["as_data", "best", "cost_table", "markdown", "plot", "split_page", "summary", "verdict", "write_into"]
+from symbiosis.privacy.audit.scores import Score
 
 BEGIN, END = "<!-- audit: begin -->", "<!-- audit: end -->"
 """Lines of a page between which :func:`write_into` puts the tables."""
@@ -99,17 +97,15 @@ def markdown(audit: Audit) -> str:
 
 
 def _marked(audit: Audit, observation: Observation, attack: str, goal: str) -> str:
-    score, limit = observation.scores.get(attack, {}).get(goal), audit.limit(attack, goal)
-    if score is None or limit is None:
+    score = observation.scores.get(attack, {}).get(goal)
+    if score is None:
         return ""
     if goal in observation.found[attack]:
         return f"**{_cell(score)}**"
-    return _cell(score) if limit.has_power(score) else NO_POWER
+    return _cell(score) if audit.limit(attack, goal).has_power(score) else NO_POWER
 
 
-def _limit(limit: Limit | None, choices: bool) -> str:
-    if limit is None:
-        return NOTHING
+def _limit(limit: Limit, choices: bool) -> str:
     texts = [f"{limit.cosine:.3f}" if limit.cosine < 1 else NO_POWER]
     if choices:
         texts.append(f"({_percent(limit.recovered) if limit.recovered < 1 else NO_POWER})")

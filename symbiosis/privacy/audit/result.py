@@ -4,27 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from symbiosis.privacy.audit.costs import Costs
+from symbiosis.privacy.audit.limit import Limit
 from symbiosis.privacy.audit.provider import Scores
-from symbiosis.privacy.audit.verdict import Limit
 from symbiosis.privacy.audit.workload import Plan
-
-__all__ = ["Audit", "Costs", "Observation"]
-
-
-@dataclass
-class Costs:
-    """Costs of a scheme relative to bare rows. Times are medians of pairs of measurements; NaN if not measured."""
-
-    decode: float
-    """Ratio of times to generate a text."""
-    train: float
-    """Ratio of times of a training step."""
-    traffic: float
-    """Ratio of bytes to and from executors over the whole workload."""
-    logits: float
-    """Largest error of a logit, relative to the largest logit."""
-    gradients: float
-    """Largest error of a gradient of the adapter, relative to the largest gradient."""
 
 
 @dataclass
@@ -35,10 +18,10 @@ class Observation:
     executor: str
     """Which executor it is; empty for a scheme with one executor."""
     scores: Scores
-    found: dict[str, set[str]] = field(default_factory=dict)
-    """Attack → goals at which it did better than on random traffic."""
     collusion: bool = False
     """Whether the executors collude, against which no scheme claims to protect."""
+    found: dict[str, set[str]] = field(default_factory=dict)
+    """Attack → goals at which it did better than on random traffic. The audit sets it."""
 
     @property
     def name(self) -> str:
@@ -65,6 +48,16 @@ class Audit:
     schemes: dict[str, str]
     """Scheme as requested → scheme with all its options."""
 
+    def __post_init__(self) -> None:
+        for observation in (self.bare, *self.observations):
+            observation.found = {
+                attack: {goal for goal, score in scores.items() if self.limit(attack, goal).exceeded_by(score)}
+                for attack, scores in observation.scores.items()
+            }
+        goals = {goal for scores in self.bare.scores.values() for goal in scores}
+        self.missed: set[str] = goals.difference(*self.bare.found.values())
+        """Goals at which no attack finds anything in bare rows."""
+
     def holds(self, scheme: str) -> bool | None:
         """Return whether no attack got more from a scheme's traffic than from random traffic.
 
@@ -75,21 +68,9 @@ class Audit:
                 return False
         return None if "adapter" in self.missed else True
 
-    @property
-    def missed(self) -> set[str]:
-        """Goals at which no attack finds anything in bare rows."""
-        goals = {goal for scores in self.bare.scores.values() for goal in scores}
-        return goals.difference(*self.bare.found.values())
-
-    def limit(self, attack: str, goal: str) -> Limit | None:
+    def limit(self, attack: str, goal: str) -> Limit:
         """Return the limit of an attack.
 
         An attack that does not apply to random traffic, such as one on rows that are alike, has the limit of "as is".
         """
-        return self.limits.get(attack, self.limits["as is"]).get(goal)
-
-    def mark(self, observation: Observation) -> None:
-        """Set which scores of an observation are finds."""
-        for attack, scores in observation.scores.items():
-            limits = self.limits.get(attack, self.limits["as is"])
-            observation.found[attack] = {goal for goal, score in scores.items() if limits[goal].exceeded_by(score)}
+        return self.limits.get(attack, self.limits["as is"])[goal]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,6 @@ from symbiosis.client.client import Client
 from symbiosis.core.requests import Call, LayerSpec
 from symbiosis.core.transport import Channel
 from symbiosis.privacy.audit.evidence import Place
-from symbiosis.privacy.audit.goals import Stage, Truth
-
-__all__ = ["Plan", "Recorder", "build", "generate", "give_adapter", "lora", "play", "text"]
 
 
 @dataclass(frozen=True)
@@ -109,15 +105,67 @@ def give_adapter(model: Any, plan: Plan) -> None:
                 parameter.normal_(std=size / math.sqrt(parameter.shape[1]), generator=generator)
 
 
+@dataclass
+class Truth:
+    """The tenant's knowledge of its own traffic; rows are in the order of each stream."""
+
+    rows: dict[Place, torch.Tensor]
+    """[n, w] bare rows."""
+    operation: dict[Place, torch.Tensor]
+    """[n] number of the tenant's operation, such as one generation."""
+    tokens: torch.Tensor
+    """[n] token of each row of the first block."""
+    adapter: dict[int, torch.Tensor]
+    """Layer (an up_proj) → ΔW [o, i]."""
+    rank: int
+    """Rank of the adapter."""
+    prompts: dict[int, int]
+    """Operation → prompt, for operations that generate."""
+    repeats: list[int]
+    """Operations that are forward passes over the first prompt."""
+    texts: torch.Tensor
+    """[prompts, tokens] token ids of the prompts."""
+    sent: list[torch.Tensor]
+    """The matrices that rows were sent as, to all executors."""
+
+    def by_operation(self, place: Place, x: torch.Tensor, operations: Iterable[int]) -> list[torch.Tensor]:
+        """Return the rows of x [n, …] that belong to each of some operations at a place."""
+        return [x[self.operation[place] == number] for number in operations]
+
+    def generated(self, place: Place, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the rows of x [n, …] that belong to each generation at a place."""
+        return self.by_operation(place, x, self.prompts)
+
+    def main_place(self, layer: int) -> Place:
+        """Return the forward place of a layer with the most rows.
+
+        A layer has two places: alone, and together with its siblings once the client knows them.
+        """
+        places = [place for place in self.rows if layer in place.layers and not place.backward]
+        return max(places, key=lambda place: len(self.rows[place]))
+
+
 class Recorder:
-    """A wrapper of a client's masked channel that records the bare rows of each call."""
+    """A wrapper of a client's channel that records the bare rows of each call, and what they are sent as."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.stage = Stage.WARM
         self.operation = 0
-        self.calls: list[tuple[Place, torch.Tensor, int, int]] = []
-        """Place, bare rows, stage and operation of each call."""
+        """Number of the tenant's present operation."""
+        self.calls: list[tuple[Place, torch.Tensor, int]] = []
+        """Place, bare rows and operation of each call."""
+        self.sent: list[torch.Tensor] = []
+        """The matrices that rows were sent as: of each executor, if rows are masked."""
+        self._mask: Any = getattr(channel, "mask", None)
+        if self._mask is not None:
+            mask = self._mask.mask
+
+            def noted(*arguments: Any) -> Any:
+                masked = mask(*arguments)
+                self.sent += [call.tensors[-1] for call in masked.calls]
+                return masked
+
+            self._mask.mask = noted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.channel, name)
@@ -131,17 +179,13 @@ class Recorder:
         return self.channel.call(call)
 
     def _record(self, call: Call) -> None:
-        self.calls.append((Place.of(call.key), call.tensors[-1].detach().clone(), int(self.stage), self.operation))
-
-    @contextmanager
-    def at(self, stage: Stage) -> Iterator[None]:
-        """Begin one of the tenant's operations."""
-        self.stage = stage
-        self.operation += 1
-        yield
+        rows = call.tensors[-1].detach().clone()
+        self.calls.append((Place.of(call.key), rows, self.operation))
+        if self._mask is None:
+            self.sent.append(rows)
 
 
-async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Truth:
+async def play(client: Client, layers: Sequence[LayerSpec], plan: Plan) -> Truth:
     """Generate for prompts, each twice in random order; repeat one prompt; then fine-tune. Returns the truth."""
     model = client.model
     give_adapter(model, plan)
@@ -155,39 +199,37 @@ async def play(client: Client, layers: list[LayerSpec], plan: Plan) -> Truth:
     order = torch.randperm(2 * plan.prompts, generator=generator) % plan.prompts
     ups = {spec.layer: model.base_model.model.get_submodule(spec.name) for spec in layers if "up_proj" in spec.name}
     adapter = {layer: module.get_delta_weight("default").detach().clone() for layer, module in ups.items()}
-    prompts: dict[int, int] = {}
-    with recorder.at(Stage.WARM):
-        await client.forward(input_ids=text(plan, 1, generator))
-    for prompt in order.tolist():
-        with recorder.at(Stage.GENERATE):
-            prompts[recorder.operation] = prompt
-            await generate(client, texts[prompt], plan.new_tokens)
-    for _ in range(plan.repeats):
-        with recorder.at(Stage.REPEAT), torch.no_grad():
+    await client.forward(input_ids=text(plan, 1, generator))  # the client learns which layers are siblings
+    prompts = dict(enumerate(order.tolist(), 1))
+    for number, prompt in prompts.items():
+        recorder.operation = number
+        await generate(client, texts[prompt], plan.new_tokens)
+    repeats = [len(prompts) + number for number in range(1, plan.repeats + 1)]
+    for number in repeats:
+        recorder.operation = number
+        with torch.no_grad():
             await client.forward(input_ids=texts[:1])
+    recorder.operation += 1
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     for _ in range(plan.steps):
         ids = text(plan, 2, generator)
-        with recorder.at(Stage.TRAIN):
-            await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
+        await client.train_step({"input_ids": ids, "labels": ids}, optimizer)
     hook.remove()
-    client.wrap_channel(lambda _: recorder.channel)
     rows: dict[Place, list[torch.Tensor]] = {}
-    stage: dict[Place, list[int]] = {}
     operation: dict[Place, list[int]] = {}
-    for place, x, at, number in recorder.calls:
+    for place, x, number in recorder.calls:
         rows.setdefault(place, []).append(x)
-        stage.setdefault(place, []).extend([at] * len(x))
         operation.setdefault(place, []).extend([number] * len(x))
     truth = Truth(
         {place: torch.cat(parts) for place, parts in rows.items()},
-        {place: torch.tensor(numbers) for place, numbers in stage.items()},
         {place: torch.tensor(numbers) for place, numbers in operation.items()},
         torch.cat(read),
         adapter,
         plan.rank,
         prompts,
+        repeats,
         texts,
+        recorder.sent,
     )
     truth.tokens = truth.tokens[-len(truth.rows[truth.main_place(0)]) :]
     return truth

@@ -1,4 +1,4 @@
-"""When an attack counts as better than on random traffic.
+"""The limit above which an attack counts as better than on random traffic.
 
 Every attack is also made on several sets of random traffic. Its scores there tell what it would score on one more set
 if there were nothing to find. A score that such a set would exceed only very rarely is a find. How rarely follows from
@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from statistics import mean, stdev
 
-from symbiosis.privacy.audit.goals import Score
-
-__all__ = ["FALSE_FINDS", "Limit"]
+from symbiosis.privacy.audit.scores import Score
 
 FALSE_FINDS = 0.01
 """Probability of at least one false find in a whole table."""
@@ -23,9 +21,8 @@ FALSE_FINDS = 0.01
 class Limit:
     """The limit above which a score of an attack is a find.
 
-    Args:
-        scores: scores on two or more independent sets of random traffic.
-        probability: probability of a false find that this comparison may have.
+    It follows from scores on two or more independent sets of random traffic, and from the probability of a false find
+    that this comparison may have.
     """
 
     def __init__(self, scores: Sequence[Score], probability: float) -> None:
