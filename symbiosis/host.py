@@ -31,8 +31,6 @@ from symbiosis.executor.timeline import Timeline
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-__all__ = ["Executor"]
-
 _numbers = itertools.count(1)
 
 

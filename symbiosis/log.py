@@ -11,8 +11,6 @@ from typing import cast
 
 import structlog
 
-__all__ = ["get_logger", "render"]
-
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """Return a logger whose keyword arguments become fields of the record: ``log.info("joined", client="alice")``."""

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.utils import _python_dispatch as dispatch
 
-__all__ = ["Modes", "in_modes", "modes_aside"]
-
 _engine: Any = torch._C._autograd
 
 

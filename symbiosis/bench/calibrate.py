@@ -26,8 +26,6 @@ from symbiosis.policies.no_lockstep import NoLockstep
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.replay import Load
 
-__all__ = ["Calibration", "Notes", "calibrate"]
-
 DECODING = range(8, 1, -1)
 """Numbers of clients that decode together. Each is measured, because cost does not grow evenly with them."""
 MIXED = (0, 3, 1, 2)

@@ -15,8 +15,6 @@ from symbiosis.core.policy import Policy
 from symbiosis.simulation.outcome import SLO, Outcome
 from symbiosis.simulation.replay import Load, replay, told
 
-__all__ = ["Checked", "check"]
-
 
 class Checked(NamedTuple):
     """The outcome of a policy: for each figure, the median of the rounds."""

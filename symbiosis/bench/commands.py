@@ -15,8 +15,6 @@ import typer
 from symbiosis.terminal.console import console
 from symbiosis.terminal.loop import run, wait_passively
 
-__all__ = ["LayersOption", "PresetName", "app"]
-
 app = typer.Typer(no_args_is_help=True, help="Measure against plain transformers + PEFT, interleaved in one run.")
 
 

@@ -14,8 +14,6 @@ from symbiosis.simulation.outcome import SLO, Outcome
 from symbiosis.simulation.replay import Load
 from symbiosis.simulation.trace import Arrival, scaled, synthetic
 
-__all__ = ["coserve"]
-
 GOALS = {"slo_attainment": "≥ 0.90", "finetune_kept": "≥ 0.76 of its peak"}
 LENGTHS = {"tiny": 0.1, "100m": 0.04, "1b": 0.03}
 CLIENTS, TUNING = 8, 1

@@ -17,8 +17,6 @@ from symbiosis.host import Executor
 from symbiosis.policies import Fair
 from symbiosis.policies.admission import tenant_of
 
-__all__ = ["fairness"]
-
 GOALS = {"max_gap_over_bound": "≤ 1"}
 FLOOD, POLITE = 12, 3
 """Clients of the flooding tenant; number of tenants with one client each."""

@@ -18,8 +18,6 @@ from symbiosis.bench.peak_memory import PeakMemory, check, in_process
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
 
-__all__ = ["finetune"]
-
 GOALS = {
     "throughput_ratio_4": "≥ 1.0 (paper: ahead from 3 clients on)",
     "memory_ratio_8": "",

@@ -12,8 +12,6 @@ from symbiosis.bench.models import Preset
 from symbiosis.client.client import Client
 from symbiosis.host import Executor
 
-__all__ = ["Decoding", "PlainJob", "Tenant", "Tuning", "adamw", "now", "random_batch"]
-
 
 def now(device: torch.device) -> float:
     """Return the time in seconds after the device has finished its work."""

@@ -19,8 +19,6 @@ from symbiosis.bench.peak_memory import PeakMemory, check, in_process
 from symbiosis.bench.report import Report
 from symbiosis.bench.settings import Settings
 
-__all__ = ["memory"]
-
 GOALS = {"activation_ratio": "≤ 0.15 (FlexLLM: 0.13 to 0.15)"}
 
 _Batch = dict[str, torch.Tensor]

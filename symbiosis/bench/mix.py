@@ -16,8 +16,6 @@ from symbiosis.bench.settings import Settings
 from symbiosis.client.client import Client
 from symbiosis.host import Executor
 
-__all__ = ["mix"]
-
 GOALS = {
     "small_request_slowdown": "≤ 1.5 (paper, vLLM: 12)",
     "latency_with_finetuning": "≤ 1.1",

@@ -9,8 +9,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["PAPER_LORA", "PRESETS", "Preset", "build", "lora", "plain_peft"]
-
 
 @dataclass(frozen=True)
 class Preset:

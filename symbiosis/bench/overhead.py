@@ -16,8 +16,6 @@ from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import served
 from symbiosis.bench.settings import Settings
 
-__all__ = ["overhead"]
-
 GOALS = {
     "inproc": {"decode_ratio": "≤ 1.05 (paper: 1.25 to 1.70)", "train_ratio": "≤ 1.05 (paper: 1.25 to 1.70)"},
     "shm": {"decode_ratio": "≤ 1.15", "train_ratio": "≤ 1.10"},

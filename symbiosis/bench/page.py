@@ -7,8 +7,6 @@ from pathlib import Path
 
 from symbiosis.bench.report import Report
 
-__all__ = ["write_page"]
-
 _INTRO = """# Benchmarks
 
 Written by `make bench`. Everything is measured against plain transformers + PEFT on the same machine, interleaved in

@@ -13,8 +13,6 @@ import torch
 
 from symbiosis.errors import UsageError
 
-__all__ = ["PeakMemory", "check", "in_process"]
-
 
 def in_process(fn: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
     """Run a function in a new process and return its result."""

@@ -13,8 +13,6 @@ from symbiosis.simulation.outcome import SLO, Outcome
 from symbiosis.simulation.replay import Load
 from symbiosis.simulation.trace import Arrival, scaled, synthetic
 
-__all__ = ["policies"]
-
 GOALS = {
     "opportunistic_vs_none_throughput": "≥ 2 (paper, on GPUs: 1.28)",
     "opportunistic_vs_none_latency": "≤ 0.6",

@@ -16,8 +16,6 @@ from symbiosis.bench.settings import Settings
 from symbiosis.core.privacy import Privacy
 from symbiosis.privacy import LocalPads, NoisePool, SecretShares
 
-__all__ = ["privacy"]
-
 GOALS = {"overhead_noise_pool": "≤ 1.10, precomputed"}
 _BARE = "none"
 _HEADLINE_NAMES = {"secret-shares": "shares", "secret-shares, own weights": "wrapped_shares"}

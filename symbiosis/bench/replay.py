@@ -19,8 +19,6 @@ from symbiosis.simulation.outcome import SLO, Outcome, outcome
 from symbiosis.simulation.replay import Load
 from symbiosis.simulation.trace import Arrival
 
-__all__ = ["Crowd"]
-
 
 class Crowd:
     """Open clients with adapters of their own that can play a load repeatedly."""

@@ -14,8 +14,6 @@ from rich.table import Table
 from symbiosis.terminal.console import write_json
 from symbiosis.terminal.machine import machine as describe_machine
 
-__all__ = ["Report", "ratio"]
-
 
 @dataclass
 class Report:

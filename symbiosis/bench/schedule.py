@@ -14,8 +14,6 @@ from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 
-__all__ = ["schedule"]
-
 LAYERS = 32
 MAX_ROWS = 8192
 REQUESTS = 20_000

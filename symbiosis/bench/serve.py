@@ -18,8 +18,6 @@ from symbiosis.bench.service import decoding_processes, served
 from symbiosis.bench.settings import Settings
 from symbiosis.core.registry import make_transport
 
-__all__ = ["serve"]
-
 GOALS = {"speedup_8": "≥ 5 on 1b, then towards 7", "mean_batch_8": "8"}
 
 

@@ -16,8 +16,6 @@ from typing import Any
 
 from symbiosis.terminal.loop import run, wait_passively
 
-__all__ = ["DecodingProcess", "address_for", "decoding_processes", "served"]
-
 
 @contextlib.contextmanager
 def address_for(transport: str) -> Iterator[str]:

@@ -13,8 +13,6 @@ from symbiosis.bench.models import Preset, build
 from symbiosis.core.policy import Policy
 from symbiosis.host import Executor
 
-__all__ = ["Settings"]
-
 T = TypeVar("T")
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from symbiosis.simulation.outcome import SLO, Outcome
     from symbiosis.simulation.replay import Load
 
-__all__ = ["simulate"]
-
 
 class Machine(StrEnum):
     """Machines with known costs."""

@@ -29,8 +29,6 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 
-__all__ = ["wire"]
-
 WIDTH = 16
 SIZES = {"1 row": 1, "1 MiB": (1 << 20) // (4 * WIDTH)}
 GOALS = {"shm_vs_echo": "≤ 3", "tcp_1mb_vs_echo": "≤ 1.5"}

@@ -14,8 +14,6 @@ from symbiosis.terminal.console import console, writable, write_json
 if TYPE_CHECKING:
     from symbiosis.privacy.audit.result import Audit
 
-__all__ = ["audit"]
-
 _HIDDEN_STEP = 8
 """Divisor of the width: the audit's model has four heads, and rotary embeddings of pairs of numbers in each."""
 

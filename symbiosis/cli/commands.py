@@ -17,8 +17,6 @@ from symbiosis.cli.serve import serve, status
 from symbiosis.cli.tenant import finetune, generate
 from symbiosis.terminal.console import CommandGroup
 
-__all__ = ["app"]
-
 app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,

@@ -16,8 +16,6 @@ import torch
 
 from symbiosis.errors import UsageError
 
-__all__ = ["Corpus", "docstrings", "read_corpus", "read_halves", "topics"]
-
 Batch = dict[str, torch.Tensor]
 IGNORED = -100
 """Label of a token that does not count in the loss."""

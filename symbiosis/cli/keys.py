@@ -11,8 +11,6 @@ from rich.markup import escape
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
 
-__all__ = ["app"]
-
 app = typer.Typer(no_args_is_help=True, help="Make and list the keys of tenants of tcp:// addresses.")
 
 FolderOption = Annotated[Path, typer.Option("--keys", help="The provider's key folder.")]

@@ -14,8 +14,6 @@ from rich.table import Table
 from symbiosis.core.registry import POLICIES, make_policy, names
 from symbiosis.terminal.console import console
 
-__all__ = ["policies"]
-
 
 @dataclass
 class _Row:

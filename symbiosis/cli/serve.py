@@ -21,8 +21,6 @@ from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
 from symbiosis.terminal.loop import run, wait_passively
 
-__all__ = ["AddressArgument", "InsecureOption", "KeyOption", "options_of", "serve", "status"]
-
 
 class LogFormat(StrEnum):
     """Formats of events on standard error."""

@@ -19,8 +19,6 @@ from symbiosis.terminal.loop import wait_passively
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-__all__ = ["finetune", "generate"]
-
 PrivacyOption = Annotated[
     str,
     typer.Option(

@@ -19,8 +19,6 @@ from symbiosis.errors import PlaceholderError, UsageError
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-__all__ = ["add_adapter", "load_adapter", "save_adapter"]
-
 _FACTORS_WEIGHTS = ("pissa", "corda", "olora", "mica", "loftq", "eva", "lora_ga")
 """LoRA initialisations that start from a factorisation of the base weights, or subtract from them."""
 

@@ -32,8 +32,6 @@ from symbiosis.training.step import Forward, Step, training_step
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-__all__ = ["Client"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 C = TypeVar("C", bound=Channel)

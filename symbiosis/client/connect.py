@@ -24,8 +24,6 @@ from symbiosis.errors import ExecutorClosedError, UsageError
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-__all__ = ["Base", "connect", "new_name", "tokenizer_of"]
-
 _numbers = itertools.count(1)
 
 

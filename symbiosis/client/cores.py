@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["use_cores"]
-
 
 def use_cores(count: int) -> None:
     """Have CPU operators of this thread use ``count`` threads in all from now on.

@@ -27,8 +27,6 @@ from greenlet import getcurrent, greenlet
 
 from symbiosis.modes import Modes, in_modes
 
-__all__ = ["Fiber", "RandomStream", "current_fiber", "run_in_fiber"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

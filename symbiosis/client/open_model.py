@@ -21,8 +21,6 @@ from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError
 from symbiosis.training.step import run_now, training_step
 
-__all__ = ["OpenedModel", "Passes", "backward_in_windows", "open_model"]
-
 
 class OpenedModel:
     """Operations of a synchronous client beside calling its model: ``model.symbiosis`` of an opened model."""

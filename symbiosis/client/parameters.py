@@ -22,8 +22,6 @@ from torch import nn
 
 from symbiosis.errors import PlaceholderError
 
-__all__ = ["SharedParameter", "fetch_of", "placeholder", "shared_parameter", "values_of"]
-
 
 class SharedParameter(nn.Parameter):
     """A frozen parameter whose values are shared, or absent, until it is unfrozen or written to.

@@ -31,8 +31,6 @@ from symbiosis.client.parameters import SharedParameter, values_of
 from symbiosis.core.requests import LayerSpec
 from symbiosis.errors import PlaceholderError
 
-__all__ = ["KeptProduct", "Multiplying", "introduce"]
-
 
 class Multiplying(Protocol):
     """A base layer's stand-in, which has products with the layer's weight computed by the executor."""

@@ -17,8 +17,6 @@ from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError
 
-__all__ = ["ModelCopy", "Requester"]
-
 Results = tuple[torch.Tensor, ...]
 
 

@@ -19,8 +19,6 @@ import torch
 
 from symbiosis.core.requests import Key, LayerSpec, Pass
 
-__all__ = ["Member", "SiblingState", "Siblings"]
-
 _MISSES = 3
 """Consecutive requests of a group with an uncollected result, after which the group is dissolved."""
 _grouping = threading.Lock()

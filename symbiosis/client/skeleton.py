@@ -23,8 +23,6 @@ from symbiosis.core.share import Resident, Share, dtype_named, layers_of
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PlaceholderError, ShareError
 
-__all__ = ["Hollow", "make_skeleton", "skeleton_for"]
-
 _hollows: weakref.WeakKeyDictionary[Share, dict[torch.device, Hollow]] = weakref.WeakKeyDictionary()
 """The hollow models of this process, so that clients of one executor share their tensors."""
 

@@ -32,16 +32,6 @@ from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PlaceholderError, PrivacyError, RequestError
 
-__all__ = [
-    "VirtConv1D",
-    "VirtLayer",
-    "VirtLinear",
-    "VirtModule",
-    "in_training_step",
-    "rehearse",
-    "virtualize",
-]
-
 
 class VirtLayer(nn.Module):
     """The behaviour that all VirtLayers have in common. ``spec`` is the layer's row in the layer table."""

@@ -26,8 +26,6 @@ from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError
 from symbiosis.modes import modes_aside
 
-__all__ = ["BlockingWaiter", "ClientThread", "FiberWaiter", "LoopWaiter", "ThreadWaiter", "Waiter"]
-
 T = TypeVar("T")
 Results = tuple[torch.Tensor, ...]
 

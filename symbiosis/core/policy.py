@@ -15,8 +15,6 @@ from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.errors import UsageError
 
-__all__ = ["MAX_WAIT_S", "Decision", "Policy", "QueueView", "Run", "View", "Wait"]
-
 MAX_WAIT_S = 3600.0
 """Longest wait, in seconds, that a policy may ask for while no client is thinking."""
 

@@ -9,8 +9,6 @@ from symbiosis.core.requests import Key
 from symbiosis.core.terms import Terms
 from symbiosis.core.transport import Channel
 
-__all__ = ["Preparing", "Privacy"]
-
 
 @runtime_checkable
 class Preparing(Protocol):

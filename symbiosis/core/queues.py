@@ -8,8 +8,6 @@ from types import MappingProxyType
 
 from symbiosis.core.requests import Batch, Key, Request
 
-__all__ = ["Queue", "Queues"]
-
 
 class Queue:
     """The queued requests of one key. Implements :class:`~symbiosis.core.policy.QueueView`."""

@@ -21,8 +21,6 @@ from symbiosis.core.privacy import Privacy
 from symbiosis.core.transport import Transport
 from symbiosis.errors import UnknownNameError, UsageError
 
-__all__ = ["make_policy", "make_privacy", "make_transport", "names"]
-
 POLICIES = "symbiosis.policies"
 TRANSPORTS = "symbiosis.transports"
 PRIVACY = "symbiosis.privacy"

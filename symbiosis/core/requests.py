@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Batch", "Call", "Expected", "Key", "LayerSpec", "Pass", "Request", "Slice", "expected"]
-
 
 class Pass(IntEnum):
     """What a base layer computes from the rows."""

@@ -37,8 +37,6 @@ from symbiosis.core.requests import Batch, Key, Request, Slice
 from symbiosis.core.terms import NO_TERMS, Terms, effective
 from symbiosis.errors import PolicyError, UsageError
 
-__all__ = ["LONE", "STOPPED_S", "Idle", "Scheduler", "WaitUntil", "tell_unloaded"]
-
 MAX_REASON = 64
 """Longest reason of a batch, in characters."""
 STOPPED_S = 1.0

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Resident", "Share", "dtype_named", "layers_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Share:

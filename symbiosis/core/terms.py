@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from symbiosis.errors import UsageError
 
-__all__ = ["MAX_PRIORITY", "NO_TERMS", "Kind", "Terms", "effective"]
-
 MAX_PRIORITY = 1000
 
 

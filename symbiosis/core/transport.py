@@ -17,8 +17,6 @@ from symbiosis.core.terms import NO_TERMS, Terms
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Channel", "Check", "Identity", "Listener", "Look", "Reply", "Service", "Session", "Transport"]
-
 
 class Identity(NamedTuple):
     """Identifies an executor and its base layers."""

@@ -30,8 +30,6 @@ from symbiosis.executor.statistics import Counters
 from symbiosis.executor.timeline import Timeline
 from symbiosis.modes import in_modes
 
-__all__ = ["Engine", "now"]
-
 log = logging.getLogger(__name__)
 
 Results = tuple[torch.Tensor, ...]

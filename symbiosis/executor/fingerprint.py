@@ -12,8 +12,6 @@ from torch import nn
 
 from symbiosis.core.requests import LayerSpec
 
-__all__ = ["dtype_name", "model_fingerprint", "weights_fingerprint"]
-
 _SAMPLE = 256
 """Elements of each tensor that enter a fingerprint."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["times", "times_transposed"]
-
 _BLOCK = 1 << 19
 """Elements of the weight that are converted at a time: 2 MiB of fp32, which stay in a core's cache."""
 

@@ -20,8 +20,6 @@ from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
 from symbiosis.executor.fp32_products import times, times_transposed
 
-__all__ = ["BaseLayer", "Conv1DLayer", "LinearLayer", "ModuleLayer", "is_linear"]
-
 
 class BaseLayer(ABC):
     """One frozen module and how to run it in either direction."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-__all__ = ["load_model"]
-
 
 def load_model(model: str | Path, model_class: type[Any] | None = None, **options: Any) -> Any:
     """Return the model in a folder or at a hub id.

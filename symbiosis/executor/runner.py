@@ -21,8 +21,6 @@ from symbiosis.core.requests import Batch, Call, Key, Pass, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.executor.layers import BaseLayer
 
-__all__ = ["DeviceClock", "Runner", "merge", "split"]
-
 
 class DeviceClock:
     """Measures how long batches take on a CUDA device, where a launch returns long before its work is done.

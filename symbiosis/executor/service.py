@@ -27,8 +27,6 @@ from symbiosis.executor.share import share_of
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
 
-__all__ = ["ExecutorService"]
-
 
 class ExecutorService:
     """Implements :class:`~symbiosis.core.transport.Service`.

@@ -13,8 +13,6 @@ from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import ClientClosedError, RequestError
 from symbiosis.executor.engine import Engine
 
-__all__ = ["ExecutorSession", "kind_of"]
-
 Results = tuple[torch.Tensor, ...]
 
 _MOST_DECODED = 64

@@ -16,8 +16,6 @@ from symbiosis.errors import ShareError
 from symbiosis.executor.fingerprint import dtype_name, model_fingerprint, weights_fingerprint
 from symbiosis.executor.splitting import SplitModel
 
-__all__ = ["share_of"]
-
 log = logging.getLogger(__name__)
 
 TOKENIZER_BYTES = 64 << 20

@@ -13,8 +13,6 @@ from symbiosis.core.share import Resident
 from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
 
-__all__ = ["SplitModel"]
-
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
 """Names that models of transformers give to the MLP of a block."""
 

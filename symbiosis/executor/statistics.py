@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 from symbiosis.core.requests import Batch, Key, Request
 
-__all__ = ["ClientStatistics", "LayerStatistics", "Statistics", "group_name"]
-
-
 MAX_KEYS = 20_000
 MAX_CLIENTS = 4096
 """Largest number of clients with counts of their own; beyond it the oldest are forgotten."""

@@ -20,8 +20,6 @@ from symbiosis.core.scheduler import LONE
 from symbiosis.errors import UsageError
 from symbiosis.executor.statistics import group_name
 
-__all__ = ["Timeline"]
-
 log = logging.getLogger(__name__)
 
 MAX_EVENTS = 5_000_000

@@ -19,8 +19,6 @@ from symbiosis.core.terms import Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies.opportunistic import Opportunistic
 
-__all__ = ["Admission", "tenant_of", "token_count"]
-
 
 @lru_cache(1 << 14)
 def tenant_of(client: str) -> str:

@@ -14,8 +14,6 @@ from collections import OrderedDict
 
 from symbiosis.core.requests import Batch, Key, Request
 
-__all__ = ["Arrivals"]
-
 _LEARN_GAP = 0.1
 """Weight of the newest gap between two requests for a key."""
 _LEARN_TOGETHER = 0.02

@@ -27,8 +27,6 @@ from symbiosis.policies.order import Index
 from symbiosis.policies.own_work import OwnWork
 from symbiosis.policies.tokens import Tokens
 
-__all__ = ["CoServing"]
-
 _STARVING = "starving"
 _DECODE, _PREFILL, _FINETUNE = Kind
 """Names of their own: on Python 3.11 a member looked up on its class takes six times as long."""

@@ -32,8 +32,6 @@ from symbiosis.errors import UsageError
 from symbiosis.policies.admission import Admission, tenant_of, token_count
 from symbiosis.policies.options import mapping, number
 
-__all__ = ["Fair"]
-
 _MAX_CLIENTS, _MAX_TENANTS = 16384, 4096
 """Clients and tenants that are remembered while they have nothing queued."""
 _MAX_WEIGHT = 1e6

@@ -13,8 +13,6 @@ from statistics import median
 
 from symbiosis.core.requests import Key
 
-__all__ = ["LONGEST_S", "Fit", "LatencyModel"]
-
 _KEEP = 0.98
 """Factor of a measurement's weight after the next one."""
 _ENOUGH = 8

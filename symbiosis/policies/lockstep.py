@@ -8,8 +8,6 @@ from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Request
 from symbiosis.policies.order import FurthestBehind
 
-__all__ = ["Lockstep"]
-
 
 class Lockstep(Policy):
     """Run a batch only when all clients in a pass are blocked, and then the queue that is furthest behind.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from symbiosis.core.policy import Decision, Policy, Run, View
 
-__all__ = ["NoLockstep"]
-
 
 class NoLockstep(Policy):
     """Run the oldest request alone, as soon as the executor is free."""

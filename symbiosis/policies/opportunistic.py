@@ -16,8 +16,6 @@ from symbiosis.policies.latency import LatencyModel
 from symbiosis.policies.options import milliseconds
 from symbiosis.policies.order import FurthestBehind
 
-__all__ = ["Opportunistic"]
-
 _KINDS = {kind.name.lower(): kind for kind in Kind}
 
 WAIT_MS = MappingProxyType({"decode": 10.0, "prefill": 2.0, "finetune": 2.0})

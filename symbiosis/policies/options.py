@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from symbiosis.errors import UsageError
 
-__all__ = ["mapping", "milliseconds", "number", "whole"]
-
 T = TypeVar("T")
 
 

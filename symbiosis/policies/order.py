@@ -16,8 +16,6 @@ from collections.abc import Container, Iterator
 
 from symbiosis.core.requests import Key, Request
 
-__all__ = ["FurthestBehind", "Index"]
-
 
 class FurthestBehind:
     """The non-empty queue that is furthest behind, by direction.

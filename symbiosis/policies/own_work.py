@@ -14,8 +14,6 @@ from symbiosis.core.requests import Request
 from symbiosis.core.terms import Kind
 from symbiosis.policies.latency import LatencyModel
 
-__all__ = ["OwnWork"]
-
 _MAX_CLIENTS = 4096
 
 

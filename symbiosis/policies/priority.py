@@ -14,8 +14,6 @@ from symbiosis.core.terms import Terms
 from symbiosis.policies.admission import Admission, tenant_of
 from symbiosis.policies.options import mapping, milliseconds, whole
 
-__all__ = ["Priority"]
-
 
 @dataclass(slots=True, eq=False)
 class _Level:

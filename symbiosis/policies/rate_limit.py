@@ -13,8 +13,6 @@ from symbiosis.core.requests import Request
 from symbiosis.policies.admission import Admission, tenant_of, token_count
 from symbiosis.policies.options import mapping, number
 
-__all__ = ["RateLimit"]
-
 _MAX_TENANTS = 4096
 """Tenants that are remembered while they have nothing held back."""
 _ROUNDING_S = 1e-4

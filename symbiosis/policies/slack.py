@@ -18,8 +18,6 @@ from dataclasses import dataclass
 
 from symbiosis.core.requests import Request
 
-__all__ = ["Slack", "Token"]
-
 _SPARE_ENTRIES = 64
 """Entries beyond two for each client that a heap may have before the entries of finished tokens are removed."""
 

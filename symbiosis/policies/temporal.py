@@ -16,8 +16,6 @@ from symbiosis.core.terms import Kind
 from symbiosis.policies.options import milliseconds, whole
 from symbiosis.policies.order import Index
 
-__all__ = ["DynamicTemporalSharing", "TemporalSharing"]
-
 _AWAY_S = 0.1
 """Seconds without a request of a kind after which clients of that kind count as idle."""
 

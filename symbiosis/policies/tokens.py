@@ -18,8 +18,6 @@ from symbiosis.policies.latency import Fit
 from symbiosis.policies.margins import Margins
 from symbiosis.policies.slack import Slack, Token
 
-__all__ = ["Tokens", "Usual"]
-
 _MAX_CLIENTS = 4096
 _DECODE, _PREFILL, _ = Kind
 """Names of their own: on Python 3.11 a member looked up on its class takes six times as long."""

@@ -9,8 +9,6 @@ from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.simulation.simulation import Ask, InPass, SimulatedClient, Think
 
-__all__ = ["Done", "Thinking", "backward", "finetune", "forward", "generate"]
-
 Thinking = Callable[[Kind, int], float]
 """Function of a request's kind and rows: seconds of the client's own work before the request."""
 

@@ -13,8 +13,6 @@ from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.errors import UsageError
 from symbiosis.simulation.clients import Thinking, backward
 
-__all__ = ["GPUS", "MODELS", "Costs", "Gpu", "Shape", "roofline"]
-
 
 @dataclass(frozen=True)
 class Costs:

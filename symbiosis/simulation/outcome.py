@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from symbiosis.simulation.clients import Done
 
-__all__ = ["SLO", "Outcome", "outcome", "percentile"]
-
 
 @dataclass(frozen=True)
 class SLO:

@@ -14,8 +14,6 @@ from symbiosis.simulation.outcome import SLO, Outcome, outcome
 from symbiosis.simulation.simulation import SimulatedClient, Simulation, Until
 from symbiosis.simulation.trace import Arrival
 
-__all__ = ["Load", "replay", "told"]
-
 
 @dataclass(frozen=True)
 class Load:

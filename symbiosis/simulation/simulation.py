@@ -20,8 +20,6 @@ from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError
 
-__all__ = ["Ask", "SimulatedClient", "Cost", "Simulation", "Think", "Until", "InPass"]
-
 
 class Think(NamedTuple):
     """Compute in the client for a number of seconds."""

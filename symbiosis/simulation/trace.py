@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from symbiosis.errors import UsageError
 
-__all__ = ["Arrival", "read_trace", "scaled", "synthetic"]
-
 COLUMNS = ("arrival_s", "ContextTokens", "GeneratedTokens")
 TIMESTAMP = "TIMESTAMP"
 """Column that may replace the first one."""

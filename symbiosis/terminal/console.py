@@ -15,8 +15,6 @@ from rich.markup import escape
 
 from symbiosis.errors import SymbiosisError, UsageError
 
-__all__ = ["CommandGroup", "console", "writable", "write_json"]
-
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the present standard output (or error)."""

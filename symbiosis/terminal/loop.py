@@ -7,8 +7,6 @@ import os
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-__all__ = ["run", "wait_passively"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["machine"]
-
 
 def machine() -> dict[str, Any]:
     """Return what figures depend on: processor, cores, memory, versions."""

@@ -22,8 +22,6 @@ from symbiosis.host import Executor
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-__all__ = ["Comparison", "Job", "Outcome", "compare", "run_job", "run_job_plain"]
-
 
 @dataclass(frozen=True)
 class Job:

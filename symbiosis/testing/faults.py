@@ -20,8 +20,6 @@ from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.wire import MessageBuffer, Type, frame
 
-__all__ = ["Faults", "FaultyProxy"]
-
 
 @dataclass(frozen=True)
 class Faults:

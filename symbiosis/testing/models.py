@@ -8,8 +8,6 @@ import torch
 
 from symbiosis.errors import UnknownNameError
 
-__all__ = ["ARCHITECTURES", "tiny_model"]
-
 _COMMON = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _LLAMA = {
     "hidden_size": 32,

@@ -40,8 +40,6 @@ from symbiosis.core.scheduler import WaitUntil
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.testing.world import World
 
-__all__ = ["PolicyConformance"]
-
 
 class _Size(NamedTuple):
     layers: int

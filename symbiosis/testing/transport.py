@@ -34,8 +34,6 @@ from symbiosis.executor.layers import base_layer
 from symbiosis.host import Executor
 from symbiosis.testing.models import tiny_model
 
-__all__ = ["TransportConformance"]
-
 WITHIN_S = 30.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _names = itertools.count(1)

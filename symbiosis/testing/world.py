@@ -19,8 +19,6 @@ from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import STOPPED_S, Idle, Scheduler, WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 
-__all__ = ["FakeClock", "World"]
-
 
 class FakeClock:
     """A clock, in seconds, that the test advances."""

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["pruned"]
-
 _Recipe = Callable[[], torch.Tensor]
 """Returns a tensor that was not kept."""
 

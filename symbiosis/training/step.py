@@ -18,8 +18,6 @@ from symbiosis.errors import UsageError
 from symbiosis.training.pruning import pruned
 from symbiosis.training.windows import WindowedStep, check_window, tokens
 
-__all__ = ["Backward", "Forward", "Step", "run_now", "training_step"]
-
 
 @dataclass(frozen=True, slots=True)
 class Forward:

@@ -30,8 +30,6 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from symbiosis.errors import UsageError
 from symbiosis.training.pruning import pruned
 
-__all__ = ["WindowedStep", "check_window", "tokens"]
-
 _IGNORED = -100
 
 

@@ -7,7 +7,3 @@ Start reading with ``wire.py`` (the messages), then ``conversation.py`` (the cli
 executor's side). ``channel.py`` and ``blocking.py`` drive the client's side; ``shm.py``, ``tcp.py`` and ``dist.py``
 lead to the parts of one scheme; ``inproc.py`` stands alone.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []

@@ -20,8 +20,6 @@ import torch
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import ALIGN, align
 
-__all__ = ["Arena", "Memory", "Places", "spread"]
-
 _VIEWS = 512
 """Views of matrices that are kept. A model has fewer distinct calls than that."""
 

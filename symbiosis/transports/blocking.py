@@ -31,8 +31,6 @@ from symbiosis.transports.connection import BlockingJoin, backoff
 from symbiosis.transports.conversation import CARRIED, Conversation, Pending, Results, State
 from symbiosis.transports.wire import BEGIN, Hello
 
-__all__ = ["BlockingChannel", "ThreadedChannel"]
-
 log = get_logger(__name__)
 
 _JOINED = State.JOINED  # on Python 3.11 a member looked up on its class takes six times as long

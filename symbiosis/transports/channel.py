@@ -15,8 +15,6 @@ from symbiosis.transports.conversation import CARRIED, Conversation, Pending, Re
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.wire import Hello, Type
 
-__all__ = ["AsyncChannel"]
-
 log = get_logger(__name__)
 
 WATCH_S = 1.5

@@ -21,8 +21,6 @@ from symbiosis.transports.conversation import Pending, Results
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import Hello, Type
 
-__all__ = ["AsyncConnection", "BlockingConnection", "Carrier", "backoff", "in_executor"]
-
 Message = tuple[Type, Sequence[Any], Sequence[Any]]
 """A message to a client: its type, its content, and the raw frames that came with it."""
 

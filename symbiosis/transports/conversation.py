@@ -52,8 +52,6 @@ from symbiosis.transports.arena import spread
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import PING, Hello, Limits, Type
 
-__all__ = ["CARRIED", "Conversation", "Outstanding", "Pending", "State"]
-
 PING_AFTER_S = 5.0
 """Seconds without a message after which a client with a call outstanding sends PING."""
 SILENT_FOR_S = 120.0

@@ -28,8 +28,6 @@ import torch
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports.arena import Memory
 
-__all__ = ["Segment", "find", "identity"]
-
 BLOCK = 2 << 20
 FIRST = 32 << 20
 """Bytes of the smallest segment, if the limit allows it."""

@@ -37,8 +37,6 @@ from symbiosis.transports.tcp_line import TcpCourier, TcpLine
 from symbiosis.transports.tcp_listener import TcpListener
 from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
-__all__ = ["DistTransport"]
-
 MAX_FAILURES = 5
 """Lanes that may break one after another without a result in between. Messages come through then and tensors do not;
 another connection does not help."""

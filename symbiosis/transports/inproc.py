@@ -14,8 +14,6 @@ from symbiosis.core.transport import Check, Identity, Service, Session
 from symbiosis.errors import ExecutorClosedError, UsageError
 from symbiosis.transports.threads import ThreadCalls
 
-__all__ = ["InProcTransport"]
-
 _listeners: dict[str, InProcListener] = {}
 """Open listeners of this process, by address."""
 

@@ -22,8 +22,6 @@ from zmq.utils import z85
 
 from symbiosis.errors import UsageError
 
-__all__ = ["SERVER", "KeyPair", "Keyring", "load_key", "new_key"]
-
 SERVER = "server"
 """Name of the executor's own pair."""
 MAX_FILE_BYTES = 64 << 10

@@ -35,8 +35,6 @@ from symbiosis.errors import BrokenError, SymbiosisError
 from symbiosis.transports import wire
 from symbiosis.transports.wire import Type
 
-__all__ = ["BACKENDS", "EXECUTOR", "TENANT", "Lanes"]
-
 BACKENDS = ("gloo", "nccl")
 EXECUTOR, TENANT = 0, 1
 """Ranks."""

@@ -34,8 +34,6 @@ from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.wire import CallMessage, Limits, Type
 
-__all__ = ["Courier", "Line", "Peer"]
-
 log = get_logger(__name__)
 
 HELLO_WITHIN_S = 10.0

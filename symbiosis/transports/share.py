@@ -28,8 +28,6 @@ from symbiosis.errors import WireError
 from symbiosis.transports import wire
 from symbiosis.transports.wire import Limits, Type
 
-__all__ = ["CHUNK", "ReceivedShare", "ServedShare", "Welcome", "bar_unless", "tensors_in"]
-
 CHUNK = 1 << 20
 """Bytes of a chunk."""
 _SHOW_FROM = 8 << 20

@@ -37,8 +37,6 @@ from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import BlockingShmConnection, join, look, socket_path
 from symbiosis.transports.wire import CallMessage, Hello, Limits, MessageBuffer, Type, frame
 
-__all__ = ["ShmTransport"]
-
 log = get_logger(__name__)
 
 AT_ONCE = 16

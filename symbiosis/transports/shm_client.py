@@ -29,8 +29,6 @@ from symbiosis.transports.device import Segment
 from symbiosis.transports.share import Welcome, tensors_in
 from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
 
-__all__ = ["BlockingShmConnection", "join", "look", "socket_path"]
-
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
 MAX_PATH = 107

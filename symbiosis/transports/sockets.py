@@ -27,8 +27,6 @@ from zmq.utils.monitor import parse_monitor_message
 from symbiosis.errors import ConnectionLostError, UsageError, WireError
 from symbiosis.transports.wire import ALIGN
 
-__all__ = ["Endpoint", "Reader", "TcpSocket", "configure", "event_of", "matrices", "monitor", "payload", "resolve"]
-
 HEARTBEAT_MS = 1500
 SILENT_S = 6.0
 """Seconds without a byte after which a connection is dead: four heartbeats."""

@@ -26,8 +26,6 @@ from symbiosis.transports.tcp_line import FrameCourier
 from symbiosis.transports.tcp_listener import TcpListener
 from symbiosis.transports.wire import Hello, Limits
 
-__all__ = ["TcpTransport"]
-
 
 class TcpTransport:
     """Listen on, or connect to, a TCP port.

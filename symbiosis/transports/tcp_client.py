@@ -33,8 +33,6 @@ from symbiosis.transports.sockets import (
 )
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
-__all__ = ["MAX_FRAME_BYTES", "AsyncTcpConnection", "BlockingTcpConnection", "join", "look"]
-
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
 MAX_FRAME_BYTES = 4 << 30

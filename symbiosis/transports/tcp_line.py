@@ -19,8 +19,6 @@ from symbiosis.transports.share import ServedShare
 from symbiosis.transports.sockets import Frames, TcpSocket, matrices, payload
 from symbiosis.transports.wire import PING, CallMessage, Limits, Type
 
-__all__ = ["FrameCourier", "TcpCourier", "TcpLine"]
-
 _COPIED_BELOW = 64 << 10
 """Bytes. ZeroMQ copies smaller buffers: that costs less than a tracker for each."""
 

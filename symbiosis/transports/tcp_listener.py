@@ -30,8 +30,6 @@ from symbiosis.transports.sockets import SILENT_S, Endpoint, Frames, Reader, Tcp
 from symbiosis.transports.tcp_line import TcpCourier, TcpLine
 from symbiosis.transports.wire import Limits, Type
 
-__all__ = ["TcpListener"]
-
 log = get_logger(__name__)
 
 MAX_UNIDENTIFIED = 64

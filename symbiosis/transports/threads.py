@@ -14,8 +14,6 @@ import torch
 from symbiosis.core.requests import Call
 from symbiosis.errors import ClientClosedError, ExecutorClosedError
 
-__all__ = ["ThreadCalls"]
-
 Results = tuple[torch.Tensor, ...]
 Answers = SimpleQueue[Results | BaseException]
 """Where a thread waits for the answer to one call. The thread takes the first entry."""

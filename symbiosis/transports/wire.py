@@ -24,8 +24,6 @@ from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 
-__all__ = ["ALIGN", "VERSION", "CallMessage", "Hello", "Limits", "MessageBuffer", "Type", "align", "frame"]
-
 VERSION = 3
 MAGIC = "symbiosis"
 ALIGN = 64

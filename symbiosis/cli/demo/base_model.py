@@ -27,8 +27,6 @@ from symbiosis._version import __version__
 from symbiosis.cli.data import Corpus, topics
 from symbiosis.errors import UsageError
 
-__all__ = ["RECIPE", "adapter_folder", "base_model"]
-
 Progress = Callable[[str, int, int, float], None]
 """Called with what is trained, the step, the number of steps and the loss."""
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from symbiosis.cli.demo.report import Report
     from symbiosis.cli.demo.serve import Served
 
-__all__ = ["demo"]
-
 
 class Precision(StrEnum):
     """In what precision the base model is served."""

@@ -13,8 +13,6 @@ import torch
 
 from symbiosis.cli.data import IGNORED
 
-__all__ = ["Footprint", "Generation", "Plan", "Tenant", "Training"]
-
 
 @dataclass(kw_only=True)
 class Tenant:

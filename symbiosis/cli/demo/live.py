@@ -19,8 +19,6 @@ from symbiosis.cli.demo.jobs import Generation, Plan, Tenant, Training
 from symbiosis.executor.statistics import Statistics
 from symbiosis.host import Executor
 
-__all__ = ["Board", "Steps", "sparkline"]
-
 QUIET_S = 5.0
 """Between two plain lines about the same thing."""
 REFRESH_S = 0.25

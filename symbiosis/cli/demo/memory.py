@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["cache_bytes", "optimizer_tensors", "saved_bytes", "storages", "total"]
-
 Storages = dict[int, int]
 """Bytes by address."""
 

@@ -14,8 +14,6 @@ import torch
 from symbiosis.cli.demo.jobs import Footprint, Generation, Plan, Tenant, Training
 from symbiosis.cli.demo.memory import cache_bytes, optimizer_tensors, saved_bytes, storages, total
 
-__all__ = ["generate", "train"]
-
 
 def _model(plan: Plan, tenant: Tenant) -> tuple[Any, dict[int, int]]:
     """The adapted model, and the storages of its base."""

@@ -16,8 +16,6 @@ from symbiosis.cli.demo.jobs import Generation, Plan, Training
 from symbiosis.cli.demo.live import Steps
 from symbiosis.errors import UsageError
 
-__all__ = ["Settings", "make_plan"]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -10,8 +10,6 @@ from symbiosis.cli.demo.jobs import Footprint
 if TYPE_CHECKING:
     from symbiosis.cli.demo.report import Agreement, Report
 
-__all__ = ["save_plot"]
-
 COLOURS = ("#0072b2", "#d55e00")  # told apart by colour-blind readers too
 PARTS = (
     ("base", "base model", "#4d4d4d"),

@@ -20,8 +20,6 @@ from symbiosis.cli.demo.serve import Served
 from symbiosis.errors import BrokenError
 from symbiosis.terminal.console import write_json
 
-__all__ = ["Agreement", "DisagreementError", "Report", "agreement"]
-
 
 class DisagreementError(BrokenError):
     """A tenant's result is not that of plain transformers + PEFT."""

@@ -17,8 +17,6 @@ from symbiosis.errors import UsageError
 from symbiosis.executor.statistics import Statistics
 from symbiosis.host import Executor
 
-__all__ = ["Served", "serve"]
-
 Watch = Callable[[Executor], Coroutine[Any, Any, None]]
 """Shows the jobs' progress until it is cancelled."""
 
