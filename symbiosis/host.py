@@ -135,8 +135,6 @@ class Executor:
         executor._build(loaded, policy, base_layers, device, None, max_rows, name, source=model)
         return executor
 
-    # ------------------------------------------------------------------------------------------------------ lifecycle
-
     async def __aenter__(self) -> Executor:
         await self.start()
         return self
@@ -178,8 +176,6 @@ class Executor:
     def device(self) -> torch.device:
         """Device of the base model."""
         return self.service.device
-
-    # -------------------------------------------------------------------------------------------------------- clients
 
     def client(
         self,
@@ -240,8 +236,6 @@ class Executor:
             masked=scheme is not None,
             crowded=lambda: len(service.clients) > 1,
         )
-
-    # ----------------------------------------------------------------------------------------------------- statistics
 
     def statistics(self) -> Statistics:
         """Return requests, batches, rows and waits so far, per layer and per client."""

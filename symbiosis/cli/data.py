@@ -112,9 +112,6 @@ def _pad(examples: Sequence[tuple[list[int], list[int]]], tokenizer: Any) -> Bat
     }
 
 
-# ------------------------------------------------------------------------------------------- texts of CPython
-
-
 def topics() -> list[str]:
     """Return the topics of ``help()``: some 420,000 characters of English, without underlines and drawn tables."""
     from pydoc_data.topics import topics as texts
@@ -134,9 +131,6 @@ def docstrings(module: str, contains: str = "") -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
     return [text for text in found if text and contains in text]
-
-
-# -------------------------------------------------------------------------------------------------- user files
 
 
 def read_corpus(path: Path) -> Corpus:

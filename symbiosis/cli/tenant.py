@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,11 +75,10 @@ def finetune(
     import torch
     from peft import get_peft_model
 
-    from symbiosis.client.open_model import backward_in_windows, open_model
+    from symbiosis.client.open_model import open_model
     from symbiosis.core.terms import Kind
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    out = console(stderr=True)
     options = options_of(key=key, insecure=insecure, retry=retry)
     with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
         torch.manual_seed(seed)
@@ -88,23 +88,35 @@ def finetune(
         except ValueError as error:  # the model has no such layers
             raise UsageError(f"--lora {lora}: {' '.join(str(error).split())}") from error
         model.train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
-        losses: list[float] = []
-        columns = (TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
-        with Progress(*columns, TimeRemainingColumn(), console=out) as progress:
-            task = progress.add_task("", total=steps, loss="…")
-            try:
-                for one in batches:
-                    losses.append(backward_in_windows(model, one, window or sequence, prune=window is not None))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    progress.update(task, advance=1, loss=f"{losses[-1]:.3f}")
-            finally:
-                if losses:  # save what was learned, however training ended
-                    model.save_pretrained(output)
-    out.print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {len(losses)} steps; adapter in {output}")
+        losses = _train(model, batches, window, sequence, learning_rate, output)
+    console(stderr=True).print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {len(losses)} steps; adapter in {output}")
     if json is not None:
         json.write_text(json_module.dumps({"address": address, "losses": losses, "adapter": str(output)}))
+
+
+def _train(
+    model: Any, batches: Sequence[Any], window: int | None, sequence: int, learning_rate: float, output: Path
+) -> list[float]:
+    """Train with a progress bar, and return the losses. The adapter is saved, however training ends."""
+    import torch
+
+    from symbiosis.client.open_model import backward_in_windows
+
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
+    losses: list[float] = []
+    columns = (TextColumn("fine-tuning"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"))
+    with Progress(*columns, TimeRemainingColumn(), console=console(stderr=True)) as progress:
+        task = progress.add_task("", total=len(batches), loss="…")
+        try:
+            for batch in batches:
+                losses.append(backward_in_windows(model, batch, window or sequence, prune=window is not None))
+                optimizer.step()
+                optimizer.zero_grad()
+                progress.update(task, advance=1, loss=f"{losses[-1]:.3f}")
+        finally:
+            if losses:
+                model.save_pretrained(output)
+    return losses
 
 
 def lora_config(text: str) -> LoraConfig:

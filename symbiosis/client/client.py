@@ -75,8 +75,6 @@ class Client:
         self._turn = asyncio.Lock()
         self._closed = False
 
-    # ------------------------------------------------------------------------------------------------------ lifecycle
-
     async def __aenter__(self) -> Client:
         await self.open()
         return self
@@ -132,8 +130,6 @@ class Client:
         if self._model is None:
             raise UsageError(f"client {self.name!r} is not open yet; use `async with executor.client(...) as client:`")
         return self._model
-
-    # ----------------------------------------------------------------------------------------------------- operations
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run synchronous model code, such as a training loop's forward or a custom decoder, and return its result.
@@ -265,8 +261,6 @@ class Client:
                 f"client {self.name!r} is in the middle of an operation; await it before loading an adapter"
             )
         self._model = load_adapter(self.model, folder, name, trainable, self._requester)
-
-    # ---------------------------------------------------------------------------------------------------------- parts
 
     @contextlib.asynccontextmanager
     async def _having_turn(self) -> AsyncIterator[None]:

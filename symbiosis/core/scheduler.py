@@ -100,8 +100,6 @@ class Scheduler:
         self._queues = Queues()
         self._open: dict[int, Request] = {}
 
-    # ---------------------------------------------------------------------------------------------------- the view
-
     @property
     def queues(self) -> Mapping[Key, Queue]:
         return self._queues.by_key
@@ -114,8 +112,6 @@ class Scheduler:
     def outstanding(self) -> int:
         """Number of requests not yet answered, queued or running."""
         return len(self._open)
-
-    # -------------------------------------------------------------------------------------------------- what happens
 
     def client_joined(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Terms:
         """Admit a client, and return its effective terms.
@@ -224,8 +220,6 @@ class Scheduler:
                 answered.append(request)
         return answered
 
-    # ------------------------------------------------------------------------------------------------- what to do next
-
     def next_action(self, now: float) -> Batch | WaitUntil | Idle:
         """Return the next thing to do at time ``now``. A batch counts as running until `completed`."""
         if not len(self._queues):
@@ -299,8 +293,6 @@ class Scheduler:
         self._queues.started(batch)
         self._tell("started", self.policy.started, batch)
         return batch
-
-    # ----------------------------------------------------------------------------------------------------------- parts
 
     def _admit(self, request: Request) -> None:
         """Record a request as open."""

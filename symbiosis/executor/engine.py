@@ -92,8 +92,6 @@ class Engine:
         """Return the seconds that one row takes through these layers, one after another: the best of three walks."""
         return min(self.runner.time(layers) for _ in range(3))
 
-    # -------------------------------------------------------------------------------------------------------- clients
-
     def join(self, client: str, terms: Terms, local: bool) -> Terms:
         """Admit a client, and return its effective terms; see :meth:`Scheduler.client_joined`."""
         with self._lock:
@@ -125,8 +123,6 @@ class Engine:
         if self.timeline is not None:
             self.timeline.pass_ended(client, now())
         self._pump_soon()
-
-    # ---------------------------------------------------------------------------------------------------------- calls
 
     def submit(self, client: str, call: Call, kind: Kind) -> asyncio.Future[Results]:
         """Run a checked call of a client at once, or queue it. Called on the event loop."""
@@ -187,8 +183,6 @@ class Engine:
 
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
         return Request(next(self._ids), client, call.key, call.tensors[0].shape[0], kind, now())
-
-    # -------------------------------------------------------------------------------------------------------- batches
 
     def _pump_soon(self) -> None:
         """Ask the scheduler again once everything that is ready on the event loop has run."""

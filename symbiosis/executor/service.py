@@ -56,8 +56,6 @@ class ExecutorService:
         self._started: float | None = None
         self._closed = False
 
-    # ------------------------------------------------------------------------------------------------------ lifecycle
-
     @property
     def is_open(self) -> bool:
         return self._started is not None and not self._closed
@@ -95,8 +93,6 @@ class ExecutorService:
         self._engine.stop()
         self._closed = True
 
-    # -------------------------------------------------------------------------------------------------------- clients
-
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Session:
         self.check_open()
         granted = self._engine.join(client, terms, local)
@@ -112,8 +108,6 @@ class ExecutorService:
     def clients(self) -> list[str]:
         """Names of the clients that have joined, sorted."""
         return sorted(self._sessions)
-
-    # ---------------------------------------------------------------------------------------------------------- model
 
     @property
     def layers(self) -> list[LayerSpec]:
@@ -136,8 +130,6 @@ class ExecutorService:
         if self._share is None:
             self._share = share_of(self._split, self._source)
         return self._share
-
-    # --------------------------------------------------------------------------------------------------------- status
 
     def statistics(self) -> Statistics:
         """Return what the executor has done since it started, or since its counters were reset."""

@@ -56,8 +56,6 @@ class Timeline:
         self._file.write("[\n")
         self._name_line(_BATCHES, "batches")
 
-    # -------------------------------------------------------------------------------------------------- what happens
-
     def ran(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
         """Record a batch, and the requests that it answered."""
         with self._lock:
@@ -98,8 +96,6 @@ class Timeline:
                     self._file.write("{}]\n")
                 with contextlib.suppress(OSError):
                     self._file.close()
-
-    # ----------------------------------------------------------------------------------------------------------- parts
 
     def _thought(self, client: str, until: float) -> None:
         since = self._thinks_since.pop(client, None)

@@ -71,8 +71,6 @@ class Admission(Policy):
     def default_terms(self, client: str) -> Terms:
         return self.policy.default_terms(client)
 
-    # ------------------------------------------------------------------------------------------------- for subclasses
-
     @abstractmethod
     def hold(self, request: Request) -> None:
         """Note that a request was queued. It is held back until :meth:`admit` is called for it."""
@@ -96,8 +94,6 @@ class Admission(Policy):
             self.policy.submitted(request)
         except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
             self._raised = error
-
-    # --------------------------------------------------------------------------------------------------------- policy
 
     def submitted(self, request: Request) -> None:
         self.hold(request)

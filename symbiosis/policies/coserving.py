@@ -103,8 +103,6 @@ class CoServing(Policy):
                 f"co-serving: wait_ms is {self.wait_ms:g}, more than an SLO of {shortest:g}; give a shorter wait_ms"
             )
 
-    # ------------------------------------------------------------------------------------------------------- learning
-
     def submitted(self, request: Request) -> None:
         self._queued[request.kind].add(request)
         self.own_work.submitted(request)
@@ -136,8 +134,6 @@ class CoServing(Policy):
             own = self.own_work.seconds(request)
             self.tokens.slack.spend(own, own if request.kind is _FINETUNE else 0.0)
             self.own_work.answered(request, at)
-
-    # -------------------------------------------------------------------------------------------------------- choosing
 
     def decide(self, view: View, now: float) -> Decision:
         self._now = now
@@ -238,8 +234,6 @@ class CoServing(Policy):
                     if not left:
                         break
         return most - left
-
-    # ---------------------------------------------------------------------------------------------------- what is known
 
     def _for_tuning(self, tuning: Request, now: float) -> float:
         """Return the seconds that a batch of fine-tuning rows may take now."""
