@@ -1,4 +1,4 @@
-"""``symbiosis keys``: key pairs for ``tcp://``."""
+"""``symbiosis keys``: key pairs for ``tcp://`` and ``dist://``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.markup import escape
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
 
-app = typer.Typer(no_args_is_help=True, help="Make and list the keys of tenants of tcp:// addresses.")
+app = typer.Typer(no_args_is_help=True, help="Make and list the keys of tenants, for tcp:// and dist:// addresses.")
 
 FolderOption = Annotated[Path, typer.Option("--keys", help="The provider's key folder.")]
 

@@ -1,4 +1,4 @@
-"""What the VirtLayers of one client have in common: the channel, how to wait for it, and what each thread remembers."""
+"""State that the VirtLayers of one client share: the channel, the way to wait, and what each thread remembers."""
 
 from __future__ import annotations
 

@@ -167,5 +167,5 @@ class Batch:
     key: Key
     slices: Sequence[Slice]
     reason: str
-    """Why it runs now, as the policy says: ``full``, ``deadline``, ``nobody-thinking``, ``at-once``, ``lone``…"""
+    """Why it runs now, as the policy says: ``full``, ``deadline``, ``no-client-thinking``, ``at-once``, ``lone``…"""
     rows: int

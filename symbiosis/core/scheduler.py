@@ -1,4 +1,4 @@
-"""Which rows run next: queues, invariants, and the question that is put to a policy.
+"""Decides which rows run next: keeps the queues, asks the policy, and checks its decisions.
 
 The scheduler does no I/O, reads no clock and touches no tensor. Its driver (the executor, the simulator or a test)
 reports what happens (`offer`, `cancel`, `completed`, clients that join, leave, and begin or end a pass) and pulls

@@ -7,8 +7,9 @@ The admitted rows of one tenant fill at most one batch, or are one larger reques
 not wait behind a long queue of one tenant. Each tenant has this room to itself.
 
 Let V be the highest counter at which a request was admitted so far, before the charge. A tenant that returns is raised
-to V − quantum: it cannot save up the service that it did not use. VTC raises it to the least counter, which is more.
-Here a request is for one layer, so tenants have no request queued between two layers, and would lose their arrears.
+to V − quantum: it cannot save up the service that it did not use. VTC raises it to the least counter, which is higher.
+Here a request is for one layer, and between two layers a tenant has none queued; with VTC's rule, a tenant that is
+behind would lose its claim to more service at each layer.
 
 *Bound.* An admitted tenant is at most ``quantum`` above the least counter. So no tenant with a queued request is below
 V − quantum, and none is above V + its own last charge. Hence the counters of two tenants with queued requests differ by

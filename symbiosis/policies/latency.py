@@ -18,7 +18,7 @@ _KEEP = 0.98
 _ENOUGH = 8
 """Measurements after which outliers are recognised."""
 _OUTLIER = 8.0
-"""A batch that takes more than so many times as long as expected, or as short, counts as taking that long."""
+"""Latencies of more than so many times the expected one, or less than that part of it, are clipped to this bound."""
 _LEAST_SPREAD = 1e-3
 """Variance of the row counts, relative to the square of their mean, below which no slope is fitted."""
 LONGEST_S = 3600.0

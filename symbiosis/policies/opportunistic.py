@@ -118,7 +118,7 @@ class Opportunistic(Policy):
             return Run(urgent.key, queue.take(view.max_rows, first=first), "deadline")
         behind = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
         if not view.thinking:
-            return Run(behind, queues[behind].take(view.max_rows), "nobody-thinking")
+            return Run(behind, queues[behind].take(view.max_rows), "no-client-thinking")
         full = self._full(view)
         if full is not None:
             return Run(full, queues[full].take(view.max_rows), "full")

@@ -5,7 +5,7 @@ first token on, has had the SLO for each token, so the tokens after a late one m
 each iteration below the SLO; here an iteration is a client's walk, whose requests are scheduled one by one.
 
 Which requests form a token is not stated by the client. A walk ends when the client's next request is for an earlier
-layer or of the other kind.
+layer or of another kind.
 """
 
 from __future__ import annotations

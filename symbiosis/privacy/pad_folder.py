@@ -1,7 +1,7 @@
 """Pads on disk: the secret key, how many pads of each key are used, and effects that were computed.
 
 No pad may be used twice. So the counter on disk is ahead of use: pads are first counted there as used, and then handed
-out. A process that dies leaves some that are counted and unused, and those are skipped. An orderly end stores their
+out. A process that dies leaves pads that are counted and unused; they are skipped. An orderly end stores their
 effects and counts them as unused again. Stored effects only save work; damaged ones are computed again.
 
 A counter is one entry in one place. It is smaller than a sector of a disk, which is written as a whole. An entry that

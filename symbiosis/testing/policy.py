@@ -18,7 +18,7 @@ wider one:
 * **Waits end**: a wait has no limit only while a client is thinking. If that client never sends a request, a wait with
   a limit ends at most :attr:`patience_s` after the arrival of the oldest request, and does not consist of many waits.
 * **The queues drain**: without new requests, all requests run, after waits of at most :attr:`patience_s` per batch.
-* **No request starves**: see :meth:`PolicyConformance.test_nobody_starves_tiny`.
+* **No request starves**: see :meth:`PolicyConformance.test_no_request_starves_tiny`.
 * **No decision is refused**, even if the policy is told of impossible latencies.
 """
 
@@ -106,7 +106,7 @@ class PolicyConformance(ABC):
         """Run random scripts with 12 layers, 8 clients and batches of 64 rows."""
         self._run_machine(_WIDE)
 
-    def test_nobody_starves_tiny(self) -> None:
+    def test_no_request_starves_tiny(self) -> None:
         """Check that a request is served although all other clients submit again the moment they are answered.
 
         It may wait for :attr:`patience_s` seconds and for :meth:`patience_batches` batches, whichever is later. After
@@ -115,7 +115,7 @@ class PolicyConformance(ABC):
         """
         self._starve(_TINY)
 
-    def test_nobody_starves_wide(self) -> None:
+    def test_no_request_starves_wide(self) -> None:
         """Check the same with 12 layers, 8 clients and batches of 64 rows."""
         self._starve(_WIDE)
 

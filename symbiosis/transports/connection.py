@@ -1,4 +1,4 @@
-"""What the two drivers of a client's conversation need of a transport: connections, and carriers of tensors.
+"""Base classes that a transport gives to the drivers of a client's conversation: connections and carriers of tensors.
 
 A transport subclasses :class:`AsyncConnection`, :class:`BlockingConnection` and :class:`Carrier`, and gives each driver
 a function that joins the executor. The drivers (``channel.py``, ``blocking.py``) know nothing else of it.

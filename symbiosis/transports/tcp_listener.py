@@ -1,4 +1,4 @@
-"""The listening side of ``tcp://``: one ROUTER socket for all clients, and who may speak for whom.
+"""The listening side of ``tcp://``: one ROUTER socket for all clients, and which connection may send for which client.
 
 ZeroMQ lets a client choose the identity by which a ROUTER knows it. So every message must come over the TCP connection,
 and with the public key, with which its conversation began.

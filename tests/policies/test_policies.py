@@ -153,7 +153,7 @@ class TestOpportunistic:
         assert isinstance(w.decide(), WaitUntil)
         w.submit("b", F1, 1)
         batch = run(w)
-        assert (members(batch), batch.reason) == ([("a", 1)], "nobody-thinking")
+        assert (members(batch), batch.reason) == ([("a", 1)], "no-client-thinking")
 
     def test_runs_a_full_batch_at_once(self) -> None:
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000, adaptive=False), "a", "b", "thinker")
