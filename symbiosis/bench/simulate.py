@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from symbiosis.bench.commands import LayersOption, PresetName
-from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.console import PLOTS, console, writable, write_json
 
 if TYPE_CHECKING:
     from symbiosis.bench.check import Checked
@@ -37,7 +37,6 @@ class Machine(StrEnum):
 
 ROUNDS = 5
 """Rounds of simulating and playing a load, with ``--check``."""
-PLOTS = (".png", ".svg", ".pdf")
 RATES = {
     "tokens_per_s": "tokens/s",
     "finetune_per_s": "tuning\ntokens/s",

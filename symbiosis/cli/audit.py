@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from symbiosis.bench.simulate import PLOTS
-from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.console import PLOTS, console, writable, write_json
 
 if TYPE_CHECKING:
     from symbiosis.privacy.audit.result import Audit

@@ -16,7 +16,7 @@ from symbiosis.executor.engine import Engine
 Results = tuple[torch.Tensor, ...]
 
 _MOST_DECODED = 64
-"""Largest request of a client in another process, in rows, that counts as decode: one token for each of up to 64 texts."""
+"""Rows of the largest request of a client in another process that counts as decode: one token of up to 64 texts."""
 
 
 def kind_of(call: Call, terms: Terms, local: bool) -> Kind:

@@ -1,7 +1,7 @@
 """Arrivals: whether, and for how long, it pays to wait for another request with the same key.
 
-A batch of a key takes a + b · rows seconds. A second request in the batch saves ``a``, and the two clients save it again
-in each batch that they share from there on. Let n be the number of these batches. Waiting pays if the next request for
+A batch of a key takes a + b · rows seconds. A second request in the batch saves ``a``. The two clients save it again in
+each batch that they share from there on. Let n be the number of these batches. Waiting pays if the next request for
 the key usually comes within n · a of the last one, and if a client is *near* the key: it was served a moment ago for
 one of the 16 keys before this one. n, the gaps between requests and the order of keys are learned.
 """

@@ -14,7 +14,7 @@ class Margins:
     """
 
     early: float = 0.92
-    """Target for the time of a token, as a fraction of its SLO. With 1, the mean time per token of a text is above its SLO."""
+    """Target for the time of a token, as a fraction of its SLO. With 1, the mean time per token exceeds it."""
     most: float = 2.0
     """Longest time for one token of a text that is early, in targets. Without it, the 99th percentile of the time per
     token is 1.2 to 1.3 times as long (cores)."""

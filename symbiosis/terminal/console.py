@@ -15,6 +15,9 @@ from rich.markup import escape
 
 from symbiosis.errors import SymbiosisError, UsageError
 
+PLOTS = (".png", ".svg", ".pdf")
+"""Formats of plots, by the end of a file's name."""
+
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the present standard output (or error)."""
