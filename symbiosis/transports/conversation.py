@@ -287,7 +287,7 @@ class Conversation:
         if type_ is Type.FAILED:
             pending = self.outstanding.sent.get(wire.read_id(content))
             error = wire.error_of(*content[1:3])
-            if isinstance(error, ExecutorClosedError) and self.retry_s > 0:  # it shuts down: the call is sent again
+            if isinstance(error, ExecutorClosedError):  # it shuts down; after a reconnect the call is sent again
                 self.lost(error)
                 return None
             return None if pending is None else (pending, error)

@@ -128,7 +128,7 @@ def pack_hello(hello: Hello) -> bytes:
 def pack_call(call: CallMessage) -> bytes:
     """Return CALL."""
     layers, pass_, fp32 = call.key
-    message = (3, call.id, layers, pass_ + 3 * fp32, int(call.kind), call.rows, call.place, call.answer)
+    message = (3, call.id, layers, int(pass_), fp32, int(call.kind), call.rows, call.place, call.answer)
     return cast(bytes, _packer.pack(message))
 
 
@@ -198,8 +198,8 @@ def _terms(value: Any) -> Terms:
 
 def read_call(content: Sequence[Any]) -> CallMessage:
     """Return the content of a CALL after checking each field. The session checks whether it fits the layer table."""
-    if len(content) != 7:
-        raise WireError(f"a CALL has 7 fields, not {len(content)}")
+    if len(content) != 8:
+        raise WireError(f"a CALL has 8 fields, not {len(content)}")
     try:
         return CallMessage(read_id(content), *_read_call(*content[1:]))
     except TypeError:
@@ -208,7 +208,7 @@ def read_call(content: Sequence[Any]) -> CallMessage:
 
 @lru_cache(1 << 14)  # most calls repeat an earlier one in all but the id
 def _read_call(
-    layers: Any, pass_: Any, kind: Any, rows: Any, place: Any, answer: Any
+    layers: Any, pass_: Any, fp32: Any, kind: Any, rows: Any, place: Any, answer: Any
 ) -> tuple[Key, Kind, int, int, int]:
     for value in (rows, place, answer):
         _integer(value, 0, _INT63, "a CALL's number of rows or place")
@@ -219,13 +219,15 @@ def _read_call(
     for layer in layers:
         if type(layer) is not int:
             raise WireError("a CALL names layers by their index")
+    if type(fp32) is not bool:
+        raise WireError("a CALL says by true or false whether its matrices are fp32")
     try:
-        return Key(layers, *_PASSES[pass_]), _KINDS[kind], rows, place, answer
+        return Key(layers, _PASSES[pass_], fp32), _KINDS[kind], rows, place, answer
     except KeyError:
         raise WireError(f"pass {pass_!r} or kind {kind!r} is unknown"[:300]) from None
 
 
-_PASSES = {pass_ + 3 * fp32: (pass_, fp32) for pass_ in Pass for fp32 in (False, True)}
+_PASSES = {int(pass_): pass_ for pass_ in Pass}
 _KINDS = {int(kind): kind for kind in Kind}
 _ASKED = Terms._fields
 
