@@ -12,12 +12,10 @@ from torch.autograd import forward_ad
 from symbiosis.client.placeholders import KeptProduct
 from symbiosis.client.siblings import SiblingState
 from symbiosis.client.waiting import BlockingWaiter, Waiter
-from symbiosis.core.requests import Call, Key
+from symbiosis.core.requests import Call, Key, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError
-
-Results = tuple[torch.Tensor, ...]
 
 
 class ModelCopy:

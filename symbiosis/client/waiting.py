@@ -21,13 +21,12 @@ from greenlet import getcurrent
 
 from symbiosis.client.cores import use_cores
 from symbiosis.client.fibers import Fiber, RandomStream
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError
 from symbiosis.modes import modes_aside
 
 T = TypeVar("T")
-Results = tuple[torch.Tensor, ...]
 
 
 class Waiter(Protocol):

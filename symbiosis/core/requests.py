@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import RequestError
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import asyncio
 
     import torch
+
+
+Results: TypeAlias = "tuple[torch.Tensor, ...]"
+"""The matrices of an answer, [rows, width] each: one for each layer of the key, or one dX for a backward pass."""
 
 
 class Pass(IntEnum):

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from symbiosis.core.policy import Policy
-from symbiosis.core.requests import Batch, Call, Request
+from symbiosis.core.requests import Batch, Call, Request, Results
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import LayerError
@@ -32,7 +32,6 @@ from symbiosis.modes import in_modes
 
 log = logging.getLogger(__name__)
 
-Results = tuple[torch.Tensor, ...]
 
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""

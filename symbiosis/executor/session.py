@@ -8,12 +8,10 @@ from typing import NoReturn
 
 import torch
 
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Results, expected
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import ClientClosedError, RequestError
 from symbiosis.executor.engine import Engine
-
-Results = tuple[torch.Tensor, ...]
 
 _MOST_DECODED = 64
 """Rows of the largest request of a client in another process that counts as decode: one token of up to 64 texts."""

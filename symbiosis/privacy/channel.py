@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
+from symbiosis.core.requests import Call, Key, LayerSpec, Pass, Results, expected
 from symbiosis.core.share import Resident, Share
 from symbiosis.core.transport import Channel, Check, Identity, Reply
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.modes import in_modes, modes_aside
 from symbiosis.privacy.amplitude import required_amplitude
-from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, SendCall
 from symbiosis.privacy.side_calls import SideCalls
 
 T = TypeVar("T")

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from symbiosis.client.cores import use_cores
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError, PrivacyError
 from symbiosis.privacy.amplitude import WRAPPED_SCALE, Amplitudes, check_positive_integers
 from symbiosis.privacy.keystream import grid_step
-from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, SendCall
 from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.pad_folder import PadFolder
 from symbiosis.privacy.pad_stock import PadStock

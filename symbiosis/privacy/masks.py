@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from symbiosis.core.requests import Call, Key, LayerSpec
+from symbiosis.core.requests import Call, Key, LayerSpec, Results
 from symbiosis.core.terms import Kind
 from symbiosis.privacy.amplitude import Amplitudes
-
-Results = tuple[torch.Tensor, ...]
-"""One matrix [n, columns] for each layer of a key."""
 
 SendCall = Callable[[Call], "Future[Results]"]
 """Sends a call of the scheme itself to the client's executor, from any thread and without waiting."""

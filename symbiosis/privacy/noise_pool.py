@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import Amplitudes, check_positive_integers
 from symbiosis.privacy.keystream import Keystream
-from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, SendCall
 from symbiosis.privacy.scheme import Scheme
 
 _REQUEST_NEXT_AT = 0.75

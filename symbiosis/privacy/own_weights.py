@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from symbiosis.core.requests import LayerSpec
+from symbiosis.core.requests import LayerSpec, Results
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PrivacyError
 from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.fp32_products import times, times_transposed
 from symbiosis.executor.layers import is_linear
 from symbiosis.executor.loading import load_model
-from symbiosis.privacy.masks import MaskedKey, Results
+from symbiosis.privacy.masks import MaskedKey
 from symbiosis.privacy.typical_sizes import TypicalSizes
 
 _SAMPLES = 64

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from symbiosis.core.requests import Results
 from symbiosis.errors import PrivacyError
 from symbiosis.log import get_logger
 from symbiosis.privacy.keystream import Keystream, blocks
-from symbiosis.privacy.masks import MaskedKey, Results
+from symbiosis.privacy.masks import MaskedKey
 from symbiosis.privacy.pad_folder import PadFolder
 
 log = get_logger(__name__)

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel, Identity
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, WRAPPED_SCALE, Amplitudes
 from symbiosis.privacy.keystream import BITS, Keystream, grid_step
-from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
+from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, SendCall
 from symbiosis.privacy.own_weights import OwnWeights
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.privacy.wrapped import Wrapped, unwrap, wrap

@@ -11,10 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError
-from symbiosis.privacy.masks import Results
 
 T = TypeVar("T")
 

@@ -11,11 +11,10 @@ from typing import Any, cast
 
 import torch
 
-from symbiosis.core.requests import Call, Key
+from symbiosis.core.requests import Call, Key, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Session
 from symbiosis.host import Executor
-from symbiosis.privacy.masks import Results
 
 
 @dataclass(slots=True)

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from symbiosis.core.requests import Results
 from symbiosis.errors import PrivacyError
 from symbiosis.privacy.keystream import BITS, grid_step
-from symbiosis.privacy.masks import MaskedKey, Results
+from symbiosis.privacy.masks import MaskedKey
 from symbiosis.privacy.own_weights import OwnWeights
 
 _LARGEST = {dtype: 2.0 ** (64 - bits) - 2 for dtype, bits in BITS.items()}

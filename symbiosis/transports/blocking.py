@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.errors import (
     ClientClosedError,
     ConnectionLostError,
@@ -28,7 +28,7 @@ from symbiosis.errors import (
 from symbiosis.log import get_logger
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import BlockingJoin, backoff
-from symbiosis.transports.conversation import CARRIED, Conversation, Pending, Results, State
+from symbiosis.transports.conversation import CARRIED, Conversation, Pending, State
 from symbiosis.transports.wire import BEGIN, Hello
 
 log = get_logger(__name__)

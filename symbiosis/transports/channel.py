@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports.connection import AsyncConnection, Join, backoff
-from symbiosis.transports.conversation import CARRIED, Conversation, Pending, Results, State
+from symbiosis.transports.conversation import CARRIED, Conversation, Pending, State
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.wire import Hello, Type
 

@@ -15,9 +15,10 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from symbiosis.core.requests import Results
 from symbiosis.core.share import Share
 from symbiosis.errors import SymbiosisError, WireError
-from symbiosis.transports.conversation import Pending, Results
+from symbiosis.transports.conversation import Pending
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import Hello, Type
 

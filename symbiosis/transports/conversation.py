@@ -34,9 +34,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch
-
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, expected
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Results, expected
 from symbiosis.core.transport import Check, Identity
 from symbiosis.errors import (
     BusyError,
@@ -74,9 +72,6 @@ class State(Enum):
 
 
 _RESULT, _JOINED = Type.RESULT, State.JOINED  # on Python 3.11 a member looked up on its class takes six times as long
-
-Results = tuple[torch.Tensor, ...]
-"""Matrices of an answer, [rows, width] each."""
 
 
 @dataclass(slots=True, eq=False)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from symbiosis.core.requests import Results
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Listener, Service, Session
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
@@ -28,7 +29,6 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import Carrier, Receiver
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
-from symbiosis.transports.peer import Results
 from symbiosis.transports.share import Progress, ServedShare, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp import TcpTransport

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.transport import Service, Session
 from symbiosis.errors import BusyError, ClientClosedError, ExecutorClosedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
@@ -45,8 +45,6 @@ GOODBYE_S = 1.0
 MAX_CONNECTIONS = 1024
 """Connections of a listener."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
-
-Results = tuple[torch.Tensor, ...]
 
 
 class Line(Protocol):

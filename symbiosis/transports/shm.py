@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from symbiosis.core.requests import Results
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Look, Service, Session
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
@@ -32,7 +33,7 @@ from symbiosis.transports.arena import Arena, Memory
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.device import Segment
-from symbiosis.transports.peer import Courier, Peer, Results
+from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import BlockingShmConnection, join, look, socket_path
 from symbiosis.transports.wire import CallMessage, Hello, Limits, MessageBuffer, Type, frame

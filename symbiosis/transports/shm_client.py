@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from symbiosis.core.requests import Results
 from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Memory, Places
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Message, Receiver, in_executor
-from symbiosis.transports.conversation import PING_AFTER_S, Pending, Results
+from symbiosis.transports.conversation import PING_AFTER_S, Pending
 from symbiosis.transports.device import Segment
 from symbiosis.transports.share import Welcome, tensors_in
 from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame

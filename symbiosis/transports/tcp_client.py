@@ -12,12 +12,13 @@ from typing import Any
 
 import zmq
 
+from symbiosis.core.requests import Results
 from symbiosis.core.share import Share
 from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Message, Receiver, in_executor
-from symbiosis.transports.conversation import Pending, Results
+from symbiosis.transports.conversation import Pending
 from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import CHUNK, Progress, ReceivedShare, Welcome
 from symbiosis.transports.sockets import (

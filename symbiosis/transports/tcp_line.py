@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import zmq
 
+from symbiosis.core.requests import Results
 from symbiosis.core.transport import Service, Session
 from symbiosis.errors import BusyError, WireError
 from symbiosis.transports import peer, wire
-from symbiosis.transports.peer import Courier, Peer, Results
+from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.sockets import Frames, TcpSocket, matrices, payload
 from symbiosis.transports.wire import PING, CallMessage, Limits, Type

@@ -9,12 +9,9 @@ import asyncio
 from collections.abc import Callable
 from queue import SimpleQueue
 
-import torch
-
-from symbiosis.core.requests import Call
+from symbiosis.core.requests import Call, Results
 from symbiosis.errors import ClientClosedError, ExecutorClosedError
 
-Results = tuple[torch.Tensor, ...]
 Answers = SimpleQueue[Results | BaseException]
 """Where a thread waits for the answer to one call. The thread takes the first entry."""
 
