@@ -65,7 +65,7 @@ def client_threads() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No task, no client's thread, no torch mode outlives a test, and the loop had nothing to complain about."""
+    """No task, no client's thread, no torch mode outlives a test, and the event loop reported no error."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_nothing_left_on_the_loop")
     yield

@@ -90,7 +90,7 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
         """Suspend this fiber until ``awaitable`` is done, and return its result or raise its exception.
 
         The fiber must be the running one. ``channel`` is the channel that the fiber waits for. If it belongs to another
-        client, this client does not count as thinking meanwhile; otherwise each of the two would be waited for.
+        client, this client does not count as thinking meanwhile; otherwise batches would wait for both clients.
         """
         self.stream.leave()
         elsewhere = channel is not None and channel is not self.observer

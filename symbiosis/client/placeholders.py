@@ -288,7 +288,7 @@ def _placeholders(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _is_hole(part: Any) -> bool:
-    """Return whether the part has no values; a tenant may have written its own."""
+    """Return whether the part has no values. A tenant may have written values to it."""
     return not isinstance(part, SharedParameter) or part.is_placeholder
 
 

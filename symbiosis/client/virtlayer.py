@@ -7,7 +7,7 @@ explains how).
 Autograd: the result is computed first and wrapped in an autograd node afterwards, because a fiber cannot suspend inside
 ``autograd.Function.forward``. Siblings share the forward request, but each has a node of its own, made when the model
 calls it. The engine then adds up gradients in the same order as in the plain model, so a client alone is bit-equal to
-it. One node for all siblings would save two backward round trips and lose that.
+it. One node for all siblings would save two backward round trips, but results would no longer be bit-equal.
 
 Legend: n rows; i in_features; o out_features.
 """

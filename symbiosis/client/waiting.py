@@ -86,7 +86,7 @@ class ThreadWaiter:
         if owner is not None and owner is not self._thread:
             raise CannotWaitError(
                 f"{name}: this backward pass goes through the models of two clients; each has a thread of its own, so "
-                "detach the one from the other, or call backward for each"
+                "detach the output of one model before it enters the other, or call backward for each"
             )
         stream = self._thread.stream
         if stream is None:

@@ -126,7 +126,7 @@ class Call:
     results: tuple[torch.Tensor, ...] | None = None
     """The answer, while it is put together from slices."""
     reply: asyncio.Future[tuple[torch.Tensor, ...]] | None = None
-    """Where the executor puts the answer."""
+    """Future for the answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,5 +171,5 @@ class Batch:
     key: Key
     slices: Sequence[Slice]
     reason: str
-    """Why it runs now, as the policy says: ``full``, ``deadline``, ``no-client-thinking``, ``at-once``, ``lone``…"""
+    """The policy's reason for running it now: ``full``, ``deadline``, ``no-client-thinking``, ``at-once``, ``lone``…"""
     rows: int

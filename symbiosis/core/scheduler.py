@@ -68,7 +68,7 @@ class _Client:
     thinking: bool = False
     """Whether the client is in a pass with nothing outstanding, and has not stopped."""
     since: float = 0.0
-    """When it began to think."""
+    """Time at which it began to think, in seconds."""
 
 
 class Scheduler:

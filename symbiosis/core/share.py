@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """A client's part of a model, as data: all that a tenant needs who has no checkpoint.
+    """A client's part of a model, as data. A tenant without a checkpoint needs nothing else.
 
     ``description`` is plain data, fit for msgpack or JSON. It has the entries ``architecture``, ``model_type``,
     ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``weights`` and

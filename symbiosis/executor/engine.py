@@ -210,7 +210,7 @@ class Engine:
             try:
                 self._run(action)
             finally:
-                # After the clients that were just answered, so that they can join the next batch.
+                # This turn follows the callbacks of the answered clients, so they can join the next batch.
                 if self._pump is not None:
                     self._pump.cancel()
                 self._pump = loop.call_soon(self._on_turn)
@@ -224,7 +224,7 @@ class Engine:
         began = None if clock is None else clock.mark()
         try:
             self.runner.run(batch, calls)
-        except Exception as cause:  # noqa: BLE001 (whatever it was, it belongs to the clients of this batch)
+        except Exception as cause:  # noqa: BLE001 (any error of a layer is reported to the clients of the batch)
             error = self._failed(batch, cause)
             for request, _, _ in batch.slices:
                 _fail(self.calls.pop(request.id), _copy(error))

@@ -78,7 +78,9 @@ class ExecutorSession:
         found = self._expected.get(key)
         if found is None:
             if len(self._expected) >= 8 * len(self._layers) + 64:  # more groups than any model has: an abusive client
-                self._refuse(f"layers {key.layers} are one group of siblings too many")
+                self._refuse(
+                    f"layers {key.layers} would be group {len(self._expected) + 1} of siblings, more than any model has"
+                )
             try:
                 found = self._expected[key] = expected(self._layers, key)
             except RequestError as error:

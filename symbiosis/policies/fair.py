@@ -13,8 +13,8 @@ behind would lose its claim to more service at each layer.
 
 *Bound.* An admitted tenant is at most ``quantum`` above the least counter. So no tenant with a queued request is below
 V − quantum, and none is above V + its own last charge. Hence the counters of two tenants with queued requests differ by
-at most U = ``quantum`` + the larger of their last charges, and while both always have requests queued, the service that
-they are admitted for differs by at most 2 · U (VTC's lemma 1 and theorem 1), whatever a third tenant asks for.
+at most U = ``quantum`` + the larger of their last charges. While both always have requests queued, the service that
+they are admitted for differs by at most 2 · U (VTC's lemma 1 and theorem 1), for any requests of other tenants.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class FurthestBehind:
 
     def __init__(self) -> None:
         self._heaps: tuple[list[tuple[int, Key]], list[tuple[int, Key]]] = ([], [])
-        """For forward and for backward keys."""
+        """Heaps of forward keys and of backward keys."""
         self._known: set[Key] = set()
 
     def add(self, request: Request) -> None:

@@ -71,7 +71,7 @@ class SynchronousChannel(ABC):
 
     @abstractmethod
     def abandon(self, error: ClientClosedError) -> None:
-        """In a forked child process: end here with ``error``, and leave the connection to the parent process."""
+        """End the channel in a forked child process with ``error``; the parent process keeps the connection."""
 
     def _closed(self) -> ClientClosedError:
         return ClientClosedError(f"the model of {self.client!r} was closed; open it again with symbiosis.open_model")

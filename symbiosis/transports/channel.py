@@ -25,7 +25,7 @@ class AsyncChannel:
     """A channel for coroutines.
 
     It never has more outstanding than the executor's limits allow: further calls wait here, in order. When the
-    connection is lost, it joins again and sends again what has no answer; calls made meanwhile wait.
+    connection is lost, it joins again and sends every call without an answer again; calls made meanwhile wait.
     """
 
     def __init__(self, conversation: Conversation, join: Join, connection: AsyncConnection) -> None:
@@ -147,7 +147,7 @@ class AsyncChannel:
         if self._connection is None:
             return
         if self._connection.silent():
-            self.lost(ConnectionLostError(f"no sign of life from the executor at {self._conversation.address}"))
+            self.lost(ConnectionLostError(f"the executor at {self._conversation.address} has been silent for too long"))
         elif self._conversation.outstanding.sent:
             try:
                 if (ping := self._conversation.look(time.monotonic())) is not None:
@@ -197,7 +197,7 @@ class AsyncChannel:
         self._finish()
 
     def _finish(self) -> None:
-        """The conversation has ended: settle every call with its error."""
+        """Settle every call with the error that ended the conversation."""
         self._timer.cancel()
         self._close_connection()
         error = self._conversation.error

@@ -124,7 +124,7 @@ class BlockingConnection(_Connection):
         """Make :meth:`receive` on another thread return or raise soon, if it does not do so in any case."""
 
     def abandon(self) -> None:
-        """In a forked child process: give up the connection and leave it to the parent process."""
+        """Give up the connection in a forked child process; the parent process keeps it."""
 
 
 Join = Callable[[Hello, bool], Awaitable[AsyncConnection]]
@@ -132,7 +132,7 @@ Join = Callable[[Hello, bool], Awaitable[AsyncConnection]]
 
 Raises ConnectionLostError if no executor answers, and RefusedError if the executor does not admit this client."""
 BlockingJoin = Callable[[Hello, bool], BlockingConnection]
-"""The same, for threads that block."""
+"""Function that joins the executor, for threads that block."""
 
 
 async def in_executor(join: Callable[[], C]) -> C:

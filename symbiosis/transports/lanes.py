@@ -44,7 +44,7 @@ WITHIN_S = 60.0
 """Seconds within which the peer must come to the rendezvous, and within which one matrix must arrive or be taken. A
 matrix of 1 GiB takes 9 s at 1 Gbit/s; a peer that dies in the middle of one is noticed after this time."""
 MEET_WITHIN_S = 4.0
-"""Seconds that one attempt of gloo to connect may take; it makes five."""
+"""Seconds that one attempt of gloo to connect may take; gloo makes five attempts."""
 END_WITHIN_S = 5.0
 """Seconds to wait for the threads of lanes at the end of the process."""
 
@@ -210,7 +210,7 @@ class _Lane:
                     self._group = nccl(self.store, lanes.rank)
                 else:
                     self._group = gloo(self.store, lanes.rank, lanes.local)
-                while not self._closed and self._one():  # in a frame of its own, which keeps no tensor afterwards
+                while not self._closed and self._one():  # a function of its own releases its tensors
                     pass
         except Exception as error:  # noqa: BLE001 (any error of torch.distributed is the end of this lane)
             if not self._closed:

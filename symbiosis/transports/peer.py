@@ -141,7 +141,7 @@ class Peer:
         elif type_ is Type.HELLO:
             self._hello(wire.read_hello(content))
         elif session is None:
-            raise WireError(f"{type_.name} before HELLO")
+            raise WireError(f"the client sent {type_.name} before HELLO")
         elif type_ is Type.BEGIN:
             session.begin_pass()
         elif type_ is Type.END:
@@ -153,7 +153,7 @@ class Peer:
 
     def _hello(self, hello: wire.Hello) -> None:
         if self._greeted:
-            raise WireError("a second HELLO")
+            raise WireError("the client sent a second HELLO on one connection")
         self._greeted = True
         name = self._line.admit(hello.name or "")
         if hello.name is not None:

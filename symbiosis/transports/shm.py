@@ -2,7 +2,7 @@
 
 Messages travel over a Unix socket; tensors lie in an arena that both processes map (:mod:`symbiosis.transports.arena`),
 and the client's share of the model in a sealed memfd that all clients map. Both descriptors come over the
-socket: there is no name to guess, and nothing is left behind, however either side ends. The kernel tells each side when
+socket. The memory has no name, and is freed when both processes have ended. The kernel tells each side when
 the other is gone.
 
 Only the owner may use the socket (mode 0600), and the executor checks the user of each connection.
@@ -123,7 +123,9 @@ def _make_way(path: Path, address: str) -> None:
     """Remove the socket of an executor that was killed, and nothing else."""
     try:
         if not stat.S_ISSOCK(path.stat().st_mode):
-            raise UsageError(f"cannot listen on {address}: {path} exists and is no socket")
+            raise UsageError(
+                f"cannot listen on {address}: {path} exists and is no socket; remove it or choose another path"
+            )
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -136,7 +138,9 @@ def _make_way(path: Path, address: str) -> None:
         except OSError as error:
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
         else:
-            raise UsageError(f"cannot listen on {address}: another executor does")
+            raise UsageError(
+                f"cannot listen on {address}: another executor listens there; stop it or choose another path"
+            )
 
 
 class ShmLine(asyncio.Protocol):

@@ -146,7 +146,7 @@ def _say_hello(address: str, hello: Hello) -> tuple[socket.socket, Welcome, list
     try:
         connected.settimeout(ANSWER_WITHIN_S)
         connected.connect(str(socket_path(address)))
-        with contextlib.suppress(BrokenPipeError):  # rejected before it read HELLO; the reason is there to be read
+        with contextlib.suppress(BrokenPipeError):  # the executor has refused; its reason follows
             connected.sendall(frame(wire.pack_hello(hello)))
         messages = MessageBuffer(wire.MAX_TO_CLIENT)
         first, descriptors, _, _ = socket.recv_fds(connected, 1, 2)
@@ -241,7 +241,7 @@ class _AsyncShmConnection(_ShmConnection, AsyncConnection):
     def send(self, parts: Sequence[Any]) -> None:
         try:
             super().send(parts)
-        except OSError:  # it has ended, or the executor has read nothing for very long: reading shows it
+        except OSError:  # it has ended, or its buffer is full; the next read reports the error
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -4,9 +4,9 @@ The descriptor of a ZeroMQ socket becomes readable when an event has *happened*,
 all messages must be taken after each wake-up and after each send (:class:`Reader`). This costs a fifth of pyzmq's
 asyncio sockets, which make a future for each message, and works on every loop with ``add_reader``.
 
-Signs of life are *bytes*, not messages. Both ends have ZeroMQ send heartbeats from its own thread, however busy Python
-is, and the kernel knows when the last byte came (:func:`received`). A matrix that takes a minute on a slow line counts
-as life; a frozen process does not.
+A connection is alive while *bytes* come, not messages. Both ends have ZeroMQ send heartbeats from its own thread,
+however busy Python is, and the kernel knows when the last byte came (:func:`received`). So a matrix that takes a
+minute on a slow line keeps the connection, and a process that was stopped loses it.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ def matrices(frames: Frames, rows: int, widths: Sequence[int], dtype: torch.dtyp
     for frame, width in zip(frames, widths, strict=True):
         size = rows * width * dtype.itemsize
         if len(frame) != size or size == 0:
-            raise WireError(f"a matrix of {len(frame)} bytes has come; [{rows}, {width}] {dtype} has {size}")
+            raise WireError(f"a matrix of {len(frame)} bytes has come; [{rows}, {width}] {dtype} needs {size}")
         matrix = torch.frombuffer(frame.buffer, dtype=dtype).view(rows, width)
         found.append(matrix.clone() if matrix.data_ptr() % ALIGN else matrix)
     return tuple(found)

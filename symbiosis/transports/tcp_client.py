@@ -89,7 +89,7 @@ class TcpConnection:
         """The TCP connection, when there is one."""
         self._shaken_hands = False
         self._error: SymbiosisError | None = None
-        """Why the connection has ended."""
+        """Reason for the end of the connection."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, v6=endpoint.v6, max_frame_bytes=MAX_FRAME_BYTES)
@@ -128,7 +128,7 @@ class TcpConnection:
             message = self._receive()
             if message is not None and message[0] is Type.ENDED:
                 raise wire.error_of(*message[1][:2])
-            if message is not None and message[0] is not Type.PONG:  # the executor makes sure that the client is there
+            if message is not None and message[0] is not Type.PONG:  # the executor sends PONG to test the connection
                 return message
         raise ConnectionLostError(f"no executor answers on {self.address}")
 
@@ -138,7 +138,7 @@ class TcpConnection:
         try:
             frames = self._socket.recv_multipart(zmq.NOBLOCK if error else 0, copy=False)
         except zmq.Again:
-            if error is not None:  # all messages were read, which may have told a better reason
+            if error is not None:  # all messages were read; none had a more precise reason
                 raise error from None
             self._read_events()
             return None
@@ -212,7 +212,7 @@ class TcpConnection:
         return self.welcome.look(type_, content, self.address)
 
     def silent(self) -> bool:
-        """Return whether the executor shows no sign of life."""
+        """Return whether no byte has come for too long."""
         return self._remote is not None and self._remote.received()[0] > SILENT_S
 
     def close(self) -> None:
@@ -274,7 +274,7 @@ class AsyncTcpConnection(TcpConnection, AsyncConnection):
     """A connection on an event loop."""
 
     _readers: tuple[Reader, Reader] | None = None
-    """Of events and of messages."""
+    """Readers of the event socket and of the message socket."""
     _channel: Receiver | None = None
 
     def carry(self, carrier: Carrier) -> None:
@@ -354,5 +354,5 @@ class BlockingTcpConnection(TcpConnection, BlockingConnection):
         except zmq.ZMQError as error:
             raise self._gone() from error
         if message is None and self.silent():
-            raise ConnectionLostError(f"no sign of life from the executor at {self.address}")
+            raise ConnectionLostError(f"no byte came from the executor at {self.address} for {SILENT_S:.0f} s")
         return message

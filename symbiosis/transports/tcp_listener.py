@@ -227,7 +227,7 @@ class TcpListener:
             accepted.take(line, frames[1:])
 
     def _settle(self) -> None:
-        """Meet the unidentified clients for which it is time."""
+        """Identify the clients whose waiting time has passed."""
         self._settling = None
         if self._closed:
             return
@@ -356,7 +356,7 @@ class TcpListener:
         """Return what is wrong with the bytes of a connection, if anything."""
         silent, count = accepted.socket.received()
         if silent > SILENT_S:
-            return f"no sign of life for {silent:.0f} s"
+            return f"no byte came for {silent:.0f} s"
         # ZeroMQ limits each frame, not the number of frames in a message, and keeps them until the last one has come.
         most = self.limits.arena_bytes + self.limits.arena_bytes // 4 + wire.MAX_TO_EXECUTOR
         unfinished = accepted.unfinished(count)

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from symbiosis.core.requests import Call, Results
 from symbiosis.errors import ClientClosedError, ExecutorClosedError
 
-Answers = SimpleQueue[Results | BaseException]
+Answers = SimpleQueue["Results | BaseException"]
 """Where a thread waits for the answer to one call. The thread takes the first entry."""
 
 

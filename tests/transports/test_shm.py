@@ -221,7 +221,7 @@ async def test_socket_is_the_owners_alone_and_goes_with_the_executor(base: Any, 
         await executor.listen(address)
         path = tmp_path / "s.sock"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        with pytest.raises(UsageError, match="another executor does"):
+        with pytest.raises(UsageError, match="another executor listens there; stop it"):
             await executor.listen(address)
     assert not path.exists()
 

@@ -678,7 +678,7 @@ async def test_hello_is_said_once(base: Any) -> None:
             assert (await in_thread(receive, mallory))[0] is Type.WELCOME
             mallory.send(hello(None))
             type_, content = await in_thread(receive, mallory)
-            assert (type_, content[1]) == (Type.ENDED, "a second HELLO")
+            assert (type_, content[1]) == (Type.ENDED, "the client sent a second HELLO on one connection")
 
 
 async def test_a_status_connection_ends(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
