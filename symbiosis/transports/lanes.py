@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symbiosis.errors import BrokenError, SymbiosisError
+from symbiosis.errors import BrokenError, BusyError, SymbiosisError
 from symbiosis.transports import wire
 from symbiosis.transports.wire import Type
 
@@ -136,7 +136,11 @@ class Lanes:
         for number in (UP, DOWN):
             store = _Store(partial(self.from_thread, self._publish, number))
             sends = (number == UP) == (self.rank == TENANT)
-            self._lanes.append(_Lane(self, store, sends))
+            try:
+                self._lanes.append(_Lane(self, store, sends))
+            except RuntimeError as error:
+                self.close()
+                raise BusyError(f"a lane cannot be opened: {error}") from error
         self._out, self._in = self._lanes if self.rank == TENANT else reversed(self._lanes)
 
     def _publish(self, lane: int, key: str, value: bytes) -> None:
@@ -184,8 +188,8 @@ class _Lane:
         self._closed = False
         self._group: Any = None
         self.thread = threading.Thread(target=self._run, name="symbiosis-dist", daemon=True)
-        _lanes.add(self)
         self.thread.start()
+        _lanes.add(self)
 
     def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
         """Send or receive tensors, after everything asked for before."""

@@ -180,7 +180,7 @@ class Peer:
             raise WireError(f"call {message.id} is outstanding already")
         try:
             tensors = self._courier.tensors(message, session, frames)
-        except WireError:
+        except (WireError, BusyError):
             raise
         except SymbiosisError as error:
             self._line.send(wire.pack_error(message.id, error))

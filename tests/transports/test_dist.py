@@ -305,6 +305,35 @@ async def _lanes() -> tuple[Lanes, Lanes, list[Any]]:
     return sides[0], sides[1], lost
 
 
+async def test_lanes_that_cannot_be_opened(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client is told, and the first lane does not stay behind when the system has no thread for the second."""
+    real, started = threading.Thread.start, []
+
+    def fails(self: threading.Thread) -> None:
+        if self.name == "symbiosis-dist":
+            started.append(self)
+            if len(started) % 2 == 0:
+                raise RuntimeError("can't start new thread")
+        real(self)
+
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            await alice.forward(input_ids=IDS)
+            monkeypatch.setattr(threading.Thread, "start", fails)
+            for _ in range(3):
+                with raw(listener.address) as mallory:
+                    mallory.send(hello("mallory"))
+                    await in_thread(receive, mallory)
+                    mallory.send(a_call(1))
+                    type_, content = await in_thread(receive, mallory)
+                    assert (type_, content[0]) == (Type.ENDED, "BusyError")
+                    assert "can't start new thread" in content[1]
+            monkeypatch.undo()
+            await until(lambda: not any(thread.is_alive() for thread in started))
+            await alice.forward(input_ids=IDS)
+
+
 async def test_a_rendezvous_needs_no_port_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the process groups need to know of each other travels as notes."""
     sent: list[Any] = []
