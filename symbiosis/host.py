@@ -25,7 +25,7 @@ from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.service import ExecutorService
 from symbiosis.executor.splitting import SplitModel
-from symbiosis.executor.statistics import Counters, Statistics
+from symbiosis.executor.statistics import Statistics
 from symbiosis.executor.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class Executor:
 
     def reset_statistics(self) -> None:
         """Count from zero, for instance after a warm-up."""
-        self.engine.counters = Counters()
+        self.engine.reset_counters()
 
     @contextlib.contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:
@@ -265,11 +265,12 @@ class Executor:
         """
         if self.engine.timeline is not None:
             raise UsageError("a trace of this executor is being written already; end that first")
-        timeline = self.engine.timeline = Timeline(file, [spec.name for spec in self.layers], now())
+        timeline = Timeline(file, [spec.name for spec in self.layers], now())
+        self.engine.record(timeline)
         try:
             yield
         finally:
-            self.engine.timeline = None
+            self.engine.record(None)
             timeline.close()
 
 

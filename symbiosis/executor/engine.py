@@ -87,6 +87,14 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
 
+    def reset_counters(self) -> None:
+        """Count from zero."""
+        self.counters = Counters()
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record what runs in a timeline from now on, or stop recording."""
+        self.timeline = timeline
+
     def time_layers(self, layers: Sequence[int]) -> float:
         """Return the seconds that one row takes through these layers, one after another: the best of three walks."""
         return min(self.runner.time(layers) for _ in range(3))
