@@ -78,9 +78,7 @@ class ExecutorSession:
         found = self._expected.get(key)
         if found is None:
             if len(self._expected) >= 8 * len(self._layers) + 64:  # more groups than any model has: an abusive client
-                self._refuse(
-                    f"layers {key.layers} would be group {len(self._expected) + 1} of siblings, more than any model has"
-                )
+                self._refuse(f"layers {key.layers} are one group too many; this client has used {len(self._expected)}")
             try:
                 found = self._expected[key] = expected(self._layers, key)
             except RequestError as error:
