@@ -307,7 +307,7 @@ class Scheduler:
             raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
         self._open[request.id] = request
         state.open += 1
-        if state.thinking:
+        if state.thinking:  # `_end_thinking`, without the call: each request comes through here
             state.thinking = False
             self.thinking -= 1
         request.terms, request.local = state.terms, state.local
