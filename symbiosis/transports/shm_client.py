@@ -228,9 +228,14 @@ async def join(address: str, hello: Hello, again: bool) -> AsyncConnection:
 
 
 class _AsyncShmConnection(_ShmConnection, AsyncConnection):
-    """A connection on an event loop. It sends at once: what a client within its limits sends has room in the socket."""
+    """A connection on an event loop.
+
+    A Unix socket has room for some 280 small messages. While the executor is in a long batch and reads none, further
+    messages wait here.
+    """
 
     _loop: asyncio.AbstractEventLoop | None = None
+    _unsent = b""
 
     def start(self, channel: Receiver) -> None:
         self._channel = channel
@@ -239,11 +244,26 @@ class _AsyncShmConnection(_ShmConnection, AsyncConnection):
         self._loop.add_reader(self._socket, self._read)
 
     def send(self, parts: Sequence[Any]) -> None:
+        waiting = bool(self._unsent)
+        self._unsent += frame(parts[0])
+        if not waiting:
+            self._write()
+            if self._unsent and self._loop is not None:
+                self._loop.add_writer(self._socket, self._write_on)
+
+    def _write(self) -> None:
+        """Send what has room in the socket."""
         try:
-            super().send(parts)
-        except OSError:  # it has ended, or its buffer is full; the next read reports the error
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # the connection has ended; the next read reports it
+            self._unsent = b""
+
+    def _write_on(self) -> None:
+        self._write()
+        if not self._unsent and self._loop is not None:
+            self._loop.remove_writer(self._socket)
 
     def _read(self) -> None:
         try:
@@ -271,6 +291,7 @@ class _AsyncShmConnection(_ShmConnection, AsyncConnection):
     def _stop(self) -> None:
         if self._loop is not None:
             self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
             self._loop = None
 
     def close(self) -> None:

@@ -19,7 +19,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import symbiosis
-from symbiosis.core.requests import Key, Pass
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import (
     ClientClosedError,
@@ -46,6 +47,22 @@ def address(tmp_path: Path) -> str:
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_more_messages_than_a_socket_holds(base: Any, address: str) -> None:
+    """A client may send while the executor reads nothing, as in a long batch. Its messages wait, and none is lost."""
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        channel = await make_transport(address, retry=0.0).connect(address, "alice")
+        for _ in range(1000):  # without a turn of the event loop, on which the executor reads
+            channel.begin_pass()
+            channel.end_pass()
+        spec = channel.layers[0]
+        rows = torch.randn(2, spec.in_features)
+        (result,) = await channel.send(Call(Key((0,), Pass.FORWARD), Kind.DECODE, (rows,)))
+        assert result.shape == (2, spec.out_features)
+        assert executor.status()["clients"] == ["alice"]
+        channel.close()
 
 
 async def test_a_flood_waits_for_its_turn(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
