@@ -95,10 +95,10 @@ class Executor:
         policy = make_policy(policy)
         split = SplitModel(model, base_layers)
         self.engine = Engine(split.layers, split.device, policy, max_rows)
-        self._token_s = 0.0
+        walk = split.walk()
+        self._token_s = self.engine.time_layers(walk) if walk else 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
-        if type(policy).unloaded is not Policy.unloaded and (walk := split.walk()):
-            self._token_s = self.engine.time_layers(walk)
+        if walk:
             tell_unloaded(policy, self._token_s)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         self.service = ExecutorService(split, self.engine, address, source)
@@ -213,13 +213,7 @@ class Executor:
             PrivacyError: the privacy scheme does not take these options.
         """
         name = name or f"client-{next(self._client_numbers)}"
-        terms = Terms(priority, slo_ms, ttft_ms, kind).check()
-        for what, promised in (("slo_ms", slo_ms), ("ttft_ms", ttft_ms)):
-            if promised is not None and promised < 1e3 * self._token_s:
-                raise UsageError(
-                    f"{what} of {name!r} is {promised:g}, but one token takes {1e3 * self._token_s:.3g} ms in the base "
-                    "layers of the idle executor; give a longer time"
-                )
+        terms = Terms(priority, slo_ms, ttft_ms, kind).check(self._token_s)
         scheme, service = make_privacy(privacy), self.service
 
         async def connect(name: str) -> Channel:

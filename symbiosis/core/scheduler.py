@@ -14,9 +14,10 @@ A :class:`~symbiosis.core.policy.Policy` only chooses. The scheduler checks each
 A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` in
 :attr:`Scheduler.policy_errors`. The oldest request is then served instead, so a faulty policy costs speed, not answers.
 
-Two decisions are not the policy's. A request that finds the executor idle runs at once, if no other client is thinking
-and the policy allows it. A client that is thinking for :data:`STOPPED_S` without a request is taken to have stopped: it
-no longer counts as thinking until its next request.
+Three decisions are not the policy's. A request that finds the executor idle runs at once, if no other client is
+thinking and the policy allows it. The driver's other work gets its turn every :data:`TURN_S`. A client that is thinking
+for :data:`STOPPED_S` without a request is taken to have stopped: it no longer counts as thinking until its next
+request.
 
 Cost: submission, cancellation and completion are O(1) in the number of clients and of other requests. A decision costs
 what the policy needs, plus the size of its batch; once in :data:`STOPPED_S` it looks at all clients.
@@ -41,6 +42,8 @@ MAX_REASON = 64
 """Longest reason of a batch, in characters."""
 STOPPED_S = 1.0
 """Seconds without a request after which a thinking client is taken to have stopped, in a debugger say."""
+TURN_S = 0.01
+"""Longest time, in seconds, for which batches follow one another before the driver's other work gets its turn."""
 LONE = "lone"
 """Reason of a batch that ran without asking the policy."""
 
@@ -97,6 +100,8 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}
         self._look_at = 0.0
         """Time before which no client can have stopped."""
+        self._turned = -math.inf
+        """Time at which the driver's other work last had its turn; -inf after a client has begun a pass."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
 
@@ -140,6 +145,7 @@ class Scheduler:
         """Note that a client began to walk the model."""
         state = self._clients[client]
         state.in_pass = True
+        self._turned = -math.inf  # other clients may be about to begin: their requests can share its first batch
         if not state.open:
             self._begin_thinking(state, now)
 
@@ -149,14 +155,23 @@ class Scheduler:
         state.in_pass = False
         self._end_thinking(state)
 
+    def turned(self, now: float) -> None:
+        """Note that the driver's other work, clients that have something to report included, had its turn."""
+        self._turned = now
+
+    def hurries(self, now: float) -> bool:
+        """Return whether to ask `next_action` before the driver's other work gets its turn: no client is thinking, so
+        the next batch can grow only by clients that are idle, and the last turn was less than TURN_S ago."""
+        return not self.thinking and now - self._turned < TURN_S
+
     def offer(self, request: Request, now: float) -> Batch | None:
         """Run or queue a request. Its id must be new, and its client must have joined.
 
         Returns:
             A batch of this request alone, which must run at once and counts as running until `completed`; or None: the
-            request is queued.
+            request is queued. It is queued if the driver's other work had no turn for TURN_S.
         """
-        batch = self.offer_alone(request, now)
+        batch = None if now - self._turned > TURN_S else self.offer_alone(request, now)
         if batch is None:
             self.submit(request)
         return batch

@@ -36,11 +36,14 @@ class Terms(NamedTuple):
     kind: Kind | None = None
     """The kind of all requests of the client. None means that the kind follows from the rows."""
 
-    def check(self) -> Terms:
+    def check(self, token_s: float = 0.0) -> Terms:
         """Return these terms.
 
+        Args:
+            token_s: seconds that one token takes in the base layers of an idle executor, where that is known.
+
         Raises:
-            UsageError: a field has no valid value.
+            UsageError: a field has no valid value, or a latency target cannot be reached.
         """
         if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
             raise UsageError(
@@ -51,6 +54,11 @@ class Terms(NamedTuple):
                 isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
             ):
                 raise UsageError(f"{name} is {value!r}; it must be a number of milliseconds greater than 0")
+            if value is not None and value < 1e3 * token_s:
+                raise UsageError(
+                    f"{name} is {value:g}, but one token takes {1e3 * token_s:.3g} ms in the base layers of the idle "
+                    "executor; give a longer time"
+                )
         if self.kind is not None and not isinstance(self.kind, Kind):
             raise UsageError(
                 f"kind is {self.kind!r}; it must be one of {', '.join(f'Kind.{each.name}' for each in Kind)}, "
@@ -84,6 +92,30 @@ def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:
         _longer(wishes.ttft_ms, default.ttft_ms),
         wishes.kind,
     )
+
+
+MOST_DECODED = 64
+"""Rows of the largest request of a client that is not trusted that counts as decode: one token of 64 texts. The work of
+a larger one differs from a prefill's in nothing, and a prompt must not pass for a token."""
+
+
+def kind_of(terms: Terms, stated: Kind, rows: int, *, backward: bool, trusted: bool) -> Kind:
+    """Return the kind of a request.
+
+    Args:
+        terms: the client's effective terms.
+        stated: the kind that the client states.
+        rows: number of its rows.
+        backward: whether it is for a backward pass.
+        trusted: whether the provider stands for what the client states. Otherwise the client may state that its rows
+            are more patient than they look, never more urgent.
+    """
+    kind = Kind.FINETUNE if backward else stated
+    if kind is Kind.DECODE and not trusted and rows > MOST_DECODED:
+        kind = Kind.PREFILL
+    if terms.kind is None:
+        return kind
+    return terms.kind if trusted else max(kind, terms.kind)
 
 
 def _longer(wish: float | None, default: float | None) -> float | None:

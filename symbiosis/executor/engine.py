@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
-_TURN_S = 0.01
-"""Longest time, in seconds, for which batches follow one another before other work on the event loop gets a turn."""
 
 
 class Engine:
@@ -72,8 +70,6 @@ class Engine:
         self._loop_thread = 0
         self._pump: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._turned = 0.0
-        """When the event loop last ran its other work."""
         self._policy_failures = 0
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -121,7 +117,6 @@ class Engine:
             self.scheduler.pass_began(client, began)
         if self.timeline is not None:
             self.timeline.pass_began(client, began)
-        self._turned = -math.inf  # other clients may be about to begin: queue requests until the event loop has turned
 
     def end_pass(self, client: str) -> None:
         """Note that a client is idle."""
@@ -137,7 +132,7 @@ class Engine:
         assert loop is not None
         reply: asyncio.Future[Results] = loop.create_future()
         request = self._request(client, call, kind)
-        if request.arrived - self._turned > _TURN_S or in_modes():  # a tenant's modes must not reach base layers
+        if in_modes():  # a tenant's modes must not reach base layers
             with self._lock:
                 self.scheduler.submit(request)
         else:
@@ -178,14 +173,14 @@ class Engine:
             self._pump_soon()
 
     def flush(self) -> None:
-        """Decide at once if no client is thinking, unless the event loop has run no other work for 10 ms.
+        """Run the next batch before the event loop has run its other work, if the scheduler agrees.
 
         A round of the event loop for each request would double what a lone client pays
         (docs/decisions/0008-lone-requests.md). Called outside all fibers, because their torch modes must not reach base
         layers.
         """
         loop = self._loop
-        if loop is not None and not self.scheduler.thinking and now() - self._turned < _TURN_S:
+        if loop is not None and self.scheduler.hurries(now()):
             self._decide(loop)
 
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
@@ -203,7 +198,7 @@ class Engine:
         self._pump = None
         loop = self._loop
         if loop is not None:
-            self._turned = now()
+            self.scheduler.turned(now())
             self._decide(loop)
 
     def _decide(self, loop: asyncio.AbstractEventLoop) -> None:

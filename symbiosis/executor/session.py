@@ -9,25 +9,9 @@ from typing import NoReturn
 import torch
 
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Results, expected
-from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.terms import Kind, Terms, kind_of
 from symbiosis.errors import ClientClosedError, RequestError
 from symbiosis.executor.engine import Engine
-
-_MOST_DECODED = 64
-"""Rows of the largest request of a client in another process that counts as decode: one token of up to 64 texts."""
-
-
-def kind_of(call: Call, terms: Terms, local: bool) -> Kind:
-    """Return the kind of a call's rows.
-
-    A client in another process may declare its rows more patient than they look, never more urgent.
-    """
-    kind = Kind.FINETUNE if call.key.pass_.is_backward else call.kind
-    if kind is Kind.DECODE and not local and call.tensors[0].shape[0] > _MOST_DECODED:
-        kind = Kind.PREFILL
-    if terms.kind is None:
-        return kind
-    return terms.kind if local else max(kind, terms.kind)
 
 
 class ExecutorSession:
@@ -68,11 +52,15 @@ class ExecutorSession:
 
     def submit(self, call: Call) -> asyncio.Future[Results]:
         self._check(call)
-        return self._engine.submit(self.client, call, kind_of(call, self.terms, self._local))
+        return self._engine.submit(self.client, call, self._kind(call))
 
     def at_once(self, call: Call) -> Results | None:
         self._check(call)
-        return self._engine.at_once(self.client, call, kind_of(call, self.terms, self._local))
+        return self._engine.at_once(self.client, call, self._kind(call))
+
+    def _kind(self, call: Call) -> Kind:
+        rows, backward = call.tensors[0].shape[0], call.key.pass_.is_backward
+        return kind_of(self.terms, call.kind, rows, backward=backward, trusted=self._local)
 
     def expects(self, key: Key) -> Expected:
         found = self._expected.get(key)

@@ -179,6 +179,7 @@ class Simulation:
     def _ask(self) -> None:
         if self._busy or (self._local and self._free > self.now):
             return
+        self._scheduler.turned(self.now)
         action = self._scheduler.next_action(self.now)
         if self._scheduler.policy_errors:
             raise PolicyError(str(self._scheduler.policy_errors[0])) from self._scheduler.policy_errors[0]

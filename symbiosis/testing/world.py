@@ -115,6 +115,7 @@ class World:
     def offer(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE) -> Batch | None:
         """Offer a request: either it is queued, or a batch of it alone starts, which counts as running."""
         idle = not self.waiting and set(self._thinks_since) <= {client}
+        self.scheduler.turned(self.clock.now)
         batch = self.scheduler.offer(self._request(client, key, rows, kind), self.clock.now)
         if batch is not None:
             assert idle, f"a request of {client} ran alone although other clients were at work"
@@ -150,6 +151,7 @@ class World:
             self._thinks_since = {
                 client: since for client, since in self._thinks_since.items() if self.clock.now < since + STOPPED_S
             }
+        self.scheduler.turned(self.clock.now)
         action = self.scheduler.next_action(self.clock.now)
         if isinstance(action, Batch):
             self._started(action)

@@ -27,16 +27,13 @@ from symbiosis.errors import (
 )
 from symbiosis.log import get_logger
 from symbiosis.transports.channel import AsyncChannel
-from symbiosis.transports.connection import BlockingJoin, backoff
+from symbiosis.transports.connection import BlockingJoin
 from symbiosis.transports.conversation import CARRIED, Conversation, Pending, State
-from symbiosis.transports.wire import BEGIN, Hello
+from symbiosis.transports.wire import Hello
 
 log = get_logger(__name__)
 
 _JOINED = State.JOINED  # on Python 3.11 a member looked up on its class takes six times as long
-AGAIN_S = 5.0
-"""Seconds for which to try to join again after an interrupted call, also where ``retry`` is shorter: the executor is
-usually there, and only the connection has to be replaced."""
 
 
 class SynchronousChannel(ABC):
@@ -111,8 +108,6 @@ class BlockingChannel(SynchronousChannel):
         self.identity = conversation.identity
         self.before_return = conversation.before_return
         self._lock = threading.Lock()
-        self._patience_s = retry_s
-        """Seconds for which the next attempts to join again go on."""
         super().__init__()
 
     def call(self, call: Call) -> Results:
@@ -196,32 +191,26 @@ class BlockingChannel(SynchronousChannel):
     def _interrupted(self) -> None:
         self._conversation.interrupted()
         self._connection.close()
-        self._patience_s = max(self._conversation.retry_s, AGAIN_S)
 
     def _rejoin(self) -> None:
-        conversation, patience_s = self._conversation, self._patience_s
-        for delay in backoff(patience_s):
+        conversation = self._conversation
+        while (delay := conversation.next_attempt(time.monotonic())) is not None:
             time.sleep(delay)
             conversation.check_open()
             connection = None
             try:
                 connection = self._join(conversation.hello, True)
-                conversation.joined(connection.welcome, connection.carrier.most_bytes)
-                if conversation.in_pass:
-                    connection.send([BEGIN])
+                for message in conversation.joined(connection.welcome, connection.carrier.most_bytes):
+                    connection.send([message])
             except (OSError, SymbiosisError) as error:
                 if connection is not None:
                     connection.close()
                 conversation.lost(error)
-                conversation.check_open()
                 continue
             self._connection = connection
-            self._patience_s = conversation.retry_s
-            conversation.check_open()  # closed meanwhile, by another thread
             log.info("executor is back", address=conversation.address, client=self.client)
-            return
-        conversation.give_up(patience_s)
-        conversation.check_open()
+            break
+        conversation.check_open()  # another thread may have closed the channel
 
     def close(self) -> None:
         """Leave. A call in progress on another thread ends with ClientClosedError."""

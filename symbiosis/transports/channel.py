@@ -10,7 +10,7 @@ from typing import Any
 from symbiosis.core.requests import Call, Results
 from symbiosis.errors import ClientClosedError, ConnectionLostError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports.connection import AsyncConnection, Join, backoff
+from symbiosis.transports.connection import AsyncConnection, Join
 from symbiosis.transports.conversation import CARRIED, Conversation, Pending, State
 from symbiosis.transports.threads import ThreadCalls
 from symbiosis.transports.wire import Hello, Type
@@ -45,7 +45,7 @@ class AsyncChannel:
         self.call = self._threads.call
         self.interrupt = self._threads.interrupt
         self._timer = self._loop.call_later(WATCH_S, self._look)
-        self._use(connection)
+        self._use(connection, [])
 
     @classmethod
     async def open(cls, join: Join, address: str, hello: Hello, retry_s: float) -> AsyncChannel:
@@ -134,11 +134,11 @@ class AsyncChannel:
         if self._connection is not None:
             self._connection.send([message])
 
-    def _use(self, connection: AsyncConnection) -> None:
+    def _use(self, connection: AsyncConnection, first: Sequence[bytes]) -> None:
         self._connection = connection
         connection.start(self)
-        if self._conversation.in_pass:
-            self.walk(True)
+        for message in first:
+            connection.send([message])
         self._send_waiting()
 
     def _look(self) -> None:
@@ -172,24 +172,20 @@ class AsyncChannel:
 
     async def _rejoin(self) -> None:
         conversation = self._conversation
-        for delay in backoff(conversation.retry_s):
+        while (delay := conversation.next_attempt(time.monotonic())) is not None:
             await asyncio.sleep(delay)
             connection = None
             try:
                 connection = await self._join(conversation.hello, True)
-                conversation.joined(connection.welcome, connection.carrier.most_bytes)
+                first = conversation.joined(connection.welcome, connection.carrier.most_bytes)
             except (SymbiosisError, OSError) as error:
                 if connection is not None:
                     connection.close()
                 conversation.lost(error)
-                if conversation.state is State.ENDED:
-                    break
             else:
                 log.info("executor is back", address=conversation.address, client=self.client)
-                self._use(connection)
+                self._use(connection, first)
                 return
-        else:
-            conversation.give_up(conversation.retry_s)
         self._finish()
 
     def _end(self, error: SymbiosisError) -> None:

@@ -7,10 +7,8 @@ a function that joins the executor. The drivers (``channel.py``, ``blocking.py``
 from __future__ import annotations
 
 import asyncio
-import random
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,11 +17,9 @@ from symbiosis.core.requests import Results
 from symbiosis.core.share import Share
 from symbiosis.errors import SymbiosisError, WireError
 from symbiosis.transports.conversation import Pending
+from symbiosis.transports.joining import Message
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import Hello, Type
-
-Message = tuple[Type, Sequence[Any], Sequence[Any]]
-"""A message to a client: its type, its content, and the raw frames that came with it."""
 
 
 class Receiver(Protocol):
@@ -148,19 +144,3 @@ async def in_executor(join: Callable[[], C]) -> C:
     except asyncio.CancelledError:
         joining.add_done_callback(abandon)
         raise
-
-
-FIRST_S, LONGEST_S = 0.05, 2.0
-"""Seconds of the first and of the longest delay between attempts. A local executor restarts in about a second."""
-
-
-def backoff(patience_s: float) -> Iterator[float]:
-    """Yield the delay in seconds before each attempt to join again, until ``patience_s`` seconds have passed.
-
-    Delays double, with a random factor so that tenants do not all reconnect at the same moment.
-    """
-    end = time.monotonic() + patience_s
-    delay = FIRST_S
-    while (left := end - time.monotonic()) > 0:
-        yield min(delay * random.uniform(0.5, 1.5), left)
-        delay = min(2 * delay, LONGEST_S)

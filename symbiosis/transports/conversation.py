@@ -11,23 +11,27 @@ JOINING    :meth:`~Conversation.joined` (first WELCOME)        JOINED     sends 
 JOINED     RESULT, FAILED                                      JOINED     settles that call and sends waiting calls
 JOINED     :meth:`~Conversation.lost`, ENDED because the       REJOINING  closes the connection and connects again until
            executor closes                                                ``retry_s`` has passed; calls wait
-REJOINING  ``joined``, same model, all checks passed           JOINED     sends BEGIN if the client is in a pass, then
-                                                                          calls without an answer again, in order
+REJOINING  ``joined``, same model, all checks passed           JOINED     sends what ``joined`` returns, then calls
+                                                                          without an answer again, in order
 REJOINING  ``joined``, another model or a check that fails     ENDED      settles all calls with the error
 REJOINING  ``lost``: an attempt has failed                     REJOINING  tries again (executor absent or busy), or
                                                                or ENDED   settles all calls with the error
+REJOINING  :meth:`~Conversation.next_attempt`, ``retry_s``     ENDED      settles all calls with the error
+           have passed
 JOINED     ENDED for another reason, a malformed message       ENDED      settles all calls with the error
 any        :meth:`~Conversation.end`                           ENDED      settles all calls with the error
 =========  ==================================================  =========  =============================================
 
-With ``retry_s`` 0, REJOINING is skipped: a lost connection ends the conversation. Calls may be sent again because a
-request is self-contained and the executor keeps nothing between requests.
+What is sent and received up to WELCOME is in ``joining.py``. With ``retry_s`` 0, REJOINING is skipped: a lost
+connection ends the conversation. Calls may be sent again because a request is self-contained and the executor keeps
+nothing between requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +61,12 @@ SILENT_FOR_S = 120.0
 long batch may take a minute; the death of an executor shows earlier, by other means."""
 CARRIED = (Type.SEGMENT, Type.RENDEZVOUS)
 """Messages for the carrier of tensors."""
+FIRST_S, LONGEST_S = 0.05, 2.0
+"""Seconds of the first and of the longest delay between attempts to join again. A local executor restarts in about a
+second."""
+AGAIN_S = 5.0
+"""Seconds for which to try to join again after an interrupted call, also where ``retry_s`` is shorter: the executor is
+usually there, and only the connection has to be replaced."""
 _MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError)
 """Errors after which another attempt to join is worthwhile, apart from those of the operating system. An executor is
 busy while it still counts the connection that was lost."""
@@ -187,9 +197,16 @@ class Conversation:
         self._most_bytes = 0
         self._ids = itertools.count(1)
         self._heard = self._asked = 0.0
+        self._patience_s = retry_s
+        """Seconds for which the next attempts to join again go on."""
+        self._until: float | None = None
+        """Time until which attempts to join again go on, from the first attempt on."""
+        self._delay = FIRST_S
 
-    def joined(self, welcome: Welcome, most_bytes: int) -> None:
+    def joined(self, welcome: Welcome, most_bytes: int) -> list[bytes]:
         """Note that a new connection has its WELCOME. Calls without an answer wait to be sent again.
+
+        Return the messages that come before these calls.
 
         Args:
             welcome: what the executor sent.
@@ -213,13 +230,26 @@ class Conversation:
         self._welcome = welcome
         self._most_bytes = min(most_bytes, welcome.limits.arena_bytes)
         self.outstanding.restart(welcome.limits)
+        self._patience_s, self._until, self._delay = self.retry_s, None, FIRST_S
         if self.state is not State.ENDED:
             self.state = State.JOINED
+        return [wire.BEGIN] if self.in_pass else []
 
-    def give_up(self, patience_s: float) -> None:
-        """End the conversation because no attempt to join again succeeded within ``patience_s`` seconds."""
-        why = f"lost the executor at {self.address} and it did not come back within {patience_s:.0f} s: {self.error}"
-        self.end(ConnectionLostError(why))
+    def next_attempt(self, now: float) -> float | None:
+        """Return the seconds to wait before the next attempt to join again; None if the conversation has ended.
+
+        Delays double, with a random factor so that tenants do not all come back at the same moment. The conversation
+        ends when attempts have failed for ``retry_s`` seconds.
+        """
+        if self._until is None:
+            self._until = now + self._patience_s
+        if self.state is State.REJOINING and now >= self._until:
+            why = f"it did not come back within {self._patience_s:.0f} s: {self.error}"
+            self.end(ConnectionLostError(f"lost the executor at {self.address} and {why}"))
+        if self.state is State.ENDED:
+            return None
+        delay, self._delay = self._delay, min(2 * self._delay, LONGEST_S)
+        return min(delay * random.uniform(0.5, 1.5), self._until - now)
 
     def before_return(self, check: Check) -> None:
         """Register a check that runs when an executor is joined again."""
@@ -340,6 +370,7 @@ class Conversation:
         if self.state is not State.ENDED:
             self.error = ConnectionLostError("a call was interrupted")
             self.state = State.REJOINING
+            self._patience_s = max(self.retry_s, AGAIN_S)
 
     def end(self, error: SymbiosisError) -> None:
         """End the conversation, if it has not ended."""

@@ -25,8 +25,7 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Share, layers_of
 from symbiosis.core.transport import Identity, Look, Service
 from symbiosis.errors import WireError
-from symbiosis.transports import wire
-from symbiosis.transports.wire import Limits, Type
+from symbiosis.transports.wire import Limits
 
 CHUNK = 1 << 20
 """Bytes of a chunk."""
@@ -131,21 +130,11 @@ class Welcome:
         self.tokenizer: dict[str, bytes] = tokenizer
         self.limits = Limits.of(self.content.get("limits"))
 
-    @classmethod
-    def read(cls, type_: Type, content: Sequence[Any], address: str) -> Welcome:
-        """Read the first message of the executor at ``address``. Raises the executor's reason if it does not admit the
-        client, and WireError if the message is no welcome."""
-        if type_ is Type.ENDED:
-            raise wire.error_of(*content[:2])
-        if type_ is not Type.WELCOME:
-            raise WireError(f"the executor at {address} answered HELLO with {type_.name}")
-        return cls(content)
-
-    def look(self, type_: Type, content: Sequence[Any], address: str) -> Look:
-        """Return what the executor shows to a peer that has not joined, given its answer to STATUS. Raises WireError:
-        the message is no status."""
-        if type_ is not Type.STATUS or not content or not isinstance(content[0], dict):
-            raise WireError(f"the executor at {address} answered STATUS with {type_.name}")
+    def look(self, content: Sequence[Any]) -> Look:
+        """Return what the executor shows to a peer that has not joined, given the content of its STATUS. Raises
+        WireError if the content is malformed."""
+        if len(content) != 1 or not isinstance(content[0], dict):
+            raise WireError("the executor sent a malformed STATUS")
         return Look(content[0], self.description, self.tokenizer)
 
     @property

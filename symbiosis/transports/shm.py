@@ -35,7 +35,7 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.device import Segment
 from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.share import ServedShare
-from symbiosis.transports.shm_client import BlockingShmConnection, join, look, socket_path
+from symbiosis.transports.shm_client import BlockingShmConnection, ShmConnection, join, socket_path
 from symbiosis.transports.wire import CallMessage, Hello, Limits, MessageBuffer, Type, frame
 
 log = get_logger(__name__)
@@ -72,7 +72,10 @@ class ShmTransport:
         return BlockingChannel(partial(BlockingShmConnection, address), address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
-        return look(address)
+        connection = ShmConnection(address, Hello(None), False)
+        connection.close()
+        assert connection.look is not None
+        return connection.look
 
 
 class ShmListener:

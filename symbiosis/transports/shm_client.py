@@ -20,18 +20,15 @@ from typing import Any
 import torch
 
 from symbiosis.core.requests import Results
-from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Memory, Places
-from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Message, Receiver, in_executor
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Receiver, in_executor
 from symbiosis.transports.conversation import PING_AFTER_S, Pending
 from symbiosis.transports.device import Segment
-from symbiosis.transports.share import Welcome, tensors_in
+from symbiosis.transports.joining import ANSWER_WITHIN_S, Message, exchange, joining
 from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
 
-ANSWER_WITHIN_S = 30.0
-"""Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
 MAX_PATH = 107
 """Bytes of a Unix socket's path, by the kernel's interface."""
 SPIN_S, SOON_S = 100e-6, 150e-6
@@ -139,76 +136,67 @@ class SegmentCarrier(ArenaCarrier):
         self._places = Places(segment.start, segment.end)
 
 
-def _say_hello(address: str, hello: Hello) -> tuple[socket.socket, Welcome, list[int]]:
-    """Connect and send HELLO. Return the socket, the welcome and the descriptors that came. Blocks."""
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    descriptors: list[int] = []
-    try:
-        connected.settimeout(ANSWER_WITHIN_S)
-        connected.connect(str(socket_path(address)))
-        with contextlib.suppress(BrokenPipeError):  # the executor has refused; its reason follows
-            connected.sendall(frame(wire.pack_hello(hello)))
-        messages = MessageBuffer(wire.MAX_TO_CLIENT)
-        first, descriptors, _, _ = socket.recv_fds(connected, 1, 2)
-        if not descriptors:
-            messages.feed(first)
-        welcome = Welcome.read(*_next(connected, messages), address)
-        return connected, welcome, list(descriptors)
-    except BaseException as error:
-        connected.close()
-        for descriptor in descriptors:
-            os.close(descriptor)
-        if isinstance(error, PermissionError):
-            raise RefusedError(f"{address} belongs to another user") from error
-        if isinstance(error, OSError):
-            raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
-        raise
+class ShmConnection:
+    """A connection whose first messages were exchanged: the constructor blocks.
 
+    Raises:
+        RefusedError: the socket belongs to another user.
+        ConnectionLostError: no executor answers.
+        SymbiosisError: another error of :func:`~symbiosis.transports.joining.joining`.
+    """
 
-def _next(connected: socket.socket, messages: MessageBuffer) -> tuple[Type, Sequence[Any]]:
-    while (message := messages.next()) is None:
-        data = connected.recv(1 << 20)
-        if not data:
-            raise ConnectionResetError("it closed the connection")
-        messages.feed(data)
-    return wire.unpack_answer(message)
-
-
-def look(address: str) -> Look:
-    """Return what an executor shows without joining it. Blocks."""
-    connected, welcome, _ = _say_hello(address, Hello(None))
-    with connected:
-        try:
-            connected.sendall(frame(wire.pack(Type.STATUS)))
-            type_, content = _next(connected, MessageBuffer(wire.MAX_TO_CLIENT))
-        except OSError as error:
-            raise ConnectionLostError(f"the executor at {address} closed the connection") from error
-    return welcome.look(type_, content, address)
-
-
-class _ShmConnection:
-    """A connection whose handshake is done: the constructor blocks. Raises the errors of :func:`_say_hello`."""
+    carrier: Carrier
 
     def __init__(self, address: str, hello: Hello, again: bool) -> None:
         self._address = address
         self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
-        self._socket, self.welcome, descriptors = _say_hello(address, hello)
+        self._descriptors: list[int] = []
+        """The descriptors that have come with WELCOME: of the arena and of the share's file."""
+        path = str(socket_path(address))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            if len(descriptors) != 2:
-                raise WireError(f"the executor at {address} sent {len(descriptors)} descriptors, not 2")
-            size = self.welcome.content.get("arena_bytes")
-            if type(size) is not int or not 0 < size <= os.fstat(descriptors[0]).st_size:
-                raise WireError(f"the executor at {address} promises an arena of {size!r} bytes")
-            arena = Arena(descriptors[0], size)
-            self.share = None if again else self.welcome.share(partial(tensors_in, descriptors[1]))
-        except BaseException:
+            self._socket.settimeout(ANSWER_WITHIN_S)
+            self._socket.connect(path)
+            joined = exchange(joining(address, hello, again), self._ask, self._next)
+            self.welcome, self.share, self.look = joined
+            if self.look is None:
+                self._carry()
+        except BaseException as error:
             self._socket.close()
+            if isinstance(error, PermissionError):
+                raise RefusedError(f"{address} belongs to another user") from error
+            if isinstance(error, OSError):
+                raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
             raise
         finally:
-            for descriptor in descriptors:
+            for descriptor in self._descriptors:
                 os.close(descriptor)
+
+    def _ask(self, message: bytes) -> None:
+        """Send one of the first messages. If the executor has refused, its reason follows."""
+        with contextlib.suppress(BrokenPipeError):
+            self._socket.sendall(frame(message))
+
+    def _next(self) -> Message:
+        """Return the next of the first messages, and the descriptors that have come."""
+        while (message := self._messages.next()) is None:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 20, 0 if self._descriptors else 2)
+            if not data:
+                raise ConnectionResetError("it closed the connection")
+            self._descriptors += descriptors
+            self._messages.feed(data[1:] if descriptors else data)
+        return *wire.unpack_answer(message), self._descriptors
+
+    def _carry(self) -> None:
+        """Map the arena."""
+        if len(self._descriptors) != 2:
+            raise WireError(f"the executor at {self._address} sent {len(self._descriptors)} descriptors, not 2")
+        size = self.welcome.content.get("arena_bytes")
+        if type(size) is not int or not 0 < size <= os.fstat(self._descriptors[0]).st_size:
+            raise WireError(f"the executor at {self._address} promises an arena of {size!r} bytes")
+        arena = Arena(self._descriptors[0], size)
         gpu = device.find(self.welcome.content.get("gpu"))
-        self.carrier: Carrier = ArenaCarrier(arena)
+        self.carrier = ArenaCarrier(arena)
         if gpu is not None:
             self.carrier = SegmentCarrier(arena, gpu, self.welcome.limits.arena_bytes, self.send)
 
@@ -224,10 +212,10 @@ class _ShmConnection:
 
 async def join(address: str, hello: Hello, again: bool) -> AsyncConnection:
     """Connect and join; see :data:`symbiosis.transports.connection.Join`."""
-    return await in_executor(partial(_AsyncShmConnection, address, hello, again))
+    return await in_executor(partial(AsyncShmConnection, address, hello, again))
 
 
-class _AsyncShmConnection(_ShmConnection, AsyncConnection):
+class AsyncShmConnection(ShmConnection, AsyncConnection):
     """A connection on an event loop.
 
     A Unix socket has room for some 280 small messages. While the executor is in a long batch and reads none, further
@@ -299,7 +287,7 @@ class _AsyncShmConnection(_ShmConnection, AsyncConnection):
         super().close()
 
 
-class BlockingShmConnection(_ShmConnection, BlockingConnection):
+class BlockingShmConnection(ShmConnection, BlockingConnection):
     """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
 
     def __init__(self, address: str, hello: Hello, again: bool) -> None:

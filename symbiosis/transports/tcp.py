@@ -21,7 +21,7 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.tcp_client import BlockingTcpConnection, join, look
+from symbiosis.transports.tcp_client import BlockingTcpConnection, TcpConnection, join
 from symbiosis.transports.tcp_line import FrameCourier
 from symbiosis.transports.tcp_listener import TcpListener
 from symbiosis.transports.wire import Hello, Limits
@@ -88,4 +88,7 @@ class TcpTransport:
             return BlockingChannel(joins, address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
-        return look(address, self._key, self._insecure)
+        connection = TcpConnection(address, Hello(None), False, key=self._key, insecure=self._insecure)
+        connection.close()
+        assert connection.look is not None
+        return connection.look

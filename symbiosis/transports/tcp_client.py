@@ -13,14 +13,13 @@ from typing import Any
 import zmq
 
 from symbiosis.core.requests import Results
-from symbiosis.core.share import Share
-from symbiosis.core.transport import Look
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Message, Receiver, in_executor
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Receiver, in_executor
 from symbiosis.transports.conversation import Pending
+from symbiosis.transports.joining import ANSWER_WITHIN_S, Message, exchange, joining
 from symbiosis.transports.keys import KeyPair
-from symbiosis.transports.share import CHUNK, Progress, ReceivedShare, Welcome
+from symbiosis.transports.share import Progress
 from symbiosis.transports.sockets import (
     SILENT_S,
     Reader,
@@ -32,13 +31,9 @@ from symbiosis.transports.sockets import (
     payload,
     resolve,
 )
-from symbiosis.transports.wire import CallMessage, Hello, Type
+from symbiosis.transports.wire import CallMessage, Hello
 
-ANSWER_WITHIN_S = 30.0
-"""Seconds within which each answer of the handshake must come: an executor in a long batch does not answer sooner."""
 MAX_FRAME_BYTES = 4 << 30
-CHUNKS_UNDER_WAY = 4
-"""Chunks of the share that a client asks for ahead, so that the line is not idle during a round trip."""
 TICK_MS = 100
 """Milliseconds after which a thread that waits checks whether the executor is still there."""
 
@@ -58,10 +53,14 @@ class FrameCarrier(Carrier):
 
 
 class TcpConnection:
-    """A connection whose handshake is done: the constructor blocks. Raises ConnectionLostError if no executor answers,
-    RefusedError if the executor does not admit the client, and UsageError if keys are needed."""
+    """A connection whose first messages were exchanged: the constructor blocks.
 
-    share: Share | None = None
+    Raises:
+        ConnectionLostError: no executor answers.
+        RefusedError: the executor does not admit the client.
+        UsageError: a key is needed.
+        SymbiosisError: another error of :func:`~symbiosis.transports.joining.joining`.
+    """
 
     def __init__(
         self,
@@ -105,30 +104,25 @@ class TcpConnection:
         self._events = monitor(self._socket)
         try:
             self._socket.connect(f"tcp://{endpoint}")
-            self._ask(wire.pack_hello(hello))
-            type_, content, _ = self._next()
-            self.welcome = Welcome.read(type_, content, address)
+            joined = exchange(joining(address, hello, again, progress), self._ask, self._next)
+            self.welcome, self.share, self.look = joined
             self._read_events()
-            if hello.name is not None and not again:
-                self._fetch(progress)
         except BaseException:
             TcpConnection.close(self)
             raise
 
     def _ask(self, message: bytes) -> None:
-        """Send a message of the handshake. If the connection has ended, :meth:`_next` tells why."""
+        """Send one of the first messages. If the connection has ended, :meth:`_next` tells why."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(message, zmq.NOBLOCK)
 
     def _next(self) -> Message:
-        """Return the next message of the handshake. Raises ConnectionLostError if the connection has ended, or no
-        message came within ANSWER_WITHIN_S, and the executor's reason if it ended the conversation."""
+        """Return the next of the first messages. Raises the reason if the connection has ended, and ConnectionLostError
+        if no message came within ANSWER_WITHIN_S."""
         end = time.monotonic() + ANSWER_WITHIN_S
         while time.monotonic() < end and not (self._cancelled and self._cancelled.is_set()):
             message = self._receive()
-            if message is not None and message[0] is Type.ENDED:
-                raise wire.error_of(*message[1][:2])
-            if message is not None and message[0] is not Type.PONG:  # the executor sends PONG to test the connection
+            if message is not None:
                 return message
         raise ConnectionLostError(f"no executor answers on {self.address}")
 
@@ -183,34 +177,6 @@ class TcpConnection:
     def _gone(self) -> ConnectionLostError:
         return ConnectionLostError(f"the executor at {self.address} is gone")
 
-    def _fetch(self, progress: Progress | None) -> None:
-        """Get the client's share of the model, unless this process has it."""
-        self.share = self.welcome.known()
-        if self.share is not None:
-            return
-        file = ReceivedShare(self.welcome.content.get("share_bytes"))
-        try:
-            asked = 0
-            while file.done < file.size:
-                while asked < file.size and asked - file.done < CHUNKS_UNDER_WAY * CHUNK:
-                    self._ask(wire.pack(Type.SHARE, asked))
-                    asked += CHUNK
-                type_, content, frames = self._next()
-                if type_ is not Type.SHARE or len(frames) != 1:
-                    raise WireError(f"the executor at {self.address} answered SHARE with {type_.name}")
-                file.add(wire.read_id(content), frames[0].buffer)
-                if progress is not None:
-                    progress(file.done, file.size)
-            self.share = self.welcome.share(file.tensors)
-        finally:
-            file.close()
-
-    def look(self) -> Look:
-        """Return what the executor shows."""
-        self._ask(wire.pack(Type.STATUS))
-        type_, content, _ = self._next()
-        return self.welcome.look(type_, content, self.address)
-
     def silent(self) -> bool:
         """Return whether no byte has come for too long."""
         return self._remote is not None and self._remote.received()[0] > SILENT_S
@@ -221,15 +187,6 @@ class TcpConnection:
             self._events.close(0)
             self._socket.close(0)
             self._context.term()
-
-
-def look(address: str, key: KeyPair | None, insecure: bool) -> Look:
-    """Return what an executor shows without joining it. Blocks."""
-    connection = TcpConnection(address, Hello(None), False, key=key, insecure=insecure)
-    try:
-        return connection.look()
-    finally:
-        connection.close()
 
 
 async def join(

@@ -11,7 +11,7 @@ import pytest
 
 from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import LONE, STOPPED_S, Idle, Scheduler, WaitUntil
+from symbiosis.core.scheduler import LONE, STOPPED_S, TURN_S, Idle, Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
@@ -204,6 +204,7 @@ def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
     for client in ("a", "b"):
         scheduler.client_joined(client)
     scheduler.pass_began("a", 0.0)
+    scheduler.turned(0.0)
     first = request(0, "a")
     batch = scheduler.offer(first, 0.0)
     assert batch is not None
@@ -218,6 +219,29 @@ def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
     scheduler.pass_ended("b")
     assert scheduler.offer_alone(request(4, "a", rows=9), 0.0) is None  # more rows than a batch may have
     assert scheduler.offer_alone(request(5, "b"), 0.0) is None  # a is thinking
+    scheduler.validate()
+
+
+def test_the_drivers_other_work_gets_its_turn() -> None:
+    scheduler = Scheduler(NoLockstep(), layers=2, max_rows=8)
+    for client in ("a", "b"):
+        scheduler.client_joined(client)
+    scheduler.turned(1.0)
+    scheduler.pass_began("a", 1.0)
+    assert scheduler.offer(request(0, "a"), 1.0) is None  # another client may be about to begin
+    assert not scheduler.hurries(1.0)
+    scheduler.turned(1.0)
+    assert scheduler.hurries(1.0)
+    batch = scheduler.next_action(1.0)
+    assert isinstance(batch, Batch)
+    scheduler.completed(batch, 1e-3, 1.0)
+    assert not scheduler.hurries(1.0)  # a is thinking
+    late = 1.0 + 1.5 * TURN_S
+    assert scheduler.offer(request(1, "a"), late) is None
+    assert not scheduler.hurries(late)
+    scheduler.cancel(1, late)
+    scheduler.turned(late)
+    assert scheduler.offer(request(2, "a"), late) is not None
     scheduler.validate()
 
 

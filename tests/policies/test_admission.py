@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import symbiosis
 from symbiosis.core.policy import Decision, Policy, View, Wait
-from symbiosis.core.requests import Batch, Call, Key, Pass, Request
+from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
-from symbiosis.core.terms import NO_TERMS, Kind, Terms, effective
+from symbiosis.core.terms import NO_TERMS, Kind, Terms, effective, kind_of
 from symbiosis.errors import PolicyError, UsageError
-from symbiosis.executor.session import kind_of
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
 from symbiosis.policies.admission import Admission, tenant_of
 from symbiosis.testing import World, tiny_model
@@ -415,26 +413,24 @@ def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pass_", "looks", "says", "local", "is_"),
+    ("backward", "looks", "says", "trusted", "is_"),
     [
-        (Pass.FORWARD, Kind.PREFILL, None, False, Kind.PREFILL),
-        (Pass.FORWARD, Kind.PREFILL, Kind.FINETUNE, False, Kind.FINETUNE),
-        (Pass.FORWARD, Kind.FINETUNE, Kind.DECODE, False, Kind.FINETUNE),
-        (Pass.FORWARD, Kind.PREFILL, Kind.DECODE, True, Kind.DECODE),
-        (Pass.BACKWARD, Kind.DECODE, Kind.DECODE, False, Kind.FINETUNE),
+        (False, Kind.PREFILL, None, False, Kind.PREFILL),
+        (False, Kind.PREFILL, Kind.FINETUNE, False, Kind.FINETUNE),
+        (False, Kind.FINETUNE, Kind.DECODE, False, Kind.FINETUNE),
+        (False, Kind.PREFILL, Kind.DECODE, True, Kind.DECODE),
+        (True, Kind.DECODE, Kind.DECODE, False, Kind.FINETUNE),
     ],
 )
-def test_what_rows_are_for(pass_: Pass, looks: Kind, says: Kind | None, local: bool, is_: Kind) -> None:
+def test_what_rows_are_for(backward: bool, looks: Kind, says: Kind | None, trusted: bool, is_: Kind) -> None:
     """The provider may state any kind; a client elsewhere may only state a more patient one."""
-    call = Call(Key((0,), pass_), looks, (torch.zeros(3, 1),))
-    assert kind_of(call, Terms(kind=says), local) is is_
+    assert kind_of(Terms(kind=says), looks, 3, backward=backward, trusted=trusted) is is_
 
 
 @pytest.mark.parametrize(("rows", "local", "is_"), [(64, False, 0), (65, False, 1), (4096, False, 1), (4096, True, 0)])
 def test_a_token_each_of_how_many_texts_is_believed(rows: int, local: bool, is_: int) -> None:
     """Decode rows run first, so a prompt that is stated to be decode rows would delay all other clients."""
-    call = Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(rows, 1),))
-    assert kind_of(call, NO_TERMS, local) is Kind(is_)
+    assert kind_of(NO_TERMS, Kind.DECODE, rows, backward=False, trusted=local) is Kind(is_)
 
 
 def test_a_loose_slo_from_elsewhere_delays_no_client() -> None:

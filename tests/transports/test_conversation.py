@@ -26,7 +26,16 @@ from symbiosis.errors import (
     WireError,
 )
 from symbiosis.transports import wire
-from symbiosis.transports.conversation import PING_AFTER_S, SILENT_FOR_S, Conversation, Pending, State
+from symbiosis.transports.conversation import (
+    AGAIN_S,
+    FIRST_S,
+    LONGEST_S,
+    PING_AFTER_S,
+    SILENT_FOR_S,
+    Conversation,
+    Pending,
+    State,
+)
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import Hello, Limits, Type
 
@@ -212,9 +221,40 @@ def test_attempts_to_join_again() -> None:
     for error in (ConnectionLostError("absent"), BusyError("the name is in use"), OSError("no route")):
         talk.lost(error)
         assert talk.state is State.REJOINING
-    talk.give_up(60.0)
+    now, delays = 100.0, []
+    while (delay := talk.next_attempt(now)) is not None:
+        delays.append(delay)
+        now += delay
+    assert now == pytest.approx(160.0)
+    assert 0.5 * FIRST_S <= delays[0] <= 1.5 * FIRST_S
+    assert 1.0 < max(delays) <= 1.5 * LONGEST_S
     with pytest.raises(ConnectionLostError, match=r"did not come back within 60 s: .*no route"):
         talk.call(a_call())
+
+
+def test_time_for_attempts_starts_again_after_each_loss() -> None:
+    talk = conversation(retry_s=10.0)
+    for start in (0.0, 100.0):
+        talk.lost(ConnectionLostError("gone"))
+        assert talk.next_attempt(start) is not None
+        assert talk.next_attempt(start + 9.0) is not None
+        assert talk.joined(welcome(), PLENTY) == []
+
+
+def test_an_interrupted_call_is_worth_some_attempts() -> None:
+    talk = conversation(retry_s=0.0)
+    talk.interrupted()
+    assert talk.next_attempt(100.0) is not None
+    assert talk.next_attempt(100.0 + AGAIN_S - 0.1) is not None
+    assert talk.next_attempt(100.0 + AGAIN_S) is None
+    assert talk.state is State.ENDED
+
+
+def test_a_client_in_a_pass_says_so_again() -> None:
+    talk = conversation()
+    talk.walk(True)
+    talk.lost(ConnectionLostError("gone"))
+    assert talk.joined(welcome(), PLENTY) == [wire.BEGIN]
 
 
 def test_an_executor_that_does_not_admit_the_client_is_not_asked_again() -> None:
