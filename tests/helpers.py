@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from click.testing import Result
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
+from typer.testing import CliRunner
 
 import symbiosis
+from symbiosis.cli.commands import app
 from symbiosis.core.policy import Policy
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.testing import Comparison, Job, Outcome, PolicyConformance, World
@@ -53,6 +56,9 @@ def prefix(architecture: str = "llama", **options: Any) -> PrefixTuningConfig:
 
 
 METHODS = {"lora": lora, "ia3": ia3, "prefix": prefix}
+
+SHORT = Job(steps=5, new_tokens=4)
+"""A job for tests whose subject is not the job."""
 
 IDS = torch.arange(3, 21).reshape(2, 9)
 """Token ids [2, 9]."""
@@ -143,6 +149,11 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
         return fn(*args)
 
     return await asyncio.wait_for(asyncio.to_thread(work), 60)
+
+
+def command(*arguments: str) -> Result:
+    """Run the command ``symbiosis`` in this process, which takes seconds less than a process of its own."""
+    return CliRunner().invoke(app, arguments)
 
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 
 import symbiosis
 from tests.fused import LOSSES, step
-from tests.helpers import adamw
+from tests.helpers import adamw, command
 from tests.service import WORDS, Service, save_model
 
 pytestmark = [
@@ -277,37 +277,28 @@ def test_a_client_process_never_holds_a_base_layer(tmp_path: Path) -> None:
 def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     """finetune, generate and status as a tenant calls them."""
 
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "symbiosis.cli.main", *command],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "what is a", "completion": "list of numbers"}\n' * 3)
     adapter = tmp_path / "adapter"
     losses = tmp_path / "losses.json"
-    done = run(
+    done = command(
         *("finetune", service.address, "--data", str(data), "--output", str(adapter), "--json", str(losses)),
         *("--steps", "30", "--learning-rate", "0.05", "--lora", "r=4,alpha=8,targets=all-linear"),
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     found = json.loads(losses.read_text())["losses"]
     assert len(found) == 30
     assert found[-1] < found[0]
-    done = run(
+    done = command(
         *("finetune", service.address, "--data", str(data), "--output", str(tmp_path / "b"), "--json", str(losses)),
         *("--steps", "30", "--learning-rate", "0.05", "--lora", "r=4,alpha=8,targets=all-linear", "--window", "3"),
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     windowed = json.loads(losses.read_text())["losses"]
     assert windowed[:4] == pytest.approx(found[:4], rel=1e-3)  # later, AdamW has made the last bits into digits
     assert windowed[-1] < windowed[0]
     prompt, count = "what is a", 6
-    done = run(
+    done = command(
         "generate", service.address, "--adapter", str(adapter), "--prompt", prompt, "--max-new-tokens", str(count)
     )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -315,13 +306,13 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     tuned: Any = PeftModel.from_pretrained(plain(checkpoint), str(adapter))
     ids = tuned.generate(**inputs, max_new_tokens=count, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     assert done.stdout.split() == tokenizer.decode(ids, skip_special_tokens=True).split()
-    done = run("status", service.address, "--json")
+    done = command("status", service.address, "--json")
     assert json.loads(done.stdout)["model"] == "LlamaForCausalLM"
-    done = run("status", f"shm://{tmp_path}/nobody.sock")
-    assert done.returncode == 1
+    done = command("status", f"shm://{tmp_path}/nobody.sock")
+    assert done.exit_code == 1
     assert "no executor answers" in done.stderr
-    done = run("generate", service.address, "--prompt", "x", "--adapter", str(tmp_path))
-    assert done.returncode == 1
+    done = command("generate", service.address, "--prompt", "x", "--adapter", str(tmp_path))
+    assert done.exit_code == 1
     assert "adapter_config.json" in done.stderr
 
 

@@ -33,7 +33,7 @@ from symbiosis.privacy.audit.workload import Recorder
 from symbiosis.privacy.own_weights import _Weight
 from symbiosis.privacy.typical_sizes import TypicalSizes
 from symbiosis.testing import Comparison, Job, Outcome, run_job, run_job_plain, tiny_model
-from tests.helpers import BATCH, IDS, METHODS, adamw, crowd, lora, until
+from tests.helpers import BATCH, IDS, METHODS, SHORT, adamw, crowd, lora, until
 
 SCHEMES = ("noise-pool", "local-pads", "secret-shares", "wrapped-shares")
 ALL = pytest.mark.parametrize("name", SCHEMES)
@@ -188,14 +188,14 @@ async def test_biases_that_the_tenant_trains() -> None:
 @ALL
 async def test_beside_other_clients_and_under_other_policies(name: str) -> None:
     model = tiny_model("llama")
-    expected = run_job_plain(model, lora(), JOB)
+    expected = run_job_plain(model, lora(), SHORT)
     others = [(lora(), "train"), (None, "generate")]
     for policy in ("opportunistic", "lockstep", "fair+co-serving:slo_ms=20"):
         async with executors(model, name, policy=policy) as (one, *_), crowd(one, others):
 
             async def tenant(one: symbiosis.Executor = one) -> Outcome:
                 async with one.client(lora(), seed=0, privacy=scheme(name, model)) as client:
-                    return await run_job(client, JOB)
+                    return await run_job(client, SHORT)
 
             for outcome in await asyncio.gather(tenant(), tenant()):
                 assert_agrees(outcome, expected, 2.0)

@@ -29,7 +29,7 @@ from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
 from symbiosis.transports.tcp_client import AsyncTcpConnection
 from symbiosis.transports.wire import Limits, Type
-from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
+from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.service import free_port
 from tests.transports.raw import a_call, hello, raw, receive, rows
 
@@ -85,12 +85,12 @@ async def test_bfloat16() -> None:
 
 
 async def test_among_others(base: Any) -> None:
-    expected = run_job_plain(base, lora())
+    expected = run_job_plain(base, lora(), SHORT)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
             async with crowd(executor, [(lora(), "train"), (None, "generate")]):
-                outcome = await run_job(client)
+                outcome = await run_job(client, SHORT)
     assert_close(outcome, expected)
 
 
@@ -196,12 +196,15 @@ async def test_a_process_ends_in_good_order(base: Any) -> None:
     """gloo has threads of its own, which must not see the interpreter go down."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
-        for _ in range(3):
+
+        async def run() -> None:
             tenant = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", ENDS, listener.address, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
             out, errors = await asyncio.wait_for(tenant.communicate(), 60)
             assert (tenant.returncode, out) == (0, b"end of script\n"), errors
+
+        await asyncio.gather(run(), run(), run())
 
 
 async def test_an_executor_that_goes_again_at_once_is_asked_again(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.shm import AT_ONCE
 from symbiosis.transports.wire import Limits, MessageBuffer, Type, frame
-from tests.helpers import BATCH, IDS, METHODS, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
+from tests.helpers import BATCH, IDS, METHODS, SHORT, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
 
 T = TypeVar("T")
 
@@ -166,7 +166,7 @@ async def test_among_others(address: str) -> None:
     """Three tenants over the socket beside five in the executor's process."""
     model = tiny_model("llama")
     configs = [make("llama") for make in METHODS.values()]
-    expected = [run_job_plain(model, copy.deepcopy(config), seed=seed) for seed, config in enumerate(configs)]
+    expected = [run_job_plain(model, copy.deepcopy(config), SHORT, seed=seed) for seed, config in enumerate(configs)]
     others = [(lora(), "train"), (ia3(), "train"), (prefix(), "generate"), (lora(), "generate"), (None, "generate")]
     async with symbiosis.Executor(model) as executor:
         await executor.listen(address)
@@ -174,7 +174,7 @@ async def test_among_others(address: str) -> None:
 
             async def watched(seed: int, config: Any) -> Any:
                 async with base.client(copy.deepcopy(config), seed=seed) as client:
-                    return await run_job(client)
+                    return await run_job(client, SHORT)
 
             async with crowd(executor, others):
                 outcomes = await asyncio.gather(*[watched(seed, config) for seed, config in enumerate(configs)])

@@ -36,7 +36,7 @@ from symbiosis.transports.share import CHUNK, ReceivedShare, ServedShare
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp_listener import DOUBT_S
 from symbiosis.transports.wire import Limits, Type
-from tests.helpers import BATCH, HANGS, IDS, METHODS, adamw, assert_close, crowd, in_thread, lora, restart, until
+from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.transports.raw import a_call, hello, raw, receive, rows
 
 T = TypeVar("T")
@@ -116,12 +116,12 @@ async def test_bfloat16(keys: Path) -> None:
 
 
 async def test_among_others(base: Any) -> None:
-    expected = run_job_plain(base, lora())
+    expected = run_job_plain(base, lora(), SHORT)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
             async with crowd(executor, [(lora(), "train"), (None, "generate")]):
-                outcome = await run_job(client)
+                outcome = await run_job(client, SHORT)
     assert_close(outcome, expected)
 
 
