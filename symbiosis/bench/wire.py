@@ -1,7 +1,7 @@
 """Round trips of one call over each transport, against the raw echo of the same mechanism.
 
 The raw echoes have neither checks nor a layer. Over a Unix socket a message of the same size goes there and back, and
-matrices are copied into shared memory on either side. Over TCP a ZeroMQ ROUTER returns what a DEALER sent. By
+matrices are copied into shared memory on either side. Over TCP a process returns what it has read, without TLS. By
 torch.distributed (gloo) a size and as many bytes are returned.
 """
 
@@ -45,7 +45,7 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
     """
     report = Report("wire", "", GOALS)
     for transport in transports:
-        echo = {"shm": _unix_echo, "tcp": _zmq_echo, "dist": _gloo_echo}[transport]
+        echo = {"shm": _unix_echo, "tcp": _tcp_echo, "dist": _gloo_echo}[transport]
         with served("wire", transport, "no-lockstep", "linear") as address, echo() as send:
             channel = make_transport(address).connect_blocking(address, "bench")
             for size, rows in SIZES.items():
@@ -148,39 +148,38 @@ def _unix_echo() -> Iterator[Callable[[int], object]]:
     os.close(descriptor)
 
 
-_ZMQ = """
-import sys, threading, zmq
-router = zmq.Context().socket(zmq.ROUTER)
-port = router.bind_to_random_port("tcp://127.0.0.1")
-print(port, flush=True)
-def echo():
-    while True: router.send_multipart(router.recv_multipart(copy=False), copy=False)
-threading.Thread(target=echo, daemon=True).start()
-sys.stdin.read()
+_TCP = """
+import socket, sys
+listening = socket.create_server(("127.0.0.1", 0))
+print(listening.getsockname()[1], flush=True)
+connected, _ = listening.accept()
+connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+head, body = bytearray(32), memoryview(bytearray(4 << 20))
+while connected.recv_into(head, 32, socket.MSG_WAITALL) == 32:
+    size = int.from_bytes(head[:8], "little")
+    connected.recv_into(body, size, socket.MSG_WAITALL) if size else None
+    connected.sendall(b"".join([head, body[:size]]) if size < 65536 else head)
+    if size >= 65536: connected.sendall(body[:size])
 """
 
 
 @contextlib.contextmanager
-def _zmq_echo() -> Iterator[Callable[[int], object]]:
-    import zmq
-
-    process = subprocess.Popen([sys.executable, "-c", _ZMQ], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def _tcp_echo() -> Iterator[Callable[[int], object]]:
+    process = subprocess.Popen([sys.executable, "-c", _TCP], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    port = int(process.stdout.readline())
-    context: zmq.Context[Any] = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(f"tcp://127.0.0.1:{port}")
-    payload = bytes(1 << 20)
+    with socket.create_connection(("127.0.0.1", int(process.stdout.readline()))) as connected:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        payload, back = memoryview(bytes(1 << 20)), bytearray(MESSAGE + 8 + (1 << 20))
 
-    def send(size: int) -> None:
-        dealer.send_multipart([bytes(MESSAGE), memoryview(payload)[:size]], copy=False)
-        dealer.recv_multipart(copy=False)
+        def send(size: int) -> None:
+            head = size.to_bytes(8, "little") + bytes(MESSAGE)
+            connected.sendall(b"".join([head, payload[:size]]) if size < 65536 else head)
+            if size >= 65536:
+                connected.sendall(payload[:size])
+            connected.recv_into(back, len(head) + size, socket.MSG_WAITALL)
 
-    try:
         yield send
-    finally:
-        context.destroy(linger=0)
-        process.communicate()
+    process.communicate()
 
 
 _GLOO = """

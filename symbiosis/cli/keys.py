@@ -24,7 +24,7 @@ def new(
         Path | None, typer.Option(help="Where to write the secret key (default: NAME.secret here).", show_default=False)
     ] = None,
 ) -> None:
-    """Make a tenant's CURVE key pair: the public key stays in the provider's folder, the secret key is for the tenant.
+    """Make a tenant's key pair: the public key stays in the provider's folder, the secret key is for the tenant.
 
     The first time, the executor's own pair is made as well. Tenants are admitted and locked out without a restart.
 

@@ -18,7 +18,8 @@ from typing import Any
 
 from symbiosis.errors import UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.wire import MessageBuffer, Type, frame
+from symbiosis.transports.stream import ByteStream
+from symbiosis.transports.wire import Type
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,10 @@ class FaultyProxy:
                 continue
             self._open |= {near, far}
             self._start(self._pump, near, far, None)
-            self._start(self._pump, far, near, MessageBuffer(wire.MAX_TO_CLIENT) if self.faults.reorder else None)
+            self._start(self._pump, far, near, ByteStream(wire.MAX_TO_CLIENT) if self.faults.reorder else None)
 
-    def _pump(self, source: socket.socket, sink: socket.socket, buffer: MessageBuffer | None) -> None:
-        """Forward data from ``source`` to ``sink``; with ``buffer``, put answers out of order."""
+    def _pump(self, source: socket.socket, sink: socket.socket, stream: ByteStream | None) -> None:
+        """Forward data from ``source`` to ``sink``; with ``stream``, put answers out of order."""
         pieces = 0
         with contextlib.suppress(OSError):
             while True:
@@ -124,7 +125,7 @@ class FaultyProxy:
                     if self.faults.latency_s:
                         time.sleep(self._rng.expovariate(1 / self.faults.latency_s))
                     if pieces > self.faults.spare:
-                        data = self._spoil(data, buffer, source)
+                        data = self._spoil(data, stream, source)
                     sent = socket.send_fds(sink, [data], descriptors) if descriptors else 0
                     sink.sendall(data[sent:])
                 finally:
@@ -136,29 +137,33 @@ class FaultyProxy:
             end.close()
             self._open.discard(end)
 
-    def _spoil(self, data: bytes, buffer: MessageBuffer | None, source: socket.socket) -> bytes:
+    def _spoil(self, data: bytes, stream: ByteStream | None, source: socket.socket) -> bytes:
         """Return ``data`` with one bit flipped, or with answers out of order."""
         if self._rng.random() < self.faults.corrupt:
             changed = bytearray(data)
             changed[self._rng.randrange(len(changed))] ^= 1 << self._rng.randrange(8)
             data = bytes(changed)
-        return data if buffer is None else self._shuffle(data, buffer, source)
+        return data if stream is None else self._shuffle(data, stream, source)
 
-    def _shuffle(self, data: bytes, buffer: MessageBuffer, source: socket.socket) -> bytes:
+    def _shuffle(self, data: bytes, stream: ByteStream, source: socket.socket) -> bytes:
         """Return ``data`` and the answers that come within 2 ms, in any order."""
-        buffer.feed(data)
         source.settimeout(0.002)
         with contextlib.suppress(TimeoutError):
             for _ in range(4):
-                buffer.feed(source.recv(1 << 16))
+                data += source.recv(1 << 16)
         source.settimeout(None)
         messages = []
         with contextlib.suppress(WireError):
-            while (message := buffer.next()) is not None:
-                messages.append(message)
+            while data:
+                count = len(data[: len(stream.room())])
+                stream.room()[:count] = data[:count]
+                stream.filled(count)
+                data = data[count:]
+                while (found := stream.next()) is not None:
+                    messages.append(found[0])
         if all(wire.unpack_answer(message)[0] in (Type.RESULT, Type.FAILED) for message in messages):
             self._rng.shuffle(messages)
-        return b"".join(map(frame, messages))
+        return b"".join(part for message in messages for part in stream.encode(message))
 
 
 def _endpoint(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:

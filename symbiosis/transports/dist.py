@@ -1,8 +1,7 @@
 """``dist://host:port``: tensors by ``torch.distributed``, point to point: NCCL between GPUs, gloo between CPUs.
 
-All but the tensors is as over ``tcp://``: ZeroMQ carries the messages, CURVE keys tell which tenant a message comes
-from, the limits are the same. The tensors of a CALL and of a RESULT follow their message on a lane
-(:mod:`symbiosis.transports.lanes`).
+All but the tensors is as over ``tcp://``: messages, keys, limits. The tensors of a CALL and of a RESULT follow their
+message on a lane (:mod:`symbiosis.transports.lanes`).
 
 It is for hosts of one cluster that trust each other (decision 0021). torch.distributed encrypts nothing and does not
 authenticate its peers, so a listener must be told ``insecure=True``, with or without keys, and so must a client whose
@@ -29,12 +28,11 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import Carrier, Receiver
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
-from symbiosis.transports.share import Progress, ServedShare, bar_unless
+from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp import TcpTransport
-from symbiosis.transports.tcp_client import MAX_FRAME_BYTES, AsyncTcpConnection, join
-from symbiosis.transports.tcp_line import TcpCourier, TcpLine
-from symbiosis.transports.tcp_listener import TcpListener
+from symbiosis.transports.tcp_client import MAX_CALL_BYTES, AsyncTcpConnection, join
+from symbiosis.transports.tcp_listener import TcpCourier, TcpLine, TcpListener
 from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
 MAX_FAILURES = 5
@@ -82,7 +80,7 @@ class DistTransport(TcpTransport):
         courier = partial(LaneCourier, backend)
         endpoint = await asyncio.to_thread(resolve, address)
         listener = TcpListener(endpoint, service, self._limits, self._keys, courier)
-        listener.open(address)
+        await listener.open(address)
         return listener
 
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
@@ -103,12 +101,14 @@ class LaneCourier(TcpCourier):
     The lanes open when the client has sent the first message that needs them: a client that only looks has none.
     """
 
-    def __init__(self, backend: str, line: TcpLine, share: ServedShare) -> None:
-        super().__init__(line, share)
+    def __init__(self, backend: str, line: TcpLine) -> None:
+        super().__init__(line)
         self._backend = backend
-        self._home = line.service.device
+        self._home = line.listener.service.device
         self._device = self._home if backend == "nccl" else torch.device("cpu")
         self._lanes: Lanes | None = None
+        self._unsent = 0
+        """Bytes of results that the lanes have not sent."""
 
     def welcome(self, joined: bool) -> dict[str, Any]:
         return {**super().welcome(joined), "backend": self._backend}
@@ -121,24 +121,17 @@ class LaneCourier(TcpCourier):
 
     def _open(self) -> Lanes:
         if self._lanes is None:
-            try:
-                local = self.line.socket.local_ip()
-            except OSError as error:
-                raise WireError("its connection has ended") from error
+            local = self.line.local_ip()
             self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self.line.send, self.line.drop)
         return self._lanes
 
-    def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
-        if frames:
-            raise WireError("over dist:// a CALL brings no frames")
+    def tensors(self, message: CallMessage, session: Session, payload: int) -> Results | None:
+        if payload:
+            raise WireError("over dist:// a CALL has no payload")
         try:
-            widths, dtype, _ = session.expects(message.key)
+            widths, dtype, _ = self.hold(message, session)
         except SymbiosisError as error:  # its tensors would be taken for those of the next call
             raise WireError(str(error)) from error
-        size = message.rows * sum(widths) * dtype.itemsize
-        if not size:
-            raise WireError("a CALL has at least 1 row")
-        self.hold(message.id, size)
         tensors = tuple([torch.empty(message.rows, width, dtype=dtype, device=self._device) for width in widths])
         self._open().receive(tensors, partial(self._arrived, message, tensors))
         return None
@@ -150,11 +143,15 @@ class LaneCourier(TcpCourier):
     def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
         lanes = self._open()
         size = sum(result.nbytes for result in results)
-        self.line.count_unsent(size)
-        self.line.send_parts([wire.pack_result(message.id)])
+        self._count_unsent(size)
+        self.line.send(wire.pack_result(message.id))
         if not self.line.peer.gone:
             tensors = [result.to(self._device).contiguous() for result in results]
-            lanes.send(tensors, partial(self.line.count_unsent, -size))
+            lanes.send(tensors, partial(self._count_unsent, -size))
+
+    def _count_unsent(self, size: int) -> None:
+        self._unsent += size
+        self.line.count_unsent(self._unsent)
 
     def close(self) -> None:
         if self._lanes is not None:
@@ -169,7 +166,7 @@ class LaneCarrier(Carrier):
         connection: the control connection.
     """
 
-    most_bytes = MAX_FRAME_BYTES
+    most_bytes = MAX_CALL_BYTES
 
     def __init__(self, failures: list[SymbiosisError], connection: AsyncTcpConnection) -> None:
         if len(failures) > MAX_FAILURES:

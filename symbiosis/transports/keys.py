@@ -1,24 +1,29 @@
-"""CURVE keys for ``tcp://``: a folder of key files on the executor's side, one file on each tenant's side.
+"""Keys for ``tcp://``: a folder of key files on the executor's side, one file on each tenant's side.
 
-``server.secret`` and ``server.public`` are the executor's own pair. Every other ``name.public`` in the folder admits
-one tenant: the public key identifies the tenant, and ``name`` appears in logs. A tenant's ``name.secret`` also contains
-the executor's public key, so a tenant needs only this file. A tenant that wants to keep its secret to itself makes the
-pair and gives the provider the public file.
+A key is an Ed25519 key pair with a self-signed certificate, for TLS 1.3. ``server.secret`` and ``server.public`` are
+the executor's own. Every other ``name.public`` in the folder admits one tenant: its certificate identifies the tenant,
+and ``name`` appears in logs. A tenant's ``name.secret`` also contains the executor's certificate, so a tenant needs
+only this file. A tenant that wants to keep its secret to itself makes the pair and gives the provider the public file.
 
-The files have the form of ZeroMQ certificates (``zmq.auth.load_certificate`` reads them).
-Keys are in Z85: 40 characters.
+A certificate vouches for itself alone: both sides compare the other's with the one in their files. Names and dates in
+certificates have no meaning here.
 """
 
 from __future__ import annotations
 
+import datetime
+import hashlib
 import os
 import re
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import zmq
-from zmq.utils import z85
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
 
 from symbiosis.errors import UsageError
 
@@ -26,24 +31,36 @@ SERVER = "server"
 """Name of the executor's own pair."""
 MAX_FILE_BYTES = 64 << 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LINE = re.compile(r'^\s*(public-key|secret-key|server-key)\s*=\s*"([^"\s]{40})"\s*$', re.MULTILINE)
+_BLOCK = re.compile(r"-----BEGIN (PRIVATE KEY|CERTIFICATE)-----[^-]+-----END \1-----")
+_PEM = serialization.Encoding.PEM
 
 
 class KeyPair(NamedTuple):
-    """A key pair, and the executor's public key if it is known; all in Z85."""
+    """A key pair that :func:`load_key` has checked."""
 
-    public: bytes
-    secret: bytes
-    server: bytes | None
+    path: Path
+    """Its ``.secret`` file, from which ``ssl`` reads the pair."""
+    public: str
+    """Identity of the pair: SHA-256 of its certificate, in hexadecimal digits."""
+    server: str | None
+    """The executor's certificate (PEM), if it is known."""
 
     def __repr__(self) -> str:
-        return f"<KeyPair {self.public.decode()}>"
+        return f"<KeyPair {self.public}>"
+
+    def context(self) -> ssl.SSLContext:
+        """Return the settings of a client's TLS connections. Raises UsageError without an executor's certificate."""
+        if self.server is None:
+            raise UsageError(f"{self.path} holds no executor's certificate; give a tenant's file")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # certificates are compared, whatever the host is called
+        return _settings(context, self.path, [self.server])
 
 
 def new_key(folder: str | Path, name: str) -> Path:
     """Make a pair, ``name.secret`` (readable by its owner only) and ``name.public``. Return the path of the secret.
 
-    The pair called ``server`` is the executor's own and must come first: its public key goes into each tenant's file.
+    The pair called ``server`` is the executor's own and must come first: its certificate goes into each tenant's file.
 
     Raises:
         UsageError: the name is not valid or in use, there is no ``server`` pair, or the folder is not writable.
@@ -51,17 +68,31 @@ def new_key(folder: str | Path, name: str) -> Path:
     folder = Path(folder)
     if not _NAME.fullmatch(name):
         raise UsageError(f"a key cannot be called {name!r}; a name has up to 64 of the characters A-Z a-z 0-9 . _ -")
-    server = None
+    server = ""
     if name != SERVER:
         if not (folder / f"{SERVER}.public").exists():
             raise UsageError(f"{folder} has no {SERVER}.public; make the executor's own key, {SERVER!r}, first")
-        server = _read(folder / f"{SERVER}.public")["public-key"]
-    public, secret = zmq.curve_keypair()
+        server = _certificates(folder / f"{SERVER}.public")[0]
+    key = Ed25519PrivateKey.generate()
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, None)
+    )
+    public = certificate.public_bytes(_PEM).decode()
+    secret = key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lines = {"public-key": public, "secret-key": secret} | ({} if server is None else {"server-key": server})
-        path = _write(folder / f"{name}.secret", 0o600, f"The SECRET key of {name}: keep it private.", lines)
-        _write(folder / f"{name}.public", 0o644, f"The public key of {name}.", {"public-key": public})
+        text = f"# The SECRET key of {name}: keep it private.\n{secret}{public}{server}"
+        path = _write(folder / f"{name}.secret", 0o600, text)
+        _write(folder / f"{name}.public", 0o644, f"# The public key of {name}.\n{public}")
     except FileExistsError as error:
         raise UsageError(f"{error.filename} exists; remove it first if this key is to be replaced") from error
     except OSError as error:
@@ -69,8 +100,7 @@ def new_key(folder: str | Path, name: str) -> Path:
     return path
 
 
-def _write(path: Path, mode: int, title: str, lines: dict[str, bytes]) -> Path:
-    text = f"# {title}\n\ncurve\n" + "".join(f'    {name} = "{key.decode()}"\n' for name, key in lines.items())
+def _write(path: Path, mode: int, text: str) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         file.write(text)
     return path
@@ -80,64 +110,108 @@ def load_key(path: str | Path) -> KeyPair:
     """Return the pair in a ``.secret`` file. Raises UsageError if the file is no such file, or other users can read it.
     No message shows a secret."""
     path = Path(path)
-    found = _read(path)
-    if "secret-key" not in found:
+    secrets = [text for kind, text in _blocks(path) if kind == "PRIVATE KEY"]
+    if len(secrets) != 1:
         raise UsageError(f"{path} has no secret key; give the file whose name ends in .secret")
     if path.stat().st_mode & 0o077:
         raise UsageError(f"{path} can be read by other users than its owner; chmod 600 it")
-    public, secret = found["public-key"], found["secret-key"]
-    if zmq.curve_public(secret) != public:
+    own, *others = _certificates(path)
+    try:
+        secret = serialization.load_pem_private_key(secrets[0].encode(), None)
+    except (ValueError, TypeError):
+        raise UsageError(f"{path} has a secret key that cannot be read; `symbiosis keys new` makes keys") from None
+    if secret.public_key() != x509.load_pem_x509_certificate(own.encode()).public_key():
         raise UsageError(f"the two keys in {path} do not belong together")
-    return KeyPair(public, secret, found.get("server-key"))
+    return KeyPair(path, identity(ssl.PEM_cert_to_DER_cert(own)), others[0] if others else None)
 
 
-def _read(path: Path) -> dict[str, bytes]:
+def identity(certificate: bytes) -> str:
+    """Return the identity of a certificate (DER)."""
+    return hashlib.sha256(certificate).hexdigest()
+
+
+def _blocks(path: Path) -> list[tuple[str, str]]:
+    """Return the kinds and texts of the PEM blocks in a file."""
     try:
         if not path.is_file():  # opening a pipe would block
             raise FileNotFoundError("there is no such file")
         with path.open(encoding="ascii") as file:
-            found = {name: key.encode() for name, key in _LINE.findall(file.read(MAX_FILE_BYTES))}
+            return [(found[1], found[0] + "\n") for found in _BLOCK.finditer(file.read(MAX_FILE_BYTES))]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the key file {path}: {error}") from error
+
+
+def _certificates(path: Path) -> list[str]:
+    """Return the certificates in a file (PEM), of which there is at least one."""
+    found = [text for kind, text in _blocks(path) if kind == "CERTIFICATE"]
     try:
-        if "public-key" in found and all(len(z85.decode(key)) == 32 for key in found.values()):
-            return found
-    except (KeyError, ValueError):
-        pass
-    raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")
+        for text in found:
+            x509.load_pem_x509_certificate(text.encode()).public_key()
+    except ValueError:
+        found = []
+    if not found:
+        raise UsageError(f"{path} is no key file; `symbiosis keys new` makes them")
+    return found
+
+
+def _settings(context: ssl.SSLContext, own: Path, trusted: list[str]) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(own)
+        if trusted:
+            context.load_verify_locations(cadata="".join(trusted))
+    except (ssl.SSLError, OSError) as error:
+        raise UsageError(f"the key in {own} cannot be used: {error}") from error
+    return context
 
 
 class Keyring:
-    """The executor's keys: its own pair and the public keys of the tenants that it admits.
+    """The executor's keys: its own pair and the certificates of the tenants that it admits.
 
-    The folder is read again at each handshake if it has changed, so no restart is needed to add or remove a tenant.
+    The folder is read again at each connection if it has changed, so no restart is needed to add or remove a tenant.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.own = load_key(self.folder / f"{SERVER}.secret")
-        self._seen: dict[Path, tuple[int, int] | None] = {}
-        self._names: dict[bytes, str] = {}
+        self._seen: dict[Path, tuple[int, int] | None] | None = None
+        self._names: dict[str, str] = {}
+        self._context: ssl.SSLContext
         self.broken: dict[str, str] = {}
         """Malformed key files and the reasons. Their tenants are not admitted."""
 
-    def name_of(self, public: bytes) -> str | None:
-        """Return the tenant with this public key (Z85); None if it is not admitted. Raises OSError if the folder cannot
-        be read."""
-        return self.names().get(public)
-
-    def names(self) -> Mapping[bytes, str]:
-        """Return the tenants that are admitted, by public key (Z85). Raises OSError if the folder cannot be read."""
+    def names(self) -> Mapping[str, str]:
+        """Return the tenants that are admitted, by identity. Raises OSError if the folder cannot be read."""
         files = [path for path in self.folder.iterdir() if path.suffix == ".public" and path.stem != SERVER]
         seen = {path: _state(path) for path in sorted(files)}
         if seen != self._seen:
-            self._seen, self._names, self.broken = seen, {}, {}
+            names: dict[str, str] = {}
+            broken: dict[str, str] = {}
+            trusted: list[str] = []
             for path in seen:
                 try:
-                    self._names.setdefault(_read(path)["public-key"], path.stem)
+                    certificate = _certificates(path)[0]
                 except UsageError as error:
-                    self.broken[path.name] = str(error)
+                    broken[path.name] = str(error)
+                else:
+                    names.setdefault(identity(ssl.PEM_cert_to_DER_cert(certificate)), path.stem)
+                    trusted.append(certificate)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.num_tickets = 0  # no session outlives the tenant's key
+            self._context = _settings(context, self.own.path, trusted)
+            self._seen, self._names, self.broken = seen, names, broken
         return self._names
+
+    def name_of(self, identity: str) -> str | None:
+        """Return the tenant with this identity, by the last look at the folder; None if it was not admitted then."""
+        return self._names.get(identity)
+
+    def context(self) -> ssl.SSLContext:
+        """Return the settings of the executor's TLS connections. Raises OSError if the folder cannot be read, and
+        UsageError if the executor's own key cannot be used any more."""
+        self.names()
+        return self._context
 
 
 def _state(path: Path) -> tuple[int, int] | None:

@@ -73,8 +73,10 @@ class Courier(ABC):
         WireError: the client does not take what comes with the welcome."""
 
     @abstractmethod
-    def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
+    def tensors(self, message: CallMessage, session: Session, payload: int) -> Results | None:
         """Return the matrices of a call, [rows, width] each; None if they arrive later, by :meth:`Peer.arrived`.
+
+        ``payload`` is the number of raw bytes that follow the message.
 
         Raises:
             RequestError: the layer table has no such key. The call fails, and the conversation goes on.
@@ -119,14 +121,15 @@ class Peer:
         self._paused = False
         self._greeted = False
 
-    def received(self, data: bytes | memoryview, frames: Sequence[Any] = ()) -> None:
-        """Take a message and its raw frames. A violation of the rules ends this conversation and no other."""
+    def received(self, data: bytes, payload: int = 0) -> None:
+        """Take a message, and the length of its payload in bytes. A violation of the rules ends this conversation and
+        no other."""
         try:
             type_, content = wire.unpack(data)
             if type_ is _CALL and self.session is not None:
-                self._call(self.session, wire.read_call(content), frames)
-            elif frames:
-                raise WireError(f"{type_.name} brings no tensors")
+                self._call(self.session, wire.read_call(content), payload)
+            elif payload:
+                raise WireError(f"{type_.name} has no payload")
             else:
                 self._control(type_, content)
         except (WireError, BusyError) as error:
@@ -175,11 +178,11 @@ class Peer:
         }
         self._line.send(wire.pack(Type.WELCOME, welcome))
 
-    def _call(self, session: Session, message: CallMessage, frames: Sequence[Any]) -> None:
+    def _call(self, session: Session, message: CallMessage, payload: int) -> None:
         if message.id in self._calls:
             raise WireError(f"call {message.id} is outstanding already")
         try:
-            tensors = self._courier.tensors(message, session, frames)
+            tensors = self._courier.tensors(message, session, payload)
         except (WireError, BusyError):
             raise
         except SymbiosisError as error:

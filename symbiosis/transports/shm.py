@@ -26,7 +26,7 @@ import torch
 from symbiosis.core.requests import Results
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Look, Service, Session
-from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import device, peer, wire
 from symbiosis.transports.arena import Arena, Memory
@@ -36,12 +36,11 @@ from symbiosis.transports.device import Segment
 from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import BlockingShmConnection, ShmConnection, join, socket_path
-from symbiosis.transports.wire import CallMessage, Hello, Limits, MessageBuffer, Type, frame
+from symbiosis.transports.stream_line import StreamLine
+from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
 
 log = get_logger(__name__)
 
-AT_ONCE = 16
-"""Messages of one client that are read before other clients get their turn."""
 UNSENT_BYTES = 32 << 20
 """Bytes of answers that a client may leave unread before it is disconnected."""
 _CARRIES_DESCRIPTORS = b"\0"
@@ -146,16 +145,12 @@ def _make_way(path: Path, address: str) -> None:
             )
 
 
-class ShmLine(asyncio.Protocol):
+class ShmLine(StreamLine):
     """One connection of a listener."""
 
     def __init__(self, listener: ShmListener) -> None:
+        super().__init__(UNSENT_BYTES)
         self.listener = listener
-        self._messages = MessageBuffer(wire.MAX_TO_EXECUTOR)
-        self._listening = True
-        self._transport: Any = None
-        self._peer: Peer
-        self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
@@ -163,68 +158,16 @@ class ShmLine(asyncio.Protocol):
         with self._socket() as connected:
             pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         service, limits = self.listener.service, self.listener.limits
-        self._peer = Peer(service, limits, f"uid {user} pid {pid}", self, ArenaCourier(self))
+        self.peer = Peer(service, limits, f"uid {user} pid {pid}", self, ArenaCourier(self))
+        self.open()
         if user not in (os.geteuid(), 0):
-            self._peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
+            self.peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
         elif len(self.listener.connected) > peer.MAX_CONNECTIONS:
-            self._peer.refuse(BusyError(f"{peer.MAX_CONNECTIONS} clients are connected already; try later"))
-        else:
-            self._refuse_after(peer.HELLO_WITHIN_S, f"no HELLO within {peer.HELLO_WITHIN_S:.0f} s")
-
-    def data_received(self, data: bytes) -> None:
-        if not self._listening:
-            self._messages.feed(data)
-        elif (message := self._messages.only(data)) is not None:
-            self._peer.received(message)
-        else:
-            self._read_messages()
-
-    def _read_messages(self) -> None:
-        """Read some messages that have come; reading of the socket goes on when there are no more."""
-        try:
-            for _ in range(AT_ONCE):
-                if not self._listening or self._peer.gone:
-                    return
-                message = self._messages.next()
-                if message is None:
-                    self._transport.resume_reading()
-                    return
-                self._peer.received(message)
-        except WireError as error:
-            self._peer.refuse(error)
-            return
-        self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._read_messages)
+            self.peer.refuse(BusyError(f"{peer.MAX_CONNECTIONS} clients are connected already; try later"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._stop_deadline()
         self.listener.connected.discard(self)
-        self._peer.leave("it closed the connection" if error is None else str(error))
-
-    def send(self, message: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(frame(message))
-            if self._transport.get_write_buffer_size() > UNSENT_BYTES:
-                self._peer.leave("it does not read its answers")
-                self._transport.abort()
-
-    def hang_up(self) -> None:
-        self._stop_deadline()
-        self._transport.close()
-        self._deadline = asyncio.get_running_loop().call_later(peer.GOODBYE_S, self._transport.abort)
-
-    def listen(self, wanted: bool) -> None:
-        self._listening = wanted
-        if wanted:
-            asyncio.get_running_loop().call_soon(self._read_messages)
-        else:
-            self._transport.pause_reading()
-
-    def admit(self, name: str) -> str:
-        self._stop_deadline()
-        if not name:
-            self._refuse_after(peer.LOOK_WITHIN_S, f"a status connection may stay {peer.LOOK_WITHIN_S:.0f} s")
-        return name
+        super().connection_lost(error)
 
     def send_descriptors(self, arena: int) -> None:
         """Send the descriptors of the arena and of the share. Nothing was sent before, so the socket has room. Raises
@@ -234,24 +177,6 @@ class ShmLine(asyncio.Protocol):
                 socket.send_fds(connected, [_CARRIES_DESCRIPTORS], [arena, self.listener.share.descriptor()])
         except OSError as error:
             raise WireError(f"the client does not take its descriptors: {error}") from error
-
-    @property
-    def busy(self) -> bool:
-        """Whether a call of the client is outstanding."""
-        return self._peer.busy
-
-    def end(self, error: SymbiosisError) -> None:
-        """End the conversation with a reason that the client is told."""
-        self._peer.end(error)
-
-    def _refuse_after(self, seconds: float, why: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._deadline = loop.call_later(seconds, lambda: self._peer.refuse(WireError(why)))
-
-    def _stop_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
 
     def _socket(self) -> socket.socket:
         """Return another object for the connection's socket, for what asyncio cannot do."""
@@ -284,7 +209,7 @@ class ArenaCourier(Courier):
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         if type_ is not Type.SEGMENT or self._gpu is None or self._arena is None:
             return False
-        if self._line.busy:
+        if self._line.peer.busy:
             raise WireError("a segment is replaced while no call is outstanding")
         self._segment = None  # freed before the next one is allocated
         size, limit = wire.read_id(content), self._limits.arena_bytes
@@ -299,7 +224,9 @@ class ArenaCourier(Courier):
         assert self._arena is not None
         return self._arena if self._segment is None or place < self._arena.end else self._segment
 
-    def tensors(self, message: CallMessage, session: Session, frames: Sequence[Any]) -> Results | None:
+    def tensors(self, message: CallMessage, session: Session, payload: int) -> Results | None:
+        if payload:
+            raise WireError("over shm:// a CALL has no payload")
         expected = session.expects(message.key)
         memory = self._memory(message.place)
         tensors = memory.matrices(message.place, message.rows, expected.widths, expected.dtype)

@@ -7,10 +7,8 @@ GPU, tensors lie in a segment of its memory, which the carrier asks for (SEGMENT
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
-import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,14 +18,16 @@ from typing import Any
 import torch
 
 from symbiosis.core.requests import Results
-from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import ConnectionLostError, RefusedError, UsageError, WireError
 from symbiosis.transports import device, wire
 from symbiosis.transports.arena import Arena, Memory, Places
-from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Receiver, in_executor
-from symbiosis.transports.conversation import PING_AFTER_S, Pending
+from symbiosis.transports.connection import AsyncConnection, Carrier, in_executor
+from symbiosis.transports.conversation import Pending
 from symbiosis.transports.device import Segment
-from symbiosis.transports.joining import ANSWER_WITHIN_S, Message, exchange, joining
-from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
+from symbiosis.transports.joining import ANSWER_WITHIN_S, Message, joining
+from symbiosis.transports.stream import ByteStream
+from symbiosis.transports.stream_client import AsyncStreamClient, BlockingJoin, BlockingStreamClient
+from symbiosis.transports.wire import CallMessage, Hello, Type
 
 MAX_PATH = 107
 """Bytes of a Unix socket's path, by the kernel's interface."""
@@ -136,7 +136,7 @@ class SegmentCarrier(ArenaCarrier):
         self._places = Places(segment.start, segment.end)
 
 
-class ShmConnection:
+class ShmConnection(BlockingJoin):
     """A connection whose first messages were exchanged: the constructor blocks.
 
     Raises:
@@ -148,8 +148,8 @@ class ShmConnection:
     carrier: Carrier
 
     def __init__(self, address: str, hello: Hello, again: bool) -> None:
-        self._address = address
-        self._messages = MessageBuffer(wire.MAX_TO_CLIENT)
+        super().__init__(address)
+        self._stream = ByteStream(wire.MAX_TO_CLIENT)
         self._descriptors: list[int] = []
         """The descriptors that have come with WELCOME: of the arena and of the share's file."""
         path = str(socket_path(address))
@@ -157,8 +157,7 @@ class ShmConnection:
         try:
             self._socket.settimeout(ANSWER_WITHIN_S)
             self._socket.connect(path)
-            joined = exchange(joining(address, hello, again), self._ask, self._next)
-            self.welcome, self.share, self.look = joined
+            self._exchange(joining(address, hello, again))
             if self.look is None:
                 self._carry()
         except BaseException as error:
@@ -172,164 +171,80 @@ class ShmConnection:
             for descriptor in self._descriptors:
                 os.close(descriptor)
 
-    def _ask(self, message: bytes) -> None:
-        """Send one of the first messages. If the executor has refused, its reason follows."""
-        with contextlib.suppress(BrokenPipeError):
-            self._socket.sendall(frame(message))
+    def _first(self) -> Message:
+        type_, content, _ = super()._first()
+        return type_, content, self._descriptors
 
-    def _next(self) -> Message:
-        """Return the next of the first messages, and the descriptors that have come."""
-        while (message := self._messages.next()) is None:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, 1 << 20, 0 if self._descriptors else 2)
-            if not data:
-                raise ConnectionResetError("it closed the connection")
-            self._descriptors += descriptors
-            self._messages.feed(data[1:] if descriptors else data)
-        return *wire.unpack_answer(message), self._descriptors
+    def _fill(self) -> None:
+        room = self._stream.room()
+        data, descriptors, _, _ = socket.recv_fds(self._socket, len(room), 0 if self._descriptors else 2)
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        self._descriptors += descriptors
+        data = data[1:] if descriptors else data
+        room[: len(data)] = data
+        self._stream.filled(len(data))
 
     def _carry(self) -> None:
         """Map the arena."""
         if len(self._descriptors) != 2:
-            raise WireError(f"the executor at {self._address} sent {len(self._descriptors)} descriptors, not 2")
+            raise WireError(f"the executor at {self.address} sent {len(self._descriptors)} descriptors, not 2")
         size = self.welcome.content.get("arena_bytes")
         if type(size) is not int or not 0 < size <= os.fstat(self._descriptors[0]).st_size:
-            raise WireError(f"the executor at {self._address} promises an arena of {size!r} bytes")
+            raise WireError(f"the executor at {self.address} promises an arena of {size!r} bytes")
         arena = Arena(self._descriptors[0], size)
         gpu = device.find(self.welcome.content.get("gpu"))
         self.carrier = ArenaCarrier(arena)
         if gpu is not None:
             self.carrier = SegmentCarrier(arena, gpu, self.welcome.limits.arena_bytes, self.send)
 
-    def send(self, parts: Sequence[Any]) -> None:
-        self._socket.sendall(frame(parts[0]))
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def _gone(self) -> ConnectionLostError:
-        return ConnectionLostError(f"the executor at {self._address} is gone")
-
 
 async def join(address: str, hello: Hello, again: bool) -> AsyncConnection:
     """Connect and join; see :data:`symbiosis.transports.connection.Join`."""
-    return await in_executor(partial(AsyncShmConnection, address, hello, again))
+    connection = await in_executor(partial(AsyncShmConnection, address, hello, again))
+    try:
+        connection._socket.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=connection._socket)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-class AsyncShmConnection(ShmConnection, AsyncConnection):
-    """A connection on an event loop.
-
-    A Unix socket has room for some 280 small messages. While the executor is in a long batch and reads none, further
-    messages wait here.
-    """
-
-    _loop: asyncio.AbstractEventLoop | None = None
-    _unsent = b""
-
-    def start(self, channel: Receiver) -> None:
-        self._channel = channel
-        self._loop = asyncio.get_running_loop()
-        self._socket.setblocking(False)
-        self._loop.add_reader(self._socket, self._read)
-
-    def send(self, parts: Sequence[Any]) -> None:
-        waiting = bool(self._unsent)
-        self._unsent += frame(parts[0])
-        if not waiting:
-            self._write()
-            if self._unsent and self._loop is not None:
-                self._loop.add_writer(self._socket, self._write_on)
-
-    def _write(self) -> None:
-        """Send what has room in the socket."""
-        try:
-            self._unsent = self._unsent[self._socket.send(self._unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # the connection has ended; the next read reports it
-            self._unsent = b""
-
-    def _write_on(self) -> None:
-        self._write()
-        if not self._unsent and self._loop is not None:
-            self._loop.remove_writer(self._socket)
-
-    def _read(self) -> None:
-        try:
-            data = self._socket.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._end(self._gone())
-            return
-        try:
-            message = self._messages.only(data) or self._messages.next()
-            while message is not None and self._loop is not None:
-                self._channel.received(*wire.unpack_answer(message), ())
-                message = self._messages.next()
-        except WireError as error:
-            self._end(error)
-
-    def _end(self, error: SymbiosisError) -> None:
-        if self._loop is not None:
-            self._stop()
-            self._channel.lost(error)
-
-    def _stop(self) -> None:
-        if self._loop is not None:
-            self._loop.remove_reader(self._socket)
-            self._loop.remove_writer(self._socket)
-            self._loop = None
+class AsyncShmConnection(AsyncStreamClient, ShmConnection):
+    """A connection on an event loop."""
 
     def close(self) -> None:
-        self._stop()
-        super().close()
+        AsyncStreamClient.close(self)
+        if self._transport is None:
+            self._socket.close()
 
 
-class BlockingShmConnection(ShmConnection, BlockingConnection):
-    """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
+class BlockingShmConnection(BlockingStreamClient, ShmConnection):
+    """A connection for threads that block."""
 
     def __init__(self, address: str, hello: Hello, again: bool) -> None:
-        super().__init__(address, hello, again)
-        self._socket.settimeout(None)
-        # A timeout in the kernel: Python's own would cost a second system call for each read.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PING_AFTER_S), 0))
+        ShmConnection.__init__(self, address, hello, again)
+        self._begin()
         self._sent = 0.0
         self._quick = False
         """Whether the last answer came within SOON_S."""
 
     def send(self, parts: Sequence[Any]) -> None:
-        self._socket.sendall(frame(parts[0]))
+        super().send(parts)
         self._sent = time.perf_counter()
 
     def receive(self) -> Message | None:
-        message = self._messages.next()
-        while message is None:
-            try:
-                data = (self._quick and self._poll()) or self._socket.recv(1 << 16)
-            except BlockingIOError:
-                return None
-            if not data:
-                raise self._gone()
-            message = self._messages.only(data) or self._messages.next()
+        message = super().receive()
         self._quick = time.perf_counter() - self._sent < SOON_S
-        return *wire.unpack_answer(message), ()
+        return message
 
-    def _poll(self) -> bytes | None:
-        """Return what comes within SPIN_S, without sleeping."""
-        recv = self._socket.recv
-        end = time.perf_counter() + SPIN_S
-        while time.perf_counter() < end:
-            try:
-                return recv(1 << 16, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                continue
-        return None
-
-    def interrupt(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def abandon(self) -> None:
-        self._socket.close()
+    def _read(self, room: memoryview) -> int:
+        if self._quick:  # poll for SPIN_S, without sleeping
+            receive, end = self._socket.recv_into, time.perf_counter() + SPIN_S
+            while time.perf_counter() < end:
+                try:
+                    return receive(room, 0, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    continue
+        return self._socket.recv_into(room)

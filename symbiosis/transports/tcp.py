@@ -1,9 +1,9 @@
-"""``tcp://host:port``: tenants on other hosts, over ZeroMQ with CURVE.
+"""``tcp://host:port``: tenants on other hosts, over TLS 1.3.
 
-Each client has a DEALER socket, the listener one ROUTER socket. A message is one frame in the wire format; the matrices
-of a CALL or RESULT follow it as raw frames, and are sent without a copy. CURVE encrypts, and tells the executor by its
-public key which tenant a message comes from (:mod:`symbiosis.transports.keys`). Without keys a listener accepts only
-the loopback address, unless it is told ``insecure=True``.
+Messages travel over one TCP connection for each client; the matrices of a CALL or RESULT follow it as its payload
+(:mod:`symbiosis.transports.stream`). TLS encrypts, and tells the executor by its certificate which tenant a connection
+belongs to (:mod:`symbiosis.transports.keys`). Without keys a listener accepts only the loopback address, unless it is
+told ``insecure=True``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp_client import BlockingTcpConnection, TcpConnection, join
-from symbiosis.transports.tcp_line import FrameCourier
-from symbiosis.transports.tcp_listener import TcpListener
+from symbiosis.transports.tcp_listener import PayloadCourier, TcpListener
 from symbiosis.transports.wire import Hello, Limits
 
 
@@ -55,7 +54,7 @@ class TcpTransport:
     ) -> None:
         self._key = None if key is None else load_key(key)
         if self._key is not None and self._key.server is None:
-            raise UsageError(f'{key} does not have the executor\'s public key; add a line: server-key = "…"')
+            raise UsageError(f"{key} does not hold the executor's certificate; append its server.public to the file")
         self._keys = None if keys is None else Keyring(keys)
         self._insecure = insecure
         self._retry_s = retry
@@ -70,8 +69,8 @@ class TcpTransport:
                 "them), or insecure=True (--insecure) if every host on the network may read the data and use the "
                 "executor"
             )
-        listener = TcpListener(endpoint, service, self._limits, self._keys, FrameCourier)
-        listener.open(address)
+        listener = TcpListener(endpoint, service, self._limits, self._keys, PayloadCourier)
+        await listener.open(address)
         return listener
 
     def _options(self, progress: Progress | None) -> dict[str, Any]:

@@ -10,7 +10,6 @@ A *place* is an offset into a client's arena, in bytes, and a multiple of :data:
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
@@ -24,7 +23,7 @@ from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 
-VERSION = 3
+VERSION = 4
 MAGIC = "symbiosis"
 ALIGN = 64
 """Alignment of matrices in an arena, in bytes: a cache line."""
@@ -257,48 +256,3 @@ def _integer(value: Any, low: int, high: int, what: str) -> int:
 
 BEGIN, END, PING = (pack(type_) for type_ in (Type.BEGIN, Type.END, Type.PING))
 """Messages without content."""
-
-
-# Messages on a byte stream: each has its length in front, 4 bytes, little-endian
-
-_LENGTH = struct.Struct("<I")
-
-
-def frame(message: bytes) -> bytes:
-    """Return a message with its length in front."""
-    return _LENGTH.pack(len(message)) + message
-
-
-class MessageBuffer:
-    """Cuts a byte stream into messages of at most ``max_bytes``. Holds the messages that were not taken yet."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max = max_bytes
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Add bytes that have arrived."""
-        self._buffer += data
-
-    def only(self, data: bytes) -> bytes | None:
-        """Return the message, if ``data`` is exactly one and the buffer is empty: the common case, without a copy
-        into the buffer. Otherwise feed ``data`` and return None."""
-        if not self._buffer and len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4 <= self._max:
-            return data[4:]
-        self._buffer += data
-        return None
-
-    def next(self) -> bytes | None:
-        """Return the next whole message, if it has arrived. Raises WireError if the length exceeds the limit. Nothing
-        was allocated for it."""
-        buffer = self._buffer
-        if len(buffer) < 4:
-            return None
-        (length,) = _LENGTH.unpack_from(buffer)
-        if length > self._max:
-            raise WireError(f"a message of {length} bytes is announced; at most {self._max} are allowed")
-        if len(buffer) < 4 + length:
-            return None
-        message = bytes(buffer[4 : 4 + length])
-        del buffer[: 4 + length]
-        return message

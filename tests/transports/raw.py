@@ -1,35 +1,66 @@
-"""A ZeroMQ client by hand, for what a real one would not do."""
+"""A client of ``tcp://`` by hand, for what a real one would not do."""
 
 from __future__ import annotations
 
+import select
+import socket
 from pathlib import Path
 from typing import Any
-
-import zmq
 
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.transports import wire
 from symbiosis.transports.keys import load_key
+from symbiosis.transports.sockets import resolve
+from symbiosis.transports.stream import ByteStream, TlsByteStream
 from symbiosis.transports.wire import CallMessage, Type
 
-__all__ = ["a_call", "hello", "raw", "receive", "rows"]
+__all__ = ["Raw", "a_call", "hello", "raw", "receive", "rows"]
 
 
-def raw(address: str, key: Path | None = None, identity: bytes | None = None) -> Any:
-    """Its socket."""
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.linger = 0
-    socket.sndtimeo = 5000
-    socket.reconnect_ivl = 600_000  # never; with -1 what has come and was not read yet is lost with the connection
-    if identity is not None:
-        socket.setsockopt(zmq.ROUTING_ID, identity)
-    if key is not None:
-        pair = load_key(key)
-        assert pair.server is not None
-        socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = pair.public, pair.secret, pair.server
-    socket.connect("tcp:" + address.partition(":")[2])
-    return socket
+class Raw:
+    """Its connection."""
+
+    def __init__(self, address: str, key: Path | None) -> None:
+        self.socket = socket.create_connection(resolve(address), 20)
+        if key is None:
+            self._stream = ByteStream(wire.MAX_TO_CLIENT)
+        else:
+            self._stream = TlsByteStream(wire.MAX_TO_CLIENT, load_key(key).context(), server=False)
+            while not self._stream.ready:
+                self.socket.sendall(self._stream.unsent())
+                self._fill()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, message: bytes, *parts: bytes) -> None:
+        """Send a message and the parts of its payload."""
+        for part in self._stream.encode(message, sum(map(len, parts)), parts):
+            self.socket.sendall(part)
+
+    def poll(self) -> bool:
+        """Return whether bytes have come."""
+        return bool(select.select([self.socket], [], [], 0)[0])
+
+    def _fill(self) -> None:
+        count = self.socket.recv_into(self._stream.room())
+        if not count:
+            raise EOFError("the executor has closed the connection")
+        self._stream.filled(count)
+
+    def receive(self) -> tuple[Type, Any]:
+        """Return the type and content of the next message."""
+        while (found := self._stream.next()) is None:
+            self._fill()
+        return wire.unpack_answer(found[0])
+
+
+def raw(address: str, key: Path | None = None) -> Raw:
+    return Raw(address, key)
 
 
 def hello(name: str | None) -> bytes:
@@ -44,9 +75,5 @@ def rows(n: int = 1, width: int = 32) -> bytes:
     return bytes(4 * n * width)
 
 
-def receive(socket: Any) -> tuple[Type, Any]:
-    while True:
-        assert socket.poll(20_000), "no answer"
-        type_, content = wire.unpack_answer(socket.recv_multipart()[0])
-        if type_ is not Type.PONG:  # with which the executor makes sure that a new client is there
-            return type_, content
+def receive(connection: Raw) -> tuple[Type, Any]:
+    return connection.receive()

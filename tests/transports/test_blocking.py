@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.transports import shm_client, tcp_client, wire
 from symbiosis.transports.blocking import BlockingChannel
-from symbiosis.transports.wire import Hello, frame
+from symbiosis.transports.stream import frame
+from symbiosis.transports.wire import Hello
 from tests.helpers import in_thread, until
 
 MOMENTS = ["half of it is sent", "before it is answered", "after it was answered", "half a BEGIN is sent"]
@@ -32,10 +32,7 @@ class Interrupted:
 
     def send(self, parts: Any) -> None:
         if self._interrupt.take("half"):
-            if isinstance(self._real._socket, zmq.Socket):
-                self._real._socket.send(wire.PING, zmq.SNDMORE)
-            else:
-                self._real._socket.sendall(frame(wire.PING)[:5])
+            self._real._socket.sendall(frame(wire.PING)[:5])
             raise KeyboardInterrupt
         self._real.send(parts)
 

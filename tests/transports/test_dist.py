@@ -1,15 +1,12 @@
-"""``dist://``: messages by ZeroMQ, tensors by torch.distributed (gloo here; NCCL takes two GPUs)."""
+"""``dist://``: messages as over ``tcp://``, tensors by torch.distributed (gloo here; NCCL takes two GPUs)."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +159,7 @@ async def test_survives_a_restart(base: Any, kind: str) -> None:
     assert comparison.bit_equal, comparison
 
 
-@pytest.mark.parametrize(
-    ("how", "within_s"),
-    [(signal.SIGKILL, 3.0), pytest.param(signal.SIGSTOP, 15.0, marks=pytest.mark.slow)],
-    ids=["killed", "frozen"],
-)
-async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: float) -> None:
+async def test_a_killed_client_is_found(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         tenant = await asyncio.create_subprocess_exec(
@@ -175,12 +167,8 @@ async def test_a_dead_client_is_found(base: Any, how: signal.Signals, within_s: 
         )
         assert tenant.stdout is not None
         await asyncio.wait_for(tenant.stdout.readline(), 60)
-        os.kill(tenant.pid, how)
-        began = time.monotonic()
-        await until(lambda: not executor.status()["clients"] and not listener.lines, within_s)  # type: ignore[attr-defined]
-        assert time.monotonic() - began < within_s
-        if how is signal.SIGSTOP:
-            tenant.kill()
+        tenant.kill()
+        await until(lambda: not executor.status()["clients"] and not listener.lines, 3.0)  # type: ignore[attr-defined]
         await tenant.wait()
 
 
@@ -400,7 +388,7 @@ async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
             with raw(listener.address) as mallory:
                 mallory.send(hello("mallory"))
                 assert (await in_thread(receive, mallory))[0] is Type.WELCOME
-                mallory.send_multipart(BAD[what])
+                mallory.send(*BAD[what])
                 type_, content = await in_thread(receive, mallory)
                 assert type_ is Type.ENDED
                 assert content[0] == "WireError"
@@ -503,5 +491,5 @@ async def test_training_leaves_nothing_behind(base: Any) -> None:
             for _ in range(3):
                 async with remote.client(lora()) as client:
                     await client.train_step(BATCH, adamw(client.model))
-        await until(lambda: not listener.lines and not listener.accepted)  # type: ignore[attr-defined]
+        await until(lambda: not listener.lines)  # type: ignore[attr-defined]
         await until(lambda: descriptors() <= before + 1)  # the file with the share

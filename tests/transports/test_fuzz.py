@@ -23,7 +23,8 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.testing import tiny_model
 from symbiosis.transports import wire
-from symbiosis.transports.wire import CallMessage, Type, frame
+from symbiosis.transports.stream import frame
+from symbiosis.transports.wire import CallMessage, Type
 
 
 class Victim:

@@ -33,8 +33,9 @@ from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain,
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.shm import AT_ONCE
-from symbiosis.transports.wire import Limits, MessageBuffer, Type, frame
+from symbiosis.transports.stream import ByteStream, frame
+from symbiosis.transports.stream_line import AT_ONCE
+from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, IDS, METHODS, SHORT, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
 
 T = TypeVar("T")
@@ -396,7 +397,7 @@ class Raw:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(20)
         self.socket.connect(address.removeprefix("shm://"))
-        self.frames = MessageBuffer(wire.MAX_TO_CLIENT)
+        self.frames = ByteStream(wire.MAX_TO_CLIENT)
 
     def __del__(self) -> None:
         self.socket.close()
@@ -415,12 +416,12 @@ class Raw:
         return content[0]  # type: ignore[no-any-return]
 
     def next(self) -> tuple[wire.Type, Any]:
-        while (message := self.frames.next()) is None:
-            data = self.socket.recv(1 << 16)
-            if not data:
+        while (found := self.frames.next()) is None:
+            count = self.socket.recv_into(self.frames.room())
+            if not count:
                 raise EOFError
-            self.frames.feed(data)
-        return wire.unpack_answer(message)
+            self.frames.filled(count)
+        return wire.unpack_answer(found[0])
 
 
 def a_call(id_: int, rows: int = 1, place: int = 0, answer: int = 1 << 16, layer: int = 0) -> bytes:
@@ -431,7 +432,7 @@ ENDED = wire.Type.ENDED
 BAD = {
     "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN before HELLO"),
     "another protocol": ([b"GET / HTTP/1.1\r\n\r\n"], "no message"),
-    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 3"),
+    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 4"),
     "a name that is none": ([wire.pack_hello(wire.Hello("a\nb"))], "printable"),
 }
 

@@ -15,7 +15,7 @@ from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import BrokenError, LayerError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.wire import CallMessage, Hello, MessageBuffer, Type, frame
+from symbiosis.transports.wire import CallMessage, Hello, Type
 
 sixty_three = st.integers(0, (1 << 63) - 1)
 places = st.integers(0, 1 << 50).map(lambda place: place * wire.ALIGN)
@@ -134,27 +134,6 @@ def test_any_content_is_a_call_or_refused(content: list[Any]) -> None:
 def test_what_is_no_message(data: bytes) -> None:
     with pytest.raises(WireError):
         wire.unpack(data)
-
-
-@given(st.lists(st.binary(max_size=60), max_size=8), st.data())
-def test_frames_are_cut_the_same_however_they_arrive(messages: list[bytes], data: st.DataObject) -> None:
-    stream = b"".join(frame(message) for message in messages)
-    frames, found = MessageBuffer(1000), []
-    while stream:
-        size = data.draw(st.integers(1, len(stream)))
-        if (message := frames.only(stream[:size])) is not None:
-            found.append(message)
-        while (message := frames.next()) is not None:
-            found.append(message)
-        stream = stream[size:]
-    assert found == messages
-
-
-def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come() -> None:
-    frames = MessageBuffer(100)
-    assert frames.only((101).to_bytes(4, "little")) is None
-    with pytest.raises(WireError, match="101 bytes is announced"):
-        frames.next()
 
 
 @pytest.mark.parametrize("name", [*errors.__all__, "OSError", "__class__", None, 7])

@@ -1,0 +1,240 @@
+"""The client's end of a connection that is a byte stream, on an event loop and for threads that block."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from symbiosis.errors import ConnectionLostError, SymbiosisError, WireError
+from symbiosis.transports import wire
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Receiver
+from symbiosis.transports.conversation import PING_AFTER_S
+from symbiosis.transports.joining import ANSWER_WITHIN_S, Joined, Joining, Message, exchange
+from symbiosis.transports.share import CHUNK
+from symbiosis.transports.stream import ByteStream, block
+
+_TOGETHER = 64 << 10
+"""Bytes of a message with its payload up to which they are copied together and sent at once."""
+
+
+class StreamClient:
+    """Messages that have come over one connection."""
+
+    _stream: ByteStream
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._most = CHUNK
+        """Longest payload that may come, in bytes."""
+        self._whole: deque[Message] = deque()
+
+    def _use(self, joined: Joined) -> None:
+        """Note what the first messages have brought."""
+        self.welcome, self.share, self.look = joined
+        self._most = max(CHUNK, self.welcome.limits.arena_bytes)
+
+    def _take(self) -> Message | None:
+        """Return the next message, when its payload has come. Raises WireError if it is malformed."""
+        whole = self._whole
+        while not whole:
+            found = self._stream.next()
+            if found is None:
+                break
+            data, size = found
+            type_, content = wire.unpack_answer(data)
+            if size > self._most:
+                raise WireError(f"{type_.name} has a payload of {size} bytes; at most {self._most} are allowed")
+            if size:
+                _, view = block(size)
+                self._stream.into(view, partial(whole.append, (type_, content, (view,))))
+            else:
+                whole.append((type_, content, ()))
+        return whole.popleft() if whole else None
+
+    def _reason(self, error: Exception | None) -> SymbiosisError:
+        """Return why the connection has ended: with an error, or because the executor has closed it."""
+        return ConnectionLostError(f"the executor at {self.address} is gone")
+
+
+class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol):
+    """A connection on an event loop."""
+
+    _transport: Any = None
+    _channel: Receiver | None = None
+    _error: SymbiosisError | None = None
+    """Why the connection has ended."""
+    _waiting: asyncio.Future[None] | None = None
+    """Set when bytes have come, or the connection has ended."""
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def get_buffer(self, hint: int) -> memoryview:
+        return self._stream.room()
+
+    def buffer_updated(self, count: int) -> None:
+        try:
+            self._stream.filled(count)
+        except (OSError, WireError) as error:  # of TLS
+            self.lose(self._reason(error))
+            self._transport.write(self._stream.unsent())
+            self._transport.close()
+            return
+        if self._channel is not None:
+            self._pass_on()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lose(self._reason(error))
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def _more(self) -> None:
+        """Wait for further bytes. Raises the reason if the connection has ended."""
+        if self._error is not None:
+            raise self._error
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                await self._waiting
+        except TimeoutError:
+            raise ConnectionLostError(f"no executor answers on {self.address}") from None
+
+    async def exchange(self, messages: Joining) -> None:
+        """Send and receive the first messages of a connection."""
+        with contextlib.closing(messages):
+            while not self._stream.ready:
+                self._transport.write(self._stream.unsent())
+                await self._more()
+            try:
+                requests = next(messages)
+                while True:
+                    for request in requests:
+                        self.send([request])
+                    while (message := self._take()) is None:
+                        await self._more()
+                    requests = messages.send(message)
+            except StopIteration as done:
+                self._use(done.value)
+
+    def start(self, channel: Receiver) -> None:
+        self._channel = channel
+        self.carrier.start(channel)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._pass_on)
+        if self._error is not None:
+            loop.call_soon(self.lose, self._error)
+
+    def _pass_on(self) -> None:
+        """Give the channel the messages that have come."""
+        try:
+            while self._channel is not None and (message := self._take()) is not None:
+                self._channel.received(*message)
+        except WireError as error:
+            self.lose(error)
+
+    def send(self, parts: Sequence[Any]) -> None:
+        if self._error is None:
+            for part in self._stream.encode(parts[0], sum(map(len, parts[1:])), parts[1:]):
+                self._transport.write(part)
+
+    def lose(self, error: SymbiosisError) -> None:
+        """Note that the connection has ended."""
+        self._error = self._error or error
+        self._wake()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.lost(self._error)
+
+    def close(self) -> None:
+        self._channel = None
+        self._error = self._error or ConnectionLostError(f"the connection to {self.address} was closed")
+        self.carrier.close()
+        if self._transport is not None:
+            self._transport.close()
+
+
+class BlockingJoin(StreamClient):
+    """The first messages of a connection, for a thread that blocks."""
+
+    _socket: socket.socket
+
+    def _exchange(self, messages: Joining) -> None:
+        """Send and receive the first messages. Raises OSError, and the errors of ``messages``."""
+        self._socket.settimeout(ANSWER_WITHIN_S)
+        while not self._stream.ready:
+            self._socket.sendall(self._stream.unsent())
+            self._fill()
+        self._use(exchange(messages, self._ask, self._first))
+
+    def _ask(self, message: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the executor's reason may have come
+            BlockingJoin.send(self, [message])
+
+    def send(self, parts: Sequence[Any]) -> None:
+        """Send a message and its payload."""
+        size = sum(map(len, parts[1:]))
+        encoded = self._stream.encode(parts[0], size, parts[1:])
+        if 0 < size <= _TOGETHER:
+            encoded = [b"".join(encoded)]
+        for part in encoded:
+            self._socket.sendall(part)
+
+    def close(self) -> None:
+        """Close the connection. Has no effect the second time."""
+        self._socket.close()
+
+    def _first(self) -> Message:
+        while (message := self._take()) is None:
+            self._fill()
+        return message
+
+    def _fill(self) -> None:
+        """Wait for bytes."""
+        count = self._socket.recv_into(self._stream.room())
+        if not count:
+            raise ConnectionResetError("it closed the connection")
+        self._stream.filled(count)
+
+
+class BlockingStreamClient(BlockingJoin, BlockingConnection):
+    """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
+
+    def _begin(self) -> None:
+        """Begin to receive, after the first messages."""
+        self._socket.settimeout(None)
+        # A timeout in the kernel: Python's own would cost a second system call for each read.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(PING_AFTER_S), 0))
+
+    def receive(self) -> Message | None:
+        while (message := self._take()) is None:
+            try:
+                count = self._read(self._stream.room())
+                if count:
+                    self._stream.filled(count)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                raise self._reason(error) from error
+            if not count:
+                raise self._reason(None)
+        return message
+
+    def _read(self, room: memoryview) -> int:
+        """Wait for bytes, and return their number. Raises BlockingIOError if none came within PING_AFTER_S."""
+        return self._socket.recv_into(room)
+
+    def interrupt(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def abandon(self) -> None:
+        self._socket.close()
