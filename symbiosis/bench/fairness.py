@@ -7,13 +7,13 @@ import itertools
 from contextlib import AsyncExitStack
 from statistics import median
 
+from symbiosis import Executor
 from symbiosis.bench.jobs import Tenant, now
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
 from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
-from symbiosis.host import Executor
 from symbiosis.policies import Fair
 from symbiosis.policies.admission import tenant_of
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from symbiosis import Executor
 from symbiosis.bench.models import Preset
 from symbiosis.client.client import Client
-from symbiosis.host import Executor
 
 
 def now(device: torch.device) -> float:

@@ -94,8 +94,8 @@ async def decoding_processes(preset: str, address: str, count: int) -> AsyncIter
 def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
     import torch
 
+    from symbiosis import Executor
     from symbiosis.bench.models import PRESETS, build
-    from symbiosis.host import Executor
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))

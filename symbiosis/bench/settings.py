@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from transformers import LlamaForCausalLM
 
+from symbiosis import Executor
 from symbiosis.bench.models import Preset, build
 from symbiosis.core.policy import Policy
-from symbiosis.host import Executor
 
 T = TypeVar("T")
 

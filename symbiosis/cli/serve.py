@@ -141,7 +141,7 @@ def _limits(given: list[str]) -> Any:
 
 
 async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path | None, **settings: Any) -> None:
-    from symbiosis.host import Executor
+    from symbiosis import Executor
 
     out = console(stderr=True)
     stop = asyncio.Event()

@@ -226,14 +226,14 @@ class _VirtLinear(VirtLayer):
 
     def _pass(self) -> Pass:
         bias = self._parameters["bias"]  # self.bias would go through nn.Module.__getattr__
-        if bias is None or (type(bias) is SharedParameter and bias._fetch is not None):
+        if bias is None or (type(bias) is SharedParameter and not bias.own):
             return Pass.FORWARD
         return Pass.FORWARD_WITHOUT_BIAS
 
     def _own_weight(self) -> torch.Tensor | None:
         """Return the weight if the tenant has one of its own, otherwise None."""
         weight = self._parameters["weight"]
-        return weight if getattr(weight, "_fetch", None) is None else None
+        return None if isinstance(weight, SharedParameter) and not weight.own else weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = super().__deepcopy__(memo)

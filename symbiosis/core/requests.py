@@ -148,7 +148,7 @@ class Request:
     terms: Terms = field(default=NO_TERMS)
     """Effective terms of the client."""
     local: bool = field(default=False)
-    """Whether the client computes on this executor's cores, so that its own work delays other clients."""
+    """Whether the client computes in the executor's process, so that its own work delays other clients."""
 
     @property
     def remaining(self) -> int:

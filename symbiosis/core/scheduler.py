@@ -180,7 +180,8 @@ class Scheduler:
         """Return a batch of this request alone if it may run at once; otherwise None, and nothing has changed.
 
         A request runs at once if nothing is queued or running, no other client is thinking, and the policy allows it.
-        There is nothing to choose then, and the policy gets no hook for the request.
+        There is nothing to choose then, and the policy gets no hook for the request. A driver calls this method for
+        another thread than its own, whose requests do not keep its other work from its turn.
         """
         rows, state = request.rows, self._clients.get(request.client)
         if (

@@ -180,7 +180,11 @@ class Engine:
         layers.
         """
         loop = self._loop
-        if loop is not None and self.scheduler.hurries(now()):
+        if loop is None:
+            return
+        with self._lock:
+            hurries = self.scheduler.hurries(now())
+        if hurries:
             self._decide(loop)
 
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
@@ -198,7 +202,8 @@ class Engine:
         self._pump = None
         loop = self._loop
         if loop is not None:
-            self.scheduler.turned(now())
+            with self._lock:
+                self.scheduler.turned(now())
             self._decide(loop)
 
     def _decide(self, loop: asyncio.AbstractEventLoop) -> None:

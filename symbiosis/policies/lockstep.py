@@ -41,7 +41,7 @@ class Lockstep(Policy):
             key, reason = oldest.key, "overtaken"
         else:
             key = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
-            reason = "everyone-here"
+            reason = "all-blocked"
         return Run(key, queues[key].take(view.max_rows), reason)
 
     def __repr__(self) -> str:

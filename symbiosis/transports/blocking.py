@@ -125,6 +125,8 @@ class BlockingChannel(SynchronousChannel):
             except SymbiosisError as error:
                 if isinstance(error, WireError):
                     conversation.end(error)
+                if conversation.state is State.ENDED:
+                    self._connection.close()
                 conversation.outstanding.clear()
                 raise
             except BaseException:  # Ctrl-C: a message may be half sent, and an answer may still come

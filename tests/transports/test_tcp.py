@@ -327,7 +327,8 @@ async def test_ipv6(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen("tcp://[::1]:0")
         async with symbiosis.connect(listener.address) as remote, remote.client() as client:
-            await client.forward(input_ids=IDS)
+            output = await client.forward(input_ids=IDS)
+            torch.testing.assert_close(output.logits, base(IDS).logits)
 
 
 # ----------------------------------------------------------------------------------------------------- share of a model

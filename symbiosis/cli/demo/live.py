@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
+from symbiosis import Executor
 from symbiosis.cli.demo.jobs import Generation, Plan, Tenant, Training
 from symbiosis.executor.statistics import Statistics
-from symbiosis.host import Executor
 
 QUIET_S = 5.0
 """Between two plain lines about the same thing."""
