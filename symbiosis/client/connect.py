@@ -19,7 +19,7 @@ from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.core.transport import Channel, Look
-from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.errors import ExecutorClosedError, ShareError, UsageError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -140,13 +140,27 @@ class Base:
         return ExecutorClosedError(f"{self.address} is not open; use `async with symbiosis.connect(...) as base:`")
 
 
+TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab", ".bpe")
+"""Names' ends of the files that a client takes for a tokenizer's: data, no code and no pickle."""
+
+
 def tokenizer_of(files: Mapping[str, bytes], address: str) -> Any:
-    """Return a tokenizer, given its files' names and contents."""
+    """Return a tokenizer, given its files' names and contents. Nothing in them is executed.
+
+    Raises:
+        UsageError: there are no files.
+        ShareError: transformers cannot read them, or would have to execute code among them.
+    """
     from transformers import AutoTokenizer
 
     if not files:
         raise UsageError(f"the executor at {address} has no tokenizer to share; load one yourself")
     with tempfile.TemporaryDirectory() as folder:
         for name, data in files.items():
+            if Path(name).suffix not in TOKENIZER_SUFFIXES:
+                raise ShareError(f"the executor at {address} sends {name!r}, which is no file of a tokenizer")
             (Path(folder) / name).write_bytes(data)
-        return AutoTokenizer.from_pretrained(folder)
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            raise ShareError(f"the tokenizer of the executor at {address} cannot be read: {error}") from error

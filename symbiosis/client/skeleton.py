@@ -8,9 +8,10 @@ which every client of the process gets a skeleton.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,7 +60,8 @@ class Hollow:
         description = share.description
         try:
             architecture: Any = getattr(transformers, description["architecture"])
-            config = transformers.CONFIG_MAPPING[description["model_type"]].from_dict(dict(description["config"]))
+            config = transformers.CONFIG_MAPPING[description["model_type"]].from_dict(_data_only(description["config"]))
+            attention = _known_attention(description["attention"])
             dtype = dtype_named(description["dtype"])
             generation = description["generation_config"]
             tied, buffers = dict(description["tied"]), set(description["buffers"])
@@ -73,7 +75,7 @@ class Hollow:
             raise ShareError(f"the executor's model is a {description['architecture']}, which is no transformers model")
         with torch.device("meta"):
             self.model: Any = getattr(architecture, "_from_config")(  # noqa: B009 (mypy does not know the class)
-                config, attn_implementation=description["attention"], dtype=dtype
+                config, attn_implementation=attention, dtype=dtype
             )
         if generation is not None:
             self.model.generation_config = transformers.GenerationConfig.from_dict(dict(generation))
@@ -112,6 +114,36 @@ class Hollow:
     def skeleton(self, requester: Requester) -> nn.Module:
         """Return a new skeleton with its VirtLayers on ``requester``."""
         return make_skeleton(self.model, self._layers, requester, self.device)
+
+
+_NAMES_CODE = {"auto_map", "custom_pipelines"} | {
+    start + what + end
+    for start in ("", "_")
+    for what in ("attn_implementation", "experts_implementation")
+    for end in ("", "_internal")
+}
+"""Entries of a configuration that name code, of which transformers may load some from a hub."""
+_ATTENTION = ("eager", "sdpa", "flex_attention")
+"""Implementations of attention that are part of torch and transformers."""
+
+
+def _data_only(config: Any) -> Any:
+    """Return a configuration without the entries that name code."""
+    if not isinstance(config, Mapping):
+        return config
+    return {name: _data_only(value) for name, value in config.items() if name not in _NAMES_CODE}
+
+
+def _known_attention(name: Any) -> str | None:
+    """Return the name of an implementation of attention that is installed, or None for a model without attention.
+    Raises ShareError for any other: for a name that it does not know, transformers downloads code."""
+    installed = [*_ATTENTION, *(["flash_attention_2"] if importlib.util.find_spec("flash_attn") else [])]
+    if name is None or name in installed:
+        return cast("str | None", name)
+    raise ShareError(
+        f"the executor's model uses the attention {str(name)[:100]!r}; installed are {', '.join(installed)}; ask its "
+        "provider for another attn_implementation"
+    )
 
 
 def make_skeleton(

@@ -1,0 +1,101 @@
+"""What a client builds from a share that a provider has made up: data is taken, code is not."""
+
+from __future__ import annotations
+
+import json
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.client.connect import tokenizer_of
+from symbiosis.client.skeleton import Hollow
+from symbiosis.core.share import Share
+from symbiosis.errors import ShareError
+from tests.service import save_model
+
+CODE = "raise SystemExit('the code of a provider was executed')"
+
+
+@pytest.fixture
+def share(base: Any) -> Share:
+    return symbiosis.Executor(base).service.share()
+
+
+def changed(share: Share, **entries: Any) -> Share:
+    return Share(MappingProxyType({**share.description, **entries}), share.tensors, share.tokenizer)
+
+
+@pytest.fixture
+def no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be asked on the terminal."""
+
+    def asked(*_: object) -> str:
+        raise AssertionError("a question was asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = save_model(tmp_path_factory.mktemp("model"))
+    return {file.name: file.read_bytes() for file in folder.glob("*token*")}
+
+
+def test_a_tokenizer(tokenizer: dict[str, bytes]) -> None:
+    assert tokenizer_of(tokenizer, "shm:///x")("what is a")["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["tokenization_evil.py", "vocab.pkl", "pytorch_model.bin", "weights"])
+def test_files_that_are_none_of_a_tokenizer(tokenizer: dict[str, bytes], name: str) -> None:
+    with pytest.raises(ShareError, match="no file of a tokenizer"):
+        tokenizer_of({**tokenizer, name: CODE.encode()}, "shm:///x")
+
+
+@pytest.mark.usefixtures("no_question")
+@pytest.mark.parametrize("where", ["tokenization_evil.Evil", "someone/evil--tokenization_evil.Evil"])
+def test_a_tokenizer_that_names_code(tokenizer: dict[str, bytes], where: str) -> None:
+    settings = json.loads(tokenizer["tokenizer_config.json"])
+    settings |= {"auto_map": {"AutoTokenizer": [where, where]}, "tokenizer_class": "EvilTokenizer"}
+    files = {**tokenizer, "tokenizer_config.json": json.dumps(settings).encode()}
+    with pytest.raises(ShareError, match="cannot be read"):
+        tokenizer_of(files, "shm:///x")
+
+
+@pytest.mark.parametrize("name", ["someone/kernels", "someone/kernels@main:attention", "flash_attention_2", 7])
+def test_attention_that_is_not_installed(share: Share, name: Any) -> None:
+    with pytest.raises(ShareError, match="uses the attention"):
+        Hollow(changed(share, attention=name), torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("no_question")
+def test_a_configuration_that_names_code(share: Share) -> None:
+    config = {
+        **share.description["config"],
+        "auto_map": {"AutoModelForCausalLM": "someone/evil--modeling.Evil"},
+        "attn_implementation": "someone/kernels",
+        "_attn_implementation_internal": "someone/kernels",
+        "experts_implementation": "someone/kernels",
+    }
+    model = Hollow(changed(share, config=config), torch.device("cpu")).model
+    assert type(model).__module__.startswith("transformers.")
+    assert model.config._attn_implementation == share.description["attention"]
+    assert not hasattr(model.config, "auto_map")
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"architecture": "AutoModelForCausalLM"},
+        {"architecture": "__version__"},
+        {"architecture": "NoSuchModel"},
+        {"model_type": "no-such-type"},
+        {"dtype": "manual_seed"},
+        {"layers": [["x"]]},
+    ],
+)
+def test_descriptions_of_no_model(share: Share, entries: dict[str, Any]) -> None:
+    with pytest.raises(ShareError):
+        Hollow(changed(share, **entries), torch.device("cpu"))
