@@ -174,6 +174,8 @@ class Keyring:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        if self.folder.is_dir() and self.folder.stat().st_mode & 0o022:
+            raise UsageError(f"{folder} can be written by other users, who could admit themselves; chmod go-w it")
         self.own = load_key(self.folder / f"{SERVER}.secret")
         self._seen: dict[Path, tuple[int, int] | None] | None = None
         self._names: dict[str, str] = {}

@@ -44,6 +44,8 @@ GOODBYE_S = 1.0
 """Seconds for which a rejected client may read the reason before its connection is cut."""
 MAX_CONNECTIONS = 1024
 """Connections of a listener."""
+BACKLOG = 1024
+"""Connections that the kernel keeps until a busy executor accepts them."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
 
 
@@ -58,6 +60,9 @@ class Line(Protocol):
 
     def listen(self, wanted: bool) -> None:
         """Stop feeding messages to the peer, or resume."""
+
+    def show(self, status: dict[str, Any]) -> dict[str, Any]:
+        """Return what of the executor's status the client may see."""
 
     def admit(self, name: str) -> str:
         """Return the name under which a client of this name joins. Raises BusyError if the tenant has too many
@@ -140,7 +145,7 @@ class Peer:
         if type_ is Type.PING:
             self._line.send(wire.pack(Type.PONG))
         elif type_ is Type.STATUS:
-            self._line.send(wire.pack(Type.STATUS, self._service.status()))
+            self._line.send(wire.pack(Type.STATUS, self._line.show(self._service.status())))
         elif type_ is Type.HELLO:
             self._hello(wire.read_hello(content))
         elif session is None:

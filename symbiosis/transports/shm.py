@@ -103,7 +103,9 @@ class ShmListener:
             finally:
                 os.umask(before)
             self._inode = self._path.stat().st_ino
-            self._server = await asyncio.get_running_loop().create_unix_server(lambda: ShmLine(self), sock=listening)
+            self._server = await asyncio.get_running_loop().create_unix_server(
+                lambda: ShmLine(self), sock=listening, backlog=peer.BACKLOG
+            )
         except OSError as error:
             listening.close()
             raise UsageError(f"cannot listen on {self.address}: {error.strerror or error}") from error
@@ -129,6 +131,11 @@ def _make_way(path: Path, address: str) -> None:
                 f"cannot listen on {address}: {path} exists and is no socket; remove it or choose another path"
             )
     except FileNotFoundError:
+        if path.is_symlink():
+            raise UsageError(
+                f"cannot listen on {address}: {path} is a link to a file that does not exist; remove it or choose "
+                "another path"
+            ) from None
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)

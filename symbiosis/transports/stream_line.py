@@ -130,6 +130,9 @@ class StreamLine(asyncio.BufferedProtocol):
         elif self._reading is None:
             self._reading = asyncio.get_running_loop().call_soon(self._read)
 
+    def show(self, status: dict[str, Any]) -> dict[str, Any]:
+        return status
+
     def admit(self, name: str) -> str:
         self._stop_deadline()
         if not name:

@@ -34,8 +34,6 @@ HANDSHAKE_S = 1.0
 """Seconds for a TLS handshake, apart from those in which the executor was busy."""
 _TICKS = 10
 """Parts of that time, each of which ends with a look at what has come. A long batch of the executor counts as one."""
-BACKLOG = 1024
-"""Length of the kernel's queue of new connections."""
 SWEEP_S = 1.0
 """Seconds between two looks at whether the key of a client was removed."""
 
@@ -77,7 +75,7 @@ class TcpListener:
         loop, endpoint = asyncio.get_running_loop(), self._endpoint
         try:
             self._server = await loop.create_server(
-                partial(TcpLine, self), endpoint.ip, endpoint.port, family=endpoint.family, backlog=BACKLOG
+                partial(TcpLine, self), endpoint.ip, endpoint.port, family=endpoint.family, backlog=peer.BACKLOG
             )
         except OSError as error:
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
@@ -210,6 +208,12 @@ class TcpLine(StreamLine):
             super().end(error)
         else:
             self._fail(error)
+
+    def show(self, status: dict[str, Any]) -> dict[str, Any]:
+        if self.user is None:
+            return status
+        own = [name for name in status["clients"] if name.startswith(f"{self.tenant}/")]
+        return {**status, "clients": own, "other_clients": len(status["clients"]) - len(own)}
 
     def admit(self, name: str) -> str:
         others = self.listener.connections_of(self.tenant) - 1

@@ -95,6 +95,9 @@ class Ends:
     def listen(self, wanted: bool) -> None:
         self.listening = wanted
 
+    def show(self, status: dict[str, Any]) -> dict[str, Any]:
+        return status
+
     def admit(self, name: str) -> str:
         if name == "full":
             raise BusyError("too many connections")
@@ -103,7 +106,7 @@ class Ends:
     def welcome(self, joined: bool) -> dict[str, Any]:
         return {"joined": joined}
 
-    def tensors(self, message: CallMessage, session: Any, frames: Sequence[Any]) -> Any:
+    def tensors(self, message: CallMessage, session: Any, payload: int) -> Any:
         session.expects(message.key)
         self.messages.append(message)
         return None if self._late else matrices(message)

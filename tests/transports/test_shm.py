@@ -251,6 +251,9 @@ async def test_socket_of_a_killed_executor_is_replaced_and_nothing_else(base: An
     (tmp_path / "file").write_text("precious")
     async with symbiosis.Executor(base) as executor:
         await executor.listen(f"shm://{tmp_path}/s.sock")
+        (tmp_path / "link.sock").symlink_to(tmp_path / "nowhere")
+        with pytest.raises(UsageError, match="link to a file that does not exist"):
+            await executor.listen(f"shm://{tmp_path}/link.sock")
         with pytest.raises(UsageError, match="is no socket"):
             await executor.listen(f"shm://{tmp_path}/file")
         with pytest.raises(UsageError, match="No such file"):
@@ -639,3 +642,17 @@ def test_peft_on_a_model_that_was_opened(base: Any, address: str) -> None:
     finally:
         done.set()
         thread.join(20)
+
+
+async def test_a_burst_of_clients_while_the_executor_is_busy(base: Any, address: str) -> None:
+    """All of them wait in the kernel's queue until the executor has time."""
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(address)
+        burst = [socket.socket(socket.AF_UNIX) for _ in range(300)]
+        for client in burst:  # the event loop, which would accept them, does not run meanwhile
+            client.settimeout(1.0)
+            client.connect(address.removeprefix("shm://"))
+        burst[-1].sendall(frame(wire.pack_hello(wire.Hello("last"))))
+        await until(lambda: executor.status()["clients"] == ["last"])
+        for client in burst:
+            client.close()

@@ -275,6 +275,10 @@ def test_keys_are_checked(keys: Path, tmp_path: Path) -> None:
     assert (keys / "alice.secret").stat().st_mode & 0o777 == 0o600
     assert load_key(keys / "alice.secret").server in (keys / "server.public").read_text()
     assert "secret" not in repr(load_key(keys / "alice.secret"))
+    keys.chmod(0o770)
+    with pytest.raises(UsageError, match="chmod go-w"):
+        make_transport(LOCAL, keys=keys)
+    keys.chmod(0o700)
     with pytest.raises(UsageError, match="exists"):
         new_key(keys, "alice")
     with pytest.raises(UsageError, match="cannot be called"):
@@ -627,6 +631,29 @@ async def test_names_are_each_tenants_own(base: Any, keys: Path) -> None:
         async with alice, bob, alice.client(name="job") as hers, bob.client(name="job") as his:
             await asyncio.gather(hers.forward(input_ids=IDS), his.forward(input_ids=IDS))
             assert executor.status()["clients"] == ["alice/job", "bob/job"]
+
+
+async def test_a_tenant_sees_its_own_clients(base: Any, keys: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
+        bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
+        async with alice, bob, alice.client(name="secret-project"), bob.client(name="job"):
+            shown = await bob.status()
+            assert (shown["clients"], shown["other_clients"]) == (["bob/job"], 1)
+            look = make_transport(listener.address, key=keys / "bob.secret").look
+            assert "secret-project" not in str((await in_thread(look, listener.address)).status)
+
+
+async def test_a_burst_of_connections_while_the_executor_is_busy(base: Any, keys: Path) -> None:
+    """All of them wait in the kernel's queue until the executor has time."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL)
+        burst = [socket.create_connection(resolve(listener.address), 1.0) for _ in range(300)]
+        await until(lambda: len(listener.lines) == 300)  # type: ignore[attr-defined]
+        for client in burst:
+            client.close()
+        await until(lambda: not listener.lines)  # type: ignore[attr-defined]
 
 
 async def test_hello_is_said_once(base: Any) -> None:
