@@ -21,6 +21,8 @@ from symbiosis.transports.wire import align
 _HEADER = struct.Struct("<IQ")
 _ROOM = 64 << 10
 """Bytes that a receiver asks the operating system for at a time, at least, if no payload is due."""
+_HANDSHAKE_ROOM = 4 << 10
+"""The same during a TLS handshake, when the peer may be a stranger."""
 MAX_HANDSHAKE = 64 << 10
 """Bytes of a TLS handshake; one with the certificates of :mod:`symbiosis.transports.keys` has less than 2 KiB."""
 
@@ -45,7 +47,7 @@ class ByteStream:
 
     def __init__(self, max_bytes: int) -> None:
         self._max = max_bytes
-        self._buffer = memoryview(bytearray(_ROOM))
+        self._buffer = memoryview(bytearray())
         self._start = self._end = 0
         """The part of the buffer that has come and was not taken."""
         self._due = -1
@@ -59,7 +61,7 @@ class ByteStream:
             if self._due > 0 and self._target is not None:
                 return self._target[-self._due :]
             self._start = self._end = 0
-            if len(self._buffer) > _ROOM:
+            if len(self._buffer) != _ROOM:
                 self._buffer = memoryview(bytearray(_ROOM))
             return self._buffer
         size = len(self._buffer)
@@ -143,7 +145,7 @@ class TlsByteStream(ByteStream):
     def __init__(self, max_bytes: int, context: ssl.SSLContext, server: bool) -> None:
         super().__init__(max_bytes)
         self.ready = False
-        self._encrypted = bytearray(_ROOM)
+        self._encrypted = memoryview(bytearray(_HANDSHAKE_ROOM))
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server)
         self._before = 0
@@ -151,10 +153,12 @@ class TlsByteStream(ByteStream):
         self._shake_hands()
 
     def room(self) -> memoryview:
-        return memoryview(self._encrypted)
+        if self.ready and len(self._encrypted) != _ROOM:
+            self._encrypted = memoryview(bytearray(_ROOM))
+        return self._encrypted
 
     def filled(self, count: int) -> None:
-        self._in.write(memoryview(self._encrypted)[:count])
+        self._in.write(self._encrypted[:count])
         if not self.ready:
             self._before += count
             self._shake_hands()

@@ -803,6 +803,21 @@ async def test_a_call_too_large_for_the_limits(base: Any) -> None:
             await until(lambda: not executor.status()["clients"])
 
 
+async def test_results_count_before_anything_runs(base: Any) -> None:
+    """The rows of a call fit into the limit, its results do not: a head with a large vocabulary multiplies them."""
+    async with symbiosis.Executor(base) as executor:
+        head = next(spec for spec in executor.layers if spec.name == "lm_head")
+        listener = await executor.listen(LOCAL, limits=Limits(arena_bytes=1 << 20))
+        with raw(listener.address) as mallory:
+            mallory.send(hello("mallory"))
+            await in_thread(receive, mallory)
+            mallory.send(a_call(1, 4096, layer=head.layer), rows(4096))
+            type_, content = await in_thread(receive, mallory)
+            assert (type_, content[0]) == (Type.ENDED, "WireError")
+            assert "1572864 bytes of tensors and results are outstanding; at most 1048576 are allowed" in content[1]
+        assert executor.status()["rows"] == 0
+
+
 async def test_training_leaves_nothing_behind(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
