@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.transports import wire
@@ -15,7 +17,7 @@ from symbiosis.transports.sockets import resolve
 from symbiosis.transports.stream import ByteStream, TlsByteStream
 from symbiosis.transports.wire import CallMessage, Type
 
-__all__ = ["Raw", "a_call", "hello", "raw", "receive", "rows"]
+__all__ = ["Raw", "a_call", "hello", "raw", "receive", "refusals", "rows"]
 
 
 class Raw:
@@ -77,3 +79,7 @@ def rows(n: int = 1, width: int = 32) -> bytes:
 
 def receive(connection: Raw) -> tuple[Type, Any]:
     return connection.receive()
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [str(getattr(record, "why", "")) for record in caplog.records if record.getMessage() == "client refused"]

@@ -24,7 +24,6 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import (
     ClientClosedError,
-    ConnectionLostError,
     PlaceholderError,
     RefusedError,
     UsageError,
@@ -33,10 +32,24 @@ from symbiosis.testing import ARCHITECTURES, Comparison, run_job, run_job_plain,
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena, Places
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.stream import ByteStream, frame
+from symbiosis.transports.stream import frame
 from symbiosis.transports.stream_line import AT_ONCE
-from symbiosis.transports.wire import Limits, Type
-from tests.helpers import BATCH, IDS, METHODS, SHORT, adamw, assert_close, crowd, ia3, in_thread, lora, prefix, until
+from symbiosis.transports.wire import Type
+from tests.helpers import (
+    BATCH,
+    IDS,
+    METHODS,
+    SHORT,
+    adamw,
+    assert_close,
+    crowd,
+    ia3,
+    in_thread,
+    lora,
+    open_descriptors,
+    prefix,
+    until,
+)
 
 T = TypeVar("T")
 
@@ -44,10 +57,6 @@ T = TypeVar("T")
 @pytest.fixture
 def address(tmp_path: Path) -> str:
     return f"shm://{tmp_path}/s.sock"
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 async def test_more_messages_than_a_socket_holds(base: Any, address: str) -> None:
@@ -129,7 +138,7 @@ async def test_threads_open_models_at_once(base: Any, address: str) -> None:
         assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
 
 
-# --------------------------------------------------------------------------------------------------------- equivalence
+# Equivalence
 
 
 @pytest.mark.parametrize("method", [*METHODS, None])
@@ -231,7 +240,7 @@ async def test_base_weights_are_not_handed_out(base: Any, address: str) -> None:
             assert sum(held.values()) <= shared + 16 * len(executor.layers)
 
 
-# ----------------------------------------------------------------------------------------------------------- lifecycle
+# Lifecycle
 
 
 async def test_socket_is_the_owners_alone_and_goes_with_the_executor(base: Any, address: str, tmp_path: Path) -> None:
@@ -328,7 +337,7 @@ async def test_a_forked_child_is_told_that_the_model_is_its_parents(base: Any, a
         assert await in_thread(tenant) == (7, True)
 
 
-# ------------------------------------------------------------------------------------------------------------ restarts
+# Restarts
 
 
 async def test_coroutines_survive_a_restart(base: Any, address: str) -> None:
@@ -390,211 +399,7 @@ async def test_another_model_at_the_same_address_is_not_taken(base: Any, address
         await remote.close()
 
 
-# ------------------------------------------------------------------------------------------------------ hostile clients
-
-
-class Raw:
-    """A client by hand, for what a real one would not do."""
-
-    def __init__(self, address: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(20)
-        self.socket.connect(address.removeprefix("shm://"))
-        self.frames = ByteStream(wire.MAX_TO_CLIENT)
-
-    def __del__(self) -> None:
-        self.socket.close()
-
-    def send(self, *messages: bytes) -> None:
-        self.socket.sendall(b"".join(frame(message) for message in messages))
-
-    def hello(self, name: str) -> dict[str, Any]:
-        self.send(wire.pack_hello(wire.Hello(name)))
-        _, descriptors, _, _ = socket.recv_fds(self.socket, 1, 2)
-        type_, content = self.next()
-        assert type_ is wire.Type.WELCOME
-        self.arena = Arena(descriptors[0], content[0]["arena_bytes"])
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return content[0]  # type: ignore[no-any-return]
-
-    def next(self) -> tuple[wire.Type, Any]:
-        while (found := self.frames.next()) is None:
-            count = self.socket.recv_into(self.frames.room())
-            if not count:
-                raise EOFError
-            self.frames.filled(count)
-        return wire.unpack_answer(found[0])
-
-
-def a_call(id_: int, rows: int = 1, place: int = 0, answer: int = 1 << 16, layer: int = 0) -> bytes:
-    return wire.pack_call(wire.CallMessage(id_, Key((layer,), Pass.FORWARD), Kind.DECODE, rows, place, answer))
-
-
-ENDED = wire.Type.ENDED
-BAD = {
-    "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN before HELLO"),
-    "another protocol": ([b"GET / HTTP/1.1\r\n\r\n"], "no message"),
-    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 4"),
-    "a name that is none": ([wire.pack_hello(wire.Hello("a\nb"))], "printable"),
-}
-
-
-@pytest.mark.parametrize("what", BAD)
-async def test_bad_first_messages_are_refused(base: Any, address: str, what: str) -> None:
-    messages, reason = BAD[what]
-
-    def mallory() -> Any:
-        raw = Raw(address)
-        raw.send(*messages)
-        return raw.next()
-
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        type_, content = await in_thread(mallory)
-        assert type_ is ENDED
-        assert reason in content[1]
-
-
-OUTSIDE = {
-    "rows beyond the arena": a_call(1, rows=1 << 40),
-    "a place beyond the arena": a_call(1, place=1 << 50),
-    "an answer beyond the arena": a_call(1, answer=(1 << 30) - 64),
-    "no rows": a_call(1, rows=0),
-    "an odd place": wire.pack(wire.Type.CALL, 1, (0,), 0, False, 0, 1, 3, 64),
-    "a negative place": wire.pack(wire.Type.CALL, 1, (0,), 0, False, 0, 1, -64, 64),
-    "a layer that is text": wire.pack(wire.Type.CALL, 1, ("x",), 0, False, 0, 1, 0, 64),
-    "too many layers": wire.pack(wire.Type.CALL, 1, tuple(range(100)), 0, False, 0, 1, 0, 64),
-    "an unknown pass": wire.pack(wire.Type.CALL, 1, (0,), 9, False, 0, 1, 0, 64),
-    "a number for fp32": wire.pack(wire.Type.CALL, 1, (0,), 0, 2, 0, 1, 0, 64),
-    "too few fields": wire.pack(wire.Type.CALL, 1),
-    "a bool for a number": wire.pack(wire.Type.CALL, True, (0,), 0, False, 0, 1, 0, 64),
-    "a second HELLO": wire.pack_hello(wire.Hello("y")),
-    "an executor's message": wire.pack(wire.Type.RESULT, 1),
-}
-
-
-@pytest.mark.parametrize("what", OUTSIDE)
-async def test_bad_messages_end_that_client_alone(base: Any, address: str, what: str) -> None:
-    expected = base(input_ids=IDS).logits
-
-    def mallory() -> Any:
-        raw = Raw(address)
-        raw.hello("mallory")
-        raw.send(OUTSIDE[what])
-        return raw.next()
-
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        async with symbiosis.connect(address) as remote, remote.client(name="alice") as alice:
-            type_, content = await in_thread(mallory)
-            assert (type_, content[0]) == (ENDED, "WireError")
-            assert executor.status()["clients"] == ["alice"]
-            assert torch.equal((await alice.forward(input_ids=IDS)).logits, expected)
-
-
-async def test_an_unknown_layer_fails_that_call_alone(base: Any, address: str) -> None:
-    def tenant() -> Any:
-        raw = Raw(address)
-        raw.hello("curious")
-        raw.send(a_call(1, layer=999), a_call(2))
-        return raw.next(), raw.next()
-
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        first, second = await in_thread(tenant)
-        assert first[0] is wire.Type.FAILED
-        assert "there are 15" in first[1][2]
-        assert second == (wire.Type.RESULT, [2])
-
-
-async def test_a_client_that_floods_waits_and_other_clients_do_not(base: Any, address: str) -> None:
-    limits = Limits(calls=4)
-    stop = threading.Event()
-
-    def mallory() -> int:
-        raw = Raw(address)
-        raw.hello("mallory")
-        raw.socket.settimeout(0.2)
-        sent = 0
-        while not stop.is_set() and sent < 200_000:
-            try:
-                raw.send(*[a_call(sent + index) for index in range(100)])
-                sent += 100
-            except TimeoutError:
-                continue  # the executor has stopped reading, as it must
-        raw.socket.close()
-        return sent
-
-    async with symbiosis.Executor(base, policy="no-lockstep") as executor:
-        await executor.listen(address, limits=limits)
-        async with symbiosis.connect(address) as remote, remote.client(name="alice") as alice:
-            flood = asyncio.create_task(in_thread(mallory))
-            await asyncio.sleep(0.2)
-            for _ in range(5):
-                await asyncio.wait_for(alice.forward(input_ids=IDS), 20)
-                assert executor.status()["outstanding"] <= limits.calls + 1
-            stop.set()
-            await flood
-
-
-async def test_a_silent_connection_is_closed(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.peer.HELLO_WITHIN_S", 0.1)
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        type_, content = await in_thread(lambda: Raw(address).next())
-        assert type_ is ENDED
-        assert "no HELLO" in content[1]
-
-
-async def test_a_status_connection_ends(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.peer.LOOK_WITHIN_S", 0.2)
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(address)
-        raw = Raw(address)
-        raw.send(wire.pack_hello(wire.Hello(None)))
-        await until(lambda: listener.connected)  # type: ignore[attr-defined]
-        await until(lambda: not listener.connected)  # type: ignore[attr-defined]
-
-
-async def test_cancelled_while_it_opens(base: Any, address: str) -> None:
-    """At any moment: no session, no descriptor is left."""
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        async with symbiosis.connect(address) as remote:
-            await (await remote.client().open()).close()
-            before = open_descriptors()
-            for number in range(40):
-                client = remote.client(name=f"client-{number}")
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(client.open(), 0.0005 * number)
-                await client.close()
-            await until(lambda: not executor.status()["clients"])
-            await until(lambda: open_descriptors() <= before)
-
-
-async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lives, so the kernel says nothing; and it does not answer pings."""
-    monkeypatch.setattr("symbiosis.transports.conversation.PING_AFTER_S", 0.2)
-    monkeypatch.setattr("symbiosis.transports.conversation.SILENT_FOR_S", 1.0)
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        async with symbiosis.connect(address, retry=0.0) as remote, remote.client() as client:
-            monkeypatch.setattr("symbiosis.transports.peer.Peer.received", lambda *_: None)
-            with pytest.raises(ConnectionLostError):
-                await asyncio.wait_for(client.forward(input_ids=IDS), 10)
-
-
-async def test_another_user_is_refused(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("symbiosis.transports.shm.os.geteuid", lambda: 4711)
-    monkeypatch.setattr("symbiosis.transports.shm.struct.unpack", lambda *_: (1, 1234, 1))
-    async with symbiosis.Executor(base) as executor:
-        await executor.listen(address)
-        with pytest.raises(RefusedError, match="user 1234"):
-            await symbiosis.connect(address).__aenter__()
-
-
-# --------------------------------------------------------------------------------------------------------------- arena
+# Arena
 
 
 def test_an_arena_cannot_be_cut_short() -> None:

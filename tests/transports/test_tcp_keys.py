@@ -1,0 +1,202 @@
+"""``tcp://`` with keys: who is admitted, who sees what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.errors import ConnectionLostError, RefusedError, UsageError
+from symbiosis.transports import wire
+from symbiosis.transports.keys import load_key, new_key
+from symbiosis.transports.wire import Type
+from tests.helpers import IDS, in_thread, until
+from tests.transports.raw import a_call, hello, raw, receive, refusals, rows
+
+LOCAL = "tcp://127.0.0.1:0"
+
+
+def secret_in(path: Path) -> str:
+    return path.read_text().partition("-----BEGIN PRIVATE KEY-----\n")[2].partition("\n")[0]
+
+
+TENANT = """
+import sys, torch, symbiosis
+address, key = sys.argv[1:]
+with symbiosis.open_model(address, key=key, retry=0.0) as model, torch.no_grad():
+    print(model(torch.arange(3, 21).reshape(2, 9)).logits.sum().item())
+"""
+
+
+async def process(address: str, key: Path) -> tuple[int, str, str]:
+    """A tenant in a process of its own: exit status, output, errors."""
+    tenant = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", TENANT, address, str(key), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(tenant.communicate(), 60)
+    return tenant.returncode or 0, out.decode(), err.decode()
+
+
+async def test_two_tenants_one_with_a_wrong_key(
+    base: Any, keys: Path, unknown: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        with caplog.at_level(logging.INFO, "symbiosis"):
+            let_in, kept_out = await asyncio.gather(
+                process(listener.address, keys / "alice.secret"), process(listener.address, unknown)
+            )
+        with torch.no_grad():
+            assert float(let_in[1]) == pytest.approx(base(IDS).logits.sum().item(), rel=1e-4)
+    assert let_in[0] == 0
+    assert kept_out[0] == 1
+    public = load_key(unknown).public
+    assert "RefusedError" in kept_out[2]
+    assert f"does not know the public key {public}" in kept_out[2]
+    assert refusals(caplog) == ["its key is not in the folder of keys"]
+    joined = [record for record in caplog.records if record.getMessage() == "client joined"]
+    assert [getattr(record, "tenant", None) for record in joined] == ["alice"]
+    secrets = [secret_in(path) for path in (unknown, keys / "alice.secret", keys / "server.secret")]
+    shown = "".join(str(vars(record)) for record in caplog.records) + let_in[2] + kept_out[1] + kept_out[2]
+    assert not any(secret in shown for secret in secrets)
+
+
+async def test_another_executors_key(base: Any, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    new_key(tmp_path / "others", "server")
+    mistaken = new_key(tmp_path / "others", "alice")
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        with pytest.raises(RefusedError, match="is not the one in this client's key file"):
+            await symbiosis.connect(listener.address, key=mistaken).__aenter__()
+        await until(lambda: refusals(caplog))
+    assert "does not know this executor's public key" in refusals(caplog)[0]
+
+
+async def test_a_key_on_one_side_only(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with symbiosis.Executor(base) as executor:
+        closed = await executor.listen(LOCAL, keys=keys)
+        open_ = await executor.listen(LOCAL)
+        with pytest.raises(RefusedError, match="admits clients with a key"):
+            await symbiosis.connect(closed.address).__aenter__()
+        with pytest.raises(RefusedError, match="or it runs without keys"):
+            await symbiosis.connect(open_.address, key=keys / "alice.secret").__aenter__()
+        await until(lambda: len(refusals(caplog)) == 2)
+    assert "this executor admits clients with a key" in refusals(caplog)[0]
+    assert "bytes is announced" in refusals(caplog)[1]
+
+
+async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        async with symbiosis.connect(listener.address, key=new_key(keys, "carol")):
+            pass
+        (keys / "carol.public").unlink()
+        with pytest.raises(RefusedError):
+            await symbiosis.connect(listener.address, key=keys / "carol.secret").__aenter__()
+
+
+async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path, tmp_path: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        alice = symbiosis.connect(listener.address, key=keys / "alice.secret", retry=60.0)
+        bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
+        async with alice, bob, alice.client() as hers, bob.client(name="bob") as his:
+            await hers.forward(input_ids=IDS)
+            (keys / "alice.public").unlink()
+            await until(lambda: executor.status()["clients"] == ["bob/bob"], 5)
+            with pytest.raises(RefusedError, match="the key of alice was removed"):  # and does not come back
+                await asyncio.wait_for(hers.forward(input_ids=IDS), 5)
+            (keys / "bob.public").rename(keys / "robert.public")
+            away = await asyncio.to_thread(keys.rename, tmp_path / "elsewhere")
+            await asyncio.sleep(1.5)
+            await asyncio.to_thread(away.rename, keys)
+            await his.forward(input_ids=IDS)  # a folder that cannot be read removes no key
+
+
+async def test_a_broken_key_folder_does_not_end_authentication(
+    base: Any, keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alice = {"key": keys / "alice.secret"}
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        away = keys.with_name("away")
+        await asyncio.to_thread(keys.rename, away)
+        with pytest.raises(ConnectionLostError):
+            await symbiosis.connect(listener.address, key=away / "alice.secret").__aenter__()
+        assert any("No such file" in why for why in refusals(caplog))
+        await asyncio.to_thread(away.rename, keys)
+        (keys / "broken.public").write_text("no key")
+        (keys / "gone.public").symlink_to(keys / "nowhere.public")
+        os.mkfifo(keys / "pipe.public")
+        async with symbiosis.connect(listener.address, **alice) as remote:
+            assert (await remote.status())["layers"] == 15
+
+
+async def test_a_tenant_cannot_use_the_session_of_another(base: Any, keys: Path) -> None:
+    """Names and ids of calls are each connection's own."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        alice = await in_thread(raw, listener.address, keys / "alice.secret")
+        bob = await in_thread(raw, listener.address, keys / "bob.secret")
+        with alice, bob:
+            for tenant in (alice, bob):
+                tenant.send(hello("a"))
+                assert (await in_thread(receive, tenant))[0] is Type.WELCOME
+            assert executor.status()["clients"] == ["alice/a", "bob/a"]
+            bob.send(wire.pack(Type.CANCEL, 1))
+            alice.send(a_call(1), rows())
+            assert (await in_thread(receive, alice))[0] is Type.RESULT
+            assert not bob.poll()
+        await until(lambda: not executor.status()["clients"])
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:7000"])
+async def test_plaintext_stays_on_this_host(base: Any, address: str) -> None:
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(UsageError, match="insecure=True"):
+            await executor.listen(address)
+        with pytest.raises(UsageError, match="insecure=True"):
+            await symbiosis.connect(address).__aenter__()
+        listener = await executor.listen("tcp://0.0.0.0:0", insecure=True)
+        async with symbiosis.connect(listener.address.replace("0.0.0.0", "127.0.0.1")) as remote:
+            assert (await remote.status())["layers"] == 15
+
+
+def test_keys_are_checked(keys: Path, tmp_path: Path) -> None:
+    assert (keys / "alice.secret").stat().st_mode & 0o777 == 0o600
+    assert load_key(keys / "alice.secret").server in (keys / "server.public").read_text()
+    assert "secret" not in repr(load_key(keys / "alice.secret"))
+    keys.chmod(0o770)
+    with pytest.raises(UsageError, match="chmod go-w"):
+        make_transport(LOCAL, keys=keys)
+    keys.chmod(0o700)
+    with pytest.raises(UsageError, match="exists"):
+        new_key(keys, "alice")
+    with pytest.raises(UsageError, match="cannot be called"):
+        new_key(keys, "../alice")
+    with pytest.raises(UsageError, match=r"no server\.public"):
+        new_key(tmp_path / "nowhere", "alice")
+    with pytest.raises(UsageError, match=r"ends in \.secret"):
+        load_key(keys / "alice.public")
+    with pytest.raises(UsageError, match="cannot read"):
+        load_key(keys / "missing.secret")
+    with pytest.raises(UsageError, match=r"append its server\.public"):
+        make_transport(LOCAL, key=keys / "server.secret")
+    new_key(keys, "carol")
+    (keys / "bob.secret").chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        load_key(keys / "bob.secret")
+    alices, carols = ((keys / f"{name}.secret").read_text() for name in ("alice", "carol"))
+    end = "-----END PRIVATE KEY-----\n"
+    (keys / "alice.secret").write_text(carols.partition(end)[0] + end + alices.partition(end)[2])
+    with pytest.raises(UsageError, match="do not belong together"):
+        load_key(keys / "alice.secret")
