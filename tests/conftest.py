@@ -35,6 +35,11 @@ if threading.current_thread() is threading.main_thread():
 torch.set_num_threads(1)  # the models are tiny; a second thread costs more than it brings
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow tests: at the end, one of them would keep one worker busy while the others have nothing."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 @pytest.fixture(scope="session")
 def _base() -> Any:
     return tiny_model("llama")
