@@ -146,17 +146,17 @@ class BlockingChannel(SynchronousChannel):
             message = connection.receive()
             if message is None:
                 conversation.check_open()
-                if (ping := conversation.look(time.monotonic())) is not None:
+                if (ping := conversation.check_alive(time.monotonic())) is not None:
                     connection.send([ping])
                 continue
-            type_, content, frames = message
+            type_, content, attached = message
             answer = conversation.receive(type_, content)
             if answer is not None:
                 conversation.outstanding.settle(pending)
                 carrier.free(pending)
                 if answer[1] is not None:
                     raise answer[1]
-                results = carrier.take(pending, frames)
+                results = carrier.take(pending, attached)
                 assert results is not None, "a blocking connection brings results with their message"
                 return results
             if conversation.state is not State.JOINED:
@@ -173,7 +173,7 @@ class BlockingChannel(SynchronousChannel):
             conversation = self._conversation
             if conversation.in_pass == in_pass:
                 return
-            message = conversation.walk(in_pass)
+            message = conversation.pass_message(in_pass)
             if conversation.state is State.JOINED:
                 try:
                     self._connection.send([message])

@@ -44,7 +44,7 @@ class AsyncChannel:
         self._threads = ThreadCalls(self._loop, self.send, self.cancel)
         self.call = self._threads.call
         self.interrupt = self._threads.interrupt
-        self._timer = self._loop.call_later(WATCH_S, self._look)
+        self._timer = self._loop.call_later(WATCH_S, self._watch)
         self._use(connection, [])
 
     @classmethod
@@ -83,7 +83,7 @@ class AsyncChannel:
                 return
             connection.send(parts)
 
-    def received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
+    def received(self, type_: Type, content: Sequence[Any], attached: Sequence[Any]) -> None:
         self._conversation.heard(time.monotonic())
         connection = self._connection
         if connection is None:
@@ -92,7 +92,7 @@ class AsyncChannel:
             answer = self._conversation.receive(type_, content)
             if answer is not None:
                 pending, error = answer
-                outcome = error or connection.carrier.take(pending, frames)
+                outcome = error or connection.carrier.take(pending, attached)
                 if outcome is not None:
                     self.arrived(pending, outcome)
             elif self._conversation.state is not State.JOINED:
@@ -130,7 +130,7 @@ class AsyncChannel:
 
     def walk(self, in_pass: bool) -> None:
         """Note that the client begins or ends a pass, also after the conversation has ended."""
-        message = self._conversation.walk(in_pass)
+        message = self._conversation.pass_message(in_pass)
         if self._connection is not None:
             self._connection.send([message])
 
@@ -141,16 +141,16 @@ class AsyncChannel:
             connection.send([message])
         self._send_waiting()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         """Find out whether the executor is still there."""
-        self._timer = self._loop.call_later(WATCH_S, self._look)
+        self._timer = self._loop.call_later(WATCH_S, self._watch)
         if self._connection is None:
             return
         if self._connection.silent():
             self.lost(ConnectionLostError(f"the executor at {self._conversation.address} has been silent for too long"))
         elif self._conversation.outstanding.sent:
             try:
-                if (ping := self._conversation.look(time.monotonic())) is not None:
+                if (ping := self._conversation.check_alive(time.monotonic())) is not None:
                     self._connection.send([ping])
             except ConnectionLostError as error:
                 self.lost(error)

@@ -25,7 +25,7 @@ from symbiosis.transports.wire import Hello, Type
 class Receiver(Protocol):
     """The channel of a connection on an event loop."""
 
-    def received(self, type_: Type, content: Sequence[Any], frames: Sequence[Any]) -> None:
+    def received(self, type_: Type, content: Sequence[Any], attached: Sequence[Any]) -> None:
         """Take a message."""
 
     def lost(self, error: SymbiosisError) -> None:
@@ -45,7 +45,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def put(self, pending: Pending) -> Sequence[Any] | None:
-        """Hand over a call's tensors. Return CALL and the raw frames that go with it; None if there is no room yet.
+        """Hand over a call's tensors. Return CALL and the parts of its payload; None if there is no room yet.
 
         After None, try again when a call was answered or :meth:`control` was called.
 
@@ -54,9 +54,9 @@ class Carrier(ABC):
         """
 
     @abstractmethod
-    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+    def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
         """Return a call's results, [rows, width] each; None if they arrive later; see :meth:`start`.
-        Raises WireError if the frames do not fit the layer table."""
+        Raises WireError if the payload does not fit the layer table."""
 
     def free(self, pending: Pending) -> None:
         """Give back the memory of a call that was answered."""
@@ -83,7 +83,7 @@ class _Connection(ABC):
 
     @abstractmethod
     def send(self, parts: Sequence[Any]) -> None:
-        """Send a message and its frames."""
+        """Send a message and the parts of its payload."""
 
     @abstractmethod
     def close(self) -> None:

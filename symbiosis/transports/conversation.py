@@ -329,7 +329,7 @@ class Conversation:
         pending = self.outstanding.cancel(call)
         return None if pending is None else wire.pack(Type.CANCEL, pending.id)
 
-    def walk(self, in_pass: bool) -> bytes:
+    def pass_message(self, in_pass: bool) -> bytes:
         """Return the message that tells the executor whether the client is in a pass."""
         self.in_pass = in_pass
         return wire.BEGIN if in_pass else wire.END
@@ -338,7 +338,7 @@ class Conversation:
         """Note that a message came, or that the first call was sent. Times are in seconds."""
         self._heard = self._asked = now
 
-    def look(self, now: float) -> bytes | None:
+    def check_alive(self, now: float) -> bytes | None:
         """Return PING if it is time to ask a silent executor whether it is alive. Called while a call is outstanding.
         Raises ConnectionLostError if no message came for :data:`SILENT_FOR_S` seconds."""
         if now - self._heard > SILENT_FOR_S:

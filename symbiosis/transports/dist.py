@@ -191,7 +191,7 @@ class LaneCarrier(Carrier):
         self._lanes.send([tensor.detach().to(self.device).contiguous() for tensor in call.tensors])
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))]
 
-    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+    def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
         _, dtype, widths = pending.expected
         results = tuple([torch.empty(pending.rows, width, dtype=dtype, device=self.device) for width in widths])
         self._lanes.receive(results, partial(self._took, pending, results))

@@ -31,7 +31,7 @@ CHUNKS_UNDER_WAY = 4
 """Chunks of the share that a client asks for ahead, so that the line is not idle during a round trip."""
 
 Message = tuple[Type, Sequence[Any], Sequence[Any]]
-"""A message to a client: its type, its content, and the raw frames, or descriptors, that came with it."""
+"""A message to a client: its type, its content, and what came with it: its payload if it has one, or descriptors."""
 
 
 class Joined(NamedTuple):
@@ -78,10 +78,10 @@ def joining(address: str, hello: Hello, again: bool, progress: Progress | None =
             until = min(file.size, file.done + CHUNKS_UNDER_WAY * CHUNK)
             requests = [wire.pack(Type.SHARE, start) for start in range(asked, until, CHUNK)]
             asked += len(requests) * CHUNK
-            content, frames = _due(Type.SHARE, (yield requests), address)
-            if len(frames) != 1:
-                raise WireError(f"the executor at {address} sent a chunk in {len(frames)} frames")
-            file.add(wire.read_id(content), frames[0])
+            content, attached = _due(Type.SHARE, (yield requests), address)
+            if len(attached) != 1:
+                raise WireError(f"the executor at {address} sent a chunk of its share without a payload")
+            file.add(wire.read_id(content), attached[0])
             if progress is not None:
                 progress(file.done, file.size)
         return Joined(welcome, welcome.share(file.tensors))
@@ -111,10 +111,10 @@ def exchange(messages: Joining, send: Callable[[bytes], object], receive: Callab
 
 
 def _due(due: Type, message: Message, address: str) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the content and the frames of a message of the type that is due."""
-    type_, content, frames = message
+    """Return the content of a message of the type that is due, and what came with it."""
+    type_, content, attached = message
     if type_ is Type.ENDED:
         raise wire.error_of(*content[:2])
     if type_ is not due:
         raise WireError(f"the executor at {address} sent {type_.name} where {due.name} is due")
-    return content, frames
+    return content, attached

@@ -42,19 +42,11 @@ class KeyPair(NamedTuple):
     """Its ``.secret`` file, from which ``ssl`` reads the pair."""
     public: str
     """Identity of the pair: SHA-256 of its certificate, in hexadecimal digits."""
-    server: str | None
-    """The executor's certificate (PEM), if it is known."""
+    context: ssl.SSLContext | None
+    """Settings of a client's TLS connections; None if the file holds no executor's certificate."""
 
     def __repr__(self) -> str:
         return f"<KeyPair {self.public}>"
-
-    def context(self) -> ssl.SSLContext:
-        """Return the settings of a client's TLS connections. Raises UsageError without an executor's certificate."""
-        if self.server is None:
-            raise UsageError(f"{self.path} holds no executor's certificate; give a tenant's file")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False  # certificates are compared, whatever the host is called
-        return _settings(context, self.path, [self.server])
 
 
 def new_key(folder: str | Path, name: str) -> Path:
@@ -122,7 +114,12 @@ def load_key(path: str | Path) -> KeyPair:
         raise UsageError(f"{path} has a secret key that cannot be read; `symbiosis keys new` makes keys") from None
     if secret.public_key() != x509.load_pem_x509_certificate(own.encode()).public_key():
         raise UsageError(f"the two keys in {path} do not belong together")
-    return KeyPair(path, identity(ssl.PEM_cert_to_DER_cert(own)), others[0] if others else None)
+    context = None
+    if others:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # certificates are compared, whatever the host is called
+        _settings(context, path, others[:1])
+    return KeyPair(path, identity(ssl.PEM_cert_to_DER_cert(own)), context)
 
 
 def identity(certificate: bytes) -> str:

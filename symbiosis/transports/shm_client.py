@@ -69,7 +69,7 @@ class ArenaCarrier(Carrier):
         answer = place + pending.call_bytes
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, rows, place, answer))]
 
-    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+    def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
         rows = pending.rows
         _, dtype, results = pending.expected
         place = pending.place + pending.call_bytes
@@ -120,10 +120,10 @@ class SegmentCarrier(ArenaCarrier):
             self._send([wire.pack(Type.SEGMENT, pending.size, True)])
         return None
 
-    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+    def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
         assert self._segment is not None
         self._segment.wait(self._segment.answered)
-        return super().take(pending, frames)
+        return super().take(pending, attached)
 
     def control(self, type_: Type, content: Sequence[Any]) -> None:
         if type_ is not Type.SEGMENT:

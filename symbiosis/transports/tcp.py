@@ -53,7 +53,7 @@ class TcpTransport:
         progress: Progress | None = None,
     ) -> None:
         self._key = None if key is None else load_key(key)
-        if self._key is not None and self._key.server is None:
+        if self._key is not None and self._key.context is None:
             raise UsageError(f"{key} does not hold the executor's certificate; append its server.public to the file")
         self._keys = None if keys is None else Keyring(keys)
         self._insecure = insecure

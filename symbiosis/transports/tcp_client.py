@@ -39,12 +39,12 @@ class PayloadCarrier(Carrier):
         message = wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))
         return [message, *payload_of(call.tensors)[1]]
 
-    def take(self, pending: Pending, frames: Sequence[Any]) -> Results | None:
+    def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
         _, dtype, widths = pending.expected
-        size, due = sum(map(len, frames)), spread(pending.rows, widths, dtype)
-        if len(frames) != 1 or size != due:
+        size, due = sum(map(len, attached)), spread(pending.rows, widths, dtype)
+        if len(attached) != 1 or size != due:
             raise WireError(f"results of {size} bytes have come; {due} were due")
-        return matrices(torch.frombuffer(frames[0], dtype=torch.uint8), pending.rows, widths, dtype)
+        return matrices(torch.frombuffer(attached[0], dtype=torch.uint8), pending.rows, widths, dtype)
 
 
 class TcpClient(StreamClient):
@@ -70,11 +70,10 @@ class TcpClient(StreamClient):
             )
         self.carrier: Carrier = PayloadCarrier()
         self._key = key
-        self._stream = (
-            ByteStream(wire.MAX_TO_CLIENT)
-            if key is None
-            else TlsByteStream(wire.MAX_TO_CLIENT, key.context(), server=False)
-        )
+        if key is None or key.context is None:
+            self._stream = ByteStream(wire.MAX_TO_CLIENT)
+        else:
+            self._stream = TlsByteStream(wire.MAX_TO_CLIENT, key.context, server=False)
 
     def _reason(self, error: Exception | None) -> SymbiosisError:
         if isinstance(error, SymbiosisError):

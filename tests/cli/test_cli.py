@@ -73,7 +73,7 @@ def test_keys(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     secret = tmp_path / "alice.secret"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    assert load_key(secret).server is not None
+    assert load_key(secret).context is not None
     assert sorted(file.name for file in (tmp_path / "keys").iterdir()) == [
         "alice.public",
         "server.public",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from symbiosis.transports.sockets import resolve
 from symbiosis.transports.stream import ByteStream, TlsByteStream
 from symbiosis.transports.wire import CallMessage, Type
 
-__all__ = ["Raw", "a_call", "hello", "raw", "receive", "refusals", "rows"]
+__all__ = ["Raw", "a_call", "hello", "raw", "receive", "refusals", "rows", "tls_of"]
 
 
 class Raw:
@@ -28,7 +29,7 @@ class Raw:
         if key is None:
             self._stream = ByteStream(wire.MAX_TO_CLIENT)
         else:
-            self._stream = TlsByteStream(wire.MAX_TO_CLIENT, load_key(key).context(), server=False)
+            self._stream = TlsByteStream(wire.MAX_TO_CLIENT, tls_of(key), server=False)
             while not self._stream.ready:
                 self.socket.sendall(self._stream.unsent())
                 self._fill()
@@ -59,6 +60,12 @@ class Raw:
         while (found := self._stream.next()) is None:
             self._fill()
         return wire.unpack_answer(found[0])
+
+
+def tls_of(key: Path) -> ssl.SSLContext:
+    context = load_key(key).context
+    assert context is not None
+    return context
 
 
 def raw(address: str, key: Path | None = None) -> Raw:

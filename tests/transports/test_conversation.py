@@ -252,7 +252,7 @@ def test_an_interrupted_call_is_worth_some_attempts() -> None:
 
 def test_a_client_in_a_pass_says_so_again() -> None:
     talk = conversation()
-    talk.walk(True)
+    talk.pass_message(True)
     talk.lost(ConnectionLostError("gone"))
     assert talk.joined(welcome(), PLENTY) == [wire.BEGIN]
 
@@ -335,14 +335,14 @@ def test_an_answer_without_an_id_is_malformed(type_: Type, content: list[Any]) -
 def test_a_silent_executor_is_asked_and_then_given_up() -> None:
     talk = conversation()
     talk.heard(100.0)
-    assert talk.look(100.0 + PING_AFTER_S / 2) is None
-    assert talk.look(100.0 + PING_AFTER_S) == wire.PING
-    assert talk.look(100.0 + 1.5 * PING_AFTER_S) is None
-    assert talk.look(100.0 + 2 * PING_AFTER_S) == wire.PING
+    assert talk.check_alive(100.0 + PING_AFTER_S / 2) is None
+    assert talk.check_alive(100.0 + PING_AFTER_S) == wire.PING
+    assert talk.check_alive(100.0 + 1.5 * PING_AFTER_S) is None
+    assert talk.check_alive(100.0 + 2 * PING_AFTER_S) == wire.PING
     with pytest.raises(ConnectionLostError, match="has not answered for"):
-        talk.look(100.0 + SILENT_FOR_S + 1)
+        talk.check_alive(100.0 + SILENT_FOR_S + 1)
     talk.heard(300.0)
-    assert talk.look(301.0) is None
+    assert talk.check_alive(301.0) is None
 
 
 class Conversations(RuleBasedStateMachine):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from symbiosis.errors import WireError
 from symbiosis.transports.arena import spread
-from symbiosis.transports.keys import Keyring, load_key, new_key
+from symbiosis.transports.keys import Keyring, new_key
 from symbiosis.transports.stream import MAX_HANDSHAKE, ByteStream, TlsByteStream, frame, matrices, payload_of
+from tests.transports.raw import tls_of
 
 Found = tuple[bytes, bytes]
 
@@ -85,7 +86,7 @@ def test_matrices_of_a_payload(dtype: torch.dtype) -> None:
 def ends(tmp_path: Path) -> tuple[TlsByteStream, TlsByteStream]:
     for name in ("server", "alice"):
         new_key(tmp_path, name)
-    client = TlsByteStream(1000, load_key(tmp_path / "alice.secret").context(), server=False)
+    client = TlsByteStream(1000, tls_of(tmp_path / "alice.secret"), server=False)
     return client, TlsByteStream(1000, Keyring(tmp_path).context(), server=True)
 
 
@@ -125,7 +126,7 @@ def test_a_handshake_without_end_is_refused(ends: tuple[TlsByteStream, TlsByteSt
 
 
 def test_a_tls_version_before_1_3_is_refused(tmp_path: Path, ends: tuple[TlsByteStream, TlsByteStream]) -> None:
-    context = load_key(tmp_path / "alice.secret").context()
+    context = tls_of(tmp_path / "alice.secret")
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
     with pytest.raises(ssl.SSLError):
         shake_hands(TlsByteStream(1000, context, server=False), ends[1])
