@@ -14,9 +14,10 @@ import psutil
 import pytest
 
 from symbiosis.core.registry import make_transport
+from tests.helpers import PROFILE
 from tests.service import Service, free_port, save_model
 
-KILLS = 12
+KILLS = 12 if PROFILE == "thorough" else 6
 KINDS = ["lora", "ia3-async", "prefix", "lora-async", "ia3", "prefix-async"]
 
 
@@ -63,6 +64,7 @@ def descriptors(pid: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_chaos(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model", num_hidden_layers=2)
