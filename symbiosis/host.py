@@ -213,7 +213,10 @@ class Executor:
             PrivacyError: the privacy scheme does not take these options.
         """
         name = name or f"client-{next(self._client_numbers)}"
-        terms = Terms(priority, slo_ms, ttft_ms, kind).check(self._token_s)
+        try:
+            terms = Terms(priority, slo_ms, ttft_ms, kind).check(self._token_s)
+        except UsageError as error:
+            raise UsageError(f"client {name!r}: {error}") from error
         scheme, service = make_privacy(privacy), self.service
 
         async def connect(name: str) -> Channel:

@@ -152,11 +152,12 @@ class BlockingChannel(SynchronousChannel):
             type_, content, attached = message
             answer = conversation.receive(type_, content)
             if answer is not None:
+                error = answer[1]
+                results = None if error is not None else carrier.take(pending, attached)
                 conversation.outstanding.settle(pending)
                 carrier.free(pending)
-                if answer[1] is not None:
-                    raise answer[1]
-                results = carrier.take(pending, attached)
+                if error is not None:
+                    raise error
                 assert results is not None, "a blocking connection brings results with their message"
                 return results
             if conversation.state is not State.JOINED:

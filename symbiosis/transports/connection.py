@@ -58,6 +58,10 @@ class Carrier(ABC):
         """Return a call's results, [rows, width] each; None if they arrive later; see :meth:`start`.
         Raises WireError if the payload does not fit the layer table."""
 
+    def due(self, id_: int) -> int:
+        """Return the length of the payload that the RESULT of a call must have, in bytes."""
+        return 0
+
     def free(self, pending: Pending) -> None:
         """Give back the memory of a call that was answered."""
 

@@ -101,10 +101,7 @@ def exchange(messages: Joining, send: Callable[[bytes], object], receive: Callab
             while True:
                 for request in requests:
                     send(request)
-                message = receive()
-                while message[0] is Type.PONG:  # over tcp:// the executor sends it to test the connection
-                    message = receive()
-                requests = messages.send(message)
+                requests = messages.send(receive())
         except StopIteration as done:
             joined: Joined = done.value
             return joined

@@ -26,7 +26,7 @@ from symbiosis.transports.conversation import Pending
 from symbiosis.transports.device import Segment
 from symbiosis.transports.joining import ANSWER_WITHIN_S, Message, joining
 from symbiosis.transports.stream import ByteStream
-from symbiosis.transports.stream_client import AsyncStreamClient, BlockingJoin, BlockingStreamClient
+from symbiosis.transports.stream_client import AsyncStreamClient, BlockingHandshake, BlockingStreamClient
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
 MAX_PATH = 107
@@ -136,7 +136,7 @@ class SegmentCarrier(ArenaCarrier):
         self._places = Places(segment.start, segment.end)
 
 
-class ShmConnection(BlockingJoin):
+class ShmConnection(BlockingHandshake):
     """A connection whose first messages were exchanged: the constructor blocks.
 
     Raises:

@@ -166,13 +166,9 @@ class TlsByteStream(ByteStream):
                 if self._before > MAX_HANDSHAKE:
                     raise WireError(f"{self._before} bytes and no end of the TLS handshake")
                 return
-        try:
+        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):  # no more, or no more ever
             while count := cast(int, self._tls.read(1 << 30, super().room())):
                 super().filled(count)
-        except ssl.SSLWantReadError:
-            pass
-        except ssl.SSLZeroReturnError:
-            pass  # the end of the connection follows
 
     def _shake_hands(self) -> None:
         with contextlib.suppress(ssl.SSLWantReadError):

@@ -13,11 +13,12 @@ from typing import Any
 
 from symbiosis.errors import ConnectionLostError, SymbiosisError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Receiver
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection, Carrier, Receiver
 from symbiosis.transports.conversation import PING_AFTER_S
 from symbiosis.transports.joining import ANSWER_WITHIN_S, Joined, Joining, Message, exchange
 from symbiosis.transports.share import CHUNK
 from symbiosis.transports.stream import ByteStream, block
+from symbiosis.transports.wire import Type
 
 _TOGETHER = 64 << 10
 """Bytes of a message with its payload up to which they are copied together and sent at once."""
@@ -26,18 +27,16 @@ _TOGETHER = 64 << 10
 class StreamClient:
     """Messages that have come over one connection."""
 
+    carrier: Carrier
     _stream: ByteStream
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._most = CHUNK
-        """Longest payload that may come, in bytes."""
         self._whole: deque[Message] = deque()
 
     def _use(self, joined: Joined) -> None:
         """Note what the first messages have brought."""
         self.welcome, self.share, self.look = joined
-        self._most = max(CHUNK, self.welcome.limits.arena_bytes)
 
     def _take(self) -> Message | None:
         """Return the next message, when its payload has come. Raises WireError if it is malformed."""
@@ -48,14 +47,19 @@ class StreamClient:
                 break
             data, size = found
             type_, content = wire.unpack_answer(data)
-            if size > self._most:
-                raise WireError(f"{type_.name} has a payload of {size} bytes; at most {self._most} are allowed")
             if size:
+                self._check(type_, content, size)
                 _, view = block(size)
                 self._stream.into(view, partial(whole.append, (type_, content, (view,))))
             else:
                 whole.append((type_, content, ()))
         return whole.popleft() if whole else None
+
+    def _check(self, type_: Type, content: Sequence[Any], size: int) -> None:
+        """Raise WireError if a message must not have a payload of ``size`` bytes, before memory is allocated for it."""
+        due = self.carrier.due(wire.read_id(content)) if type_ is Type.RESULT else CHUNK if type_ is Type.SHARE else 0
+        if size > due:
+            raise WireError(f"{type_.name} has a payload of {size} bytes; {due} are allowed")
 
     def _reason(self, error: Exception | None) -> SymbiosisError:
         """Return why the connection has ended: with an error, or because the executor has closed it."""
@@ -162,7 +166,7 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
             self._transport.close()
 
 
-class BlockingJoin(StreamClient):
+class BlockingHandshake(StreamClient):
     """The first messages of a connection, for a thread that blocks."""
 
     _socket: socket.socket
@@ -177,7 +181,7 @@ class BlockingJoin(StreamClient):
 
     def _ask(self, message: bytes) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the executor's reason may have come
-            BlockingJoin.send(self, [message])
+            BlockingHandshake.send(self, [message])
 
     def send(self, parts: Sequence[Any]) -> None:
         """Send a message and its payload."""
@@ -205,7 +209,7 @@ class BlockingJoin(StreamClient):
         self._stream.filled(count)
 
 
-class BlockingStreamClient(BlockingJoin, BlockingConnection):
+class BlockingStreamClient(BlockingHandshake, BlockingConnection):
     """A connection for threads that block: the calling thread itself writes to the socket and reads from it."""
 
     def _begin(self) -> None:

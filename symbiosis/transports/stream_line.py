@@ -93,9 +93,10 @@ class StreamLine(asyncio.BufferedProtocol):
             self.peer.leave("it closed the connection" if error is None else str(error))
 
     def send(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> None:
-        """Send a message and the parts of its payload, ``payload`` bytes together."""
+        """Send a message and the parts of its payload, ``payload`` bytes together. Has no effect when the client is
+        gone."""
         transport = self._transport
-        if not transport.is_closing():
+        if not self.peer.gone and not transport.is_closing():
             for part in self._stream.encode(message, payload, parts):
                 transport.write(part)
             self.count_unsent(transport.get_write_buffer_size())

@@ -14,7 +14,6 @@ import torch
 from symbiosis.core.requests import Results
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
-from symbiosis.transports.arena import spread
 from symbiosis.transports.connection import Carrier
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.joining import ANSWER_WITHIN_S, joining
@@ -22,7 +21,7 @@ from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import Progress
 from symbiosis.transports.sockets import prepare, resolve
 from symbiosis.transports.stream import ByteStream, TlsByteStream, matrices, payload_of
-from symbiosis.transports.stream_client import AsyncStreamClient, BlockingJoin, BlockingStreamClient, StreamClient
+from symbiosis.transports.stream_client import AsyncStreamClient, BlockingHandshake, BlockingStreamClient, StreamClient
 from symbiosis.transports.wire import CallMessage, Hello
 
 MAX_CALL_BYTES = 1 << 40
@@ -34,17 +33,28 @@ class PayloadCarrier(Carrier):
 
     most_bytes = MAX_CALL_BYTES
 
+    def __init__(self) -> None:
+        self._due: dict[int, int] = {}
+        """Bytes of the results of each call that was sent, by id."""
+
     def put(self, pending: Pending) -> list[Any] | None:
         call = pending.call
+        self._due[pending.id] = pending.size - pending.call_bytes
         message = wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))
         return [message, *payload_of(call.tensors)[1]]
 
     def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
         _, dtype, widths = pending.expected
-        size, due = sum(map(len, attached)), spread(pending.rows, widths, dtype)
-        if len(attached) != 1 or size != due:
+        size, due = sum(map(len, attached)), self.due(pending.id)
+        if size != due:
             raise WireError(f"results of {size} bytes have come; {due} were due")
         return matrices(torch.frombuffer(attached[0], dtype=torch.uint8), pending.rows, widths, dtype)
+
+    def due(self, id_: int) -> int:
+        return self._due.get(id_, 0)
+
+    def free(self, pending: Pending) -> None:
+        del self._due[pending.id]
 
 
 class TcpClient(StreamClient):
@@ -68,7 +78,7 @@ class TcpClient(StreamClient):
                 f"{address} is on another host; give key=file (--key; from the executor's provider), "
                 "or insecure=True (--insecure) if every host on the network may read the data"
             )
-        self.carrier: Carrier = PayloadCarrier()
+        self.carrier = PayloadCarrier()
         self._key = key
         if key is None or key.context is None:
             self._stream = ByteStream(wire.MAX_TO_CLIENT)
@@ -92,7 +102,7 @@ class TcpClient(StreamClient):
         return super()._reason(error)
 
 
-class TcpConnection(TcpClient, BlockingJoin):
+class TcpConnection(TcpClient, BlockingHandshake):
     """A connection whose first messages were exchanged: the constructor blocks.
 
     Raises:

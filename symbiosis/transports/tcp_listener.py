@@ -132,9 +132,14 @@ class TcpLine(StreamLine):
         where = transport.get_extra_info("peername")
         self.tenant = where[0] if where else "?"
         self.peer = Peer(listener.service, listener.limits, self.tenant, self, listener.courier(self))
+        if len(listener.lines) > peer.MAX_CONNECTIONS:
+            full = f"{peer.MAX_CONNECTIONS} clients are connected already; try later"
+            if listener.keys is None:
+                self.peer.refuse(BusyError(full))
+            else:  # there is no TLS yet over which to say so
+                self.drop(full)
+            return
         try:
-            if len(listener.lines) > peer.MAX_CONNECTIONS:
-                raise BusyError(f"{peer.MAX_CONNECTIONS} clients are connected already; try later")
             prepare(transport.get_extra_info("socket"))
             if listener.keys is None:
                 self.open()
@@ -152,7 +157,7 @@ class TcpLine(StreamLine):
         if left:
             self._deadline = asyncio.get_running_loop().call_later(HANDSHAKE_S / _TICKS, self._tick, left - 1)
         else:
-            self._fail(TimeoutError(f"its handshake took more than {HANDSHAKE_S:g} s"))
+            self.drop(f"its handshake took more than {HANDSHAKE_S:g} s")
 
     def buffer_updated(self, count: int) -> None:
         if self.listener.keys is None or self.user is not None or self.peer.gone:
@@ -191,7 +196,7 @@ class TcpLine(StreamLine):
         if not self.peer.gone:
             why = _why(error)
             if why is _NO_TLS:
-                self._stream = ByteStream(wire.MAX_TO_EXECUTOR)
+                self._stream = ByteStream(wire.MAX_TO_EXECUTOR)  # which the peer can read
                 self.peer.refuse(RefusedError("this executor admits clients with a key; give key=file (--key)"))
                 return
             log.warning("client refused", client=None, tenant=self.tenant, why=why)
@@ -207,7 +212,7 @@ class TcpLine(StreamLine):
         if self._stream.ready:
             super().end(error)
         else:
-            self._fail(error)
+            self.drop(error)
 
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         if self.user is None:

@@ -308,7 +308,7 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     assert done.stdout.split() == tokenizer.decode(ids, skip_special_tokens=True).split()
     done = command("status", service.address, "--json")
     assert json.loads(done.stdout)["model"] == "LlamaForCausalLM"
-    done = command("status", f"shm://{tmp_path}/nobody.sock")
+    done = command("status", f"shm://{tmp_path}/absent.sock")
     assert done.exit_code == 1
     assert "no executor answers" in done.stderr
     done = command("generate", service.address, "--prompt", "x", "--adapter", str(tmp_path))

@@ -307,7 +307,7 @@ def test_what_no_machine_can_keep_is_refused(what: str) -> None:
     with pytest.raises(UsageError, match=rf"co-serving: {what} of 'alice' is 1e-06, but one token takes"):
         symbiosis.Executor(base, policy=CoServing(slo_ms=1e4, clients={"alice": pair}))
     executor = symbiosis.Executor(base, policy=CoServing(slo_ms=1e4))
-    with pytest.raises(UsageError, match=rf"{what} is 1e-06, but one token takes"):
+    with pytest.raises(UsageError, match=rf"client 'alice': {what} is 1e-06, but one token takes"):
         executor.client(name="alice", **{what: 1e-6})
 
 

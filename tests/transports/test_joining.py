@@ -92,12 +92,6 @@ def test_a_look() -> None:
     assert joined.share is None
 
 
-def test_pong_is_passed_over() -> None:
-    executor = FakeExecutor("pong")
-    executor.answers.append((Type.PONG, [], []))
-    assert executor.run(joining(ADDRESS, Hello("a"), True)).welcome.fingerprint == "pong"
-
-
 def test_the_executors_reason_is_raised() -> None:
     messages = joining(ADDRESS, Hello("a"), False)
     next(messages)
