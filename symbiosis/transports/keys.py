@@ -5,8 +5,8 @@ the executor's own. Every other ``name.public`` in the folder admits one tenant:
 and ``name`` appears in logs. A tenant's ``name.secret`` also contains the executor's certificate, so a tenant needs
 only this file. A tenant that wants to keep its secret to itself makes the pair and gives the provider the public file.
 
-A certificate vouches for itself alone: both sides compare the other's with the one in their files. Names and dates in
-certificates have no meaning here.
+Each side admits the certificates in its files only, and none that they sign. Names and dates in certificates have no
+meaning here.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class TcpLine(StreamLine):
         self.tenant = self.peer.tenant = name or "?"
         self.open()
         if name is None:
-            self.peer.refuse(RefusedError("its key was removed"))
+            self.peer.refuse(RefusedError(_UNKNOWN))
         else:
             self._read()
 
@@ -233,13 +233,14 @@ class TcpLine(StreamLine):
 
 
 _NO_TLS = "it speaks no TLS; perhaps it has no key"
+_UNKNOWN = "its key is not in the folder of keys"
 
 
 def _why(error: Exception) -> str:
     """Return why a handshake has failed."""
     reason = error.reason or "" if isinstance(error, ssl.SSLError) else ""
     if isinstance(error, ssl.SSLCertVerificationError):
-        return "its key is not in the folder of keys"
+        return _UNKNOWN
     if reason in ("HTTP_REQUEST", "WRONG_VERSION_NUMBER"):
         return _NO_TLS
     if "ALERT" in reason:

@@ -12,28 +12,11 @@ from typer.testing import CliRunner
 from symbiosis.bench.calibrate import Curve
 from symbiosis.bench.simulate import _ratio, _show, _text
 from symbiosis.cli.commands import app
-from symbiosis.simulation import Cost
 from symbiosis.simulation import replay as replays
-from symbiosis.simulation.clients import backward, forward
-from symbiosis.simulation.costs import Costs
-from symbiosis.simulation.outcome import SLO, Outcome
+from symbiosis.simulation.outcome import Outcome
 from symbiosis.simulation.replay import Load
 from symbiosis.simulation.trace import Arrival
-
-PATIENT = SLO(1e6, 1e6)
-
-
-def _costs(think: float = 1e-3, start: float = 1e-3, layers: int = 4, local: bool = False) -> Costs:
-    keys = forward(layers)
-    return Costs(
-        keys, backward(keys), layers, Cost(start, 1e-5).of, lambda kind, rows: think, 0.0, local, (), "made up"
-    )
-
-
-def _file(folder: Path, *lines: str, header: str = "arrival_s,ContextTokens,GeneratedTokens") -> Path:
-    file = folder / "trace.csv"
-    file.write_text("\n".join([header, *lines]) + "\n")
-    return file
+from tests.simulation.made_up import costs, trace_file
 
 
 def _run(*arguments: str) -> str:
@@ -43,7 +26,7 @@ def _run(*arguments: str) -> str:
 
 
 def test_command(tmp_path: Path) -> None:
-    trace = _file(tmp_path, *(f"{number / 10},20,5" for number in range(9)))
+    trace = trace_file(tmp_path, *(f"{number / 10},20,5" for number in range(9)))
     options = ["--finetune", "1", "--rows", "64", "--policy", "opportunistic", "--policy", "fair+co-serving"]
     out = _run(str(trace), *options, "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "plots" / "o.png"))
     assert "9 requests, 1 fine-tuning clients" in out
@@ -64,7 +47,7 @@ def test_no_figure_is_cut(
         monkeypatch.setenv("COLUMNS", columns)
     found = Outcome(1.0, 123456.7, 234567.8, 0.0, 345.1, 45678.9, 56789.1, 678912.3, 0.891, 0.912, 8, 11.4)
     long, brief = "rate-limit:tokens_per_s=500+fair:quantum=64+co-serving:slo_ms=75", "lockstep"
-    _show(_costs(), Load([Arrival(0.0, 1, 1)] * 8), 1, {long: found, brief: found}, {long: found})
+    _show(costs(), Load([Arrival(0.0, 1, 1)] * 8), 1, {long: found, brief: found}, {long: found})
     out = capsys.readouterr().out
     assert "…" not in out
     assert all(len(line) <= 80 for line in out.splitlines()) or columns is None

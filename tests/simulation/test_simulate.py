@@ -14,32 +14,19 @@ from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate
 from symbiosis.simulation.clients import backward, forward
-from symbiosis.simulation.costs import Costs, roofline
+from symbiosis.simulation.costs import roofline
 from symbiosis.simulation.outcome import SLO, outcome, percentile
 from symbiosis.simulation.replay import Load, replay
 from symbiosis.simulation.trace import COLUMNS, Arrival, read_trace, scaled, synthetic
-
-PATIENT = SLO(1e6, 1e6)
-
-
-def _costs(think: float = 1e-3, start: float = 1e-3, layers: int = 4, local: bool = False) -> Costs:
-    keys = forward(layers)
-    return Costs(
-        keys, backward(keys), layers, Cost(start, 1e-5).of, lambda kind, rows: think, 0.0, local, (), "made up"
-    )
-
+from tests.simulation.made_up import PATIENT, costs, trace_file
 
 # -------------------------------------------------------------------------------------------------------------- traces
 
 
-def _file(folder: Path, *lines: str, header: str = "arrival_s,ContextTokens,GeneratedTokens") -> Path:
-    file = folder / "trace.csv"
-    file.write_text("\n".join([header, *lines]) + "\n")
-    return file
-
-
 def test_a_trace_is_read(tmp_path: Path) -> None:
-    file = _file(tmp_path, "x,0.0,7,3", "y,1.5,0,1", "z,2,9,0", header="id,arrival_s,ContextTokens,GeneratedTokens")
+    file = trace_file(
+        tmp_path, "x,0.0,7,3", "y,1.5,0,1", "z,2,9,0", header="id,arrival_s,ContextTokens,GeneratedTokens"
+    )
     assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 1)]  # requests that generate nothing are left out
     assert read_trace(file, 1) == [Arrival(0.0, 7, 3)]
 
@@ -61,12 +48,12 @@ def test_a_trace_is_read(tmp_path: Path) -> None:
 )
 def test_a_bad_trace(tmp_path: Path, line: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        read_trace(_file(tmp_path, "1,1,1", line))
+        read_trace(trace_file(tmp_path, "1,1,1", line))
 
 
 def test_a_trace_as_others_write_it(tmp_path: Path) -> None:
     """Names and values may have spaces around them, and whole numbers may have a decimal point."""
-    file = _file(tmp_path, "0.0, 7.0 ,3", "1.5 ,1, 2e1", header='arrival_s , ContextTokens,  "GeneratedTokens"')
+    file = trace_file(tmp_path, "0.0, 7.0 ,3", "1.5 ,1, 2e1", header='arrival_s , ContextTokens,  "GeneratedTokens"')
     assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 20)]
 
 
@@ -74,26 +61,26 @@ def test_a_trace_with_dates_as_azures(tmp_path: Path) -> None:
     """Timestamps may have seven digits of a second, and no time zone or an offset."""
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     lines = "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:45.5,1,2", "2023-11-16T19:15:47+01:00,3,4"
-    found = read_trace(_file(tmp_path, *lines, header=header))
+    found = read_trace(trace_file(tmp_path, *lines, header=header))
     assert found == [Arrival(0.0, 1, 2), Arrival(pytest.approx(1.18059), 374, 44), Arrival(1.5, 3, 4)]
     with pytest.raises(UsageError, match="line 2: TIMESTAMP is 'soon'; it must be a date and a time"):
-        read_trace(_file(tmp_path, "soon,1,1", header=header))
+        read_trace(trace_file(tmp_path, "soon,1,1", header=header))
     with pytest.raises(UsageError, match="line 2: TIMESTAMP is missing; a row has TIMESTAMP, Con"):
-        read_trace(_file(tmp_path, ",1,1", header=header))
-    both = _file(tmp_path, "never,1.0,7,3", "never,2.0,7,3", header=f"TIMESTAMP,{','.join(COLUMNS)}")
+        read_trace(trace_file(tmp_path, ",1,1", header=header))
+    both = trace_file(tmp_path, "never,1.0,7,3", "never,2.0,7,3", header=f"TIMESTAMP,{','.join(COLUMNS)}")
     assert [arrival.at for arrival in read_trace(both)] == [0.0, 1.0]
 
 
 def test_a_trace_below_empty_lines(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
-    file.write_text("\n  \n" + _file(tmp_path, "0,7,3", "x,1,1").read_text())
+    file.write_text("\n  \n" + trace_file(tmp_path, "0,7,3", "x,1,1").read_text())
     with pytest.raises(UsageError, match="line 5: arrival_s is 'x'"):
         read_trace(file)
 
 
 def test_a_trace_in_another_order(tmp_path: Path) -> None:
     """Requests with equal times stay in the order of the file; a limit takes the earliest of all requests."""
-    file = _file(tmp_path, "12,1,1", "10,2,2", "11,3,3", "10,4,4")
+    file = trace_file(tmp_path, "12,1,1", "10,2,2", "11,3,3", "10,4,4")
     ordered = [Arrival(0.0, 2, 2), Arrival(0.0, 4, 4), Arrival(1.0, 3, 3), Arrival(2.0, 1, 1)]
     assert read_trace(file) == ordered
     assert read_trace(file, 3) == ordered[:3]
@@ -101,9 +88,9 @@ def test_a_trace_in_another_order(tmp_path: Path) -> None:
 
 def test_no_trace(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no column 'ContextTokens'"):
-        read_trace(_file(tmp_path, header="arrival_s,tokens"))
+        read_trace(trace_file(tmp_path, header="arrival_s,tokens"))
     with pytest.raises(UsageError, match="no request"):
-        read_trace(_file(tmp_path))
+        read_trace(trace_file(tmp_path))
     with pytest.raises(UsageError, match="cannot read"):
         read_trace(tmp_path / "missing.csv")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
@@ -136,7 +123,7 @@ def test_scaled() -> None:
 
 def test_one_request_takes_what_it_must() -> None:
     """4 layers of 1 ms + 10 us a row, and 1 ms of its own before each: 8.4 ms for a prompt of 10, then 8.04 a token."""
-    found = replay(NoLockstep, _costs(), Load([Arrival(2.0, 10, 5)]), PATIENT)
+    found = replay(NoLockstep, costs(), Load([Arrival(2.0, 10, 5)]), PATIENT)
     assert found.first_mean == pytest.approx(8.4)
     assert found.token_p50 == found.token_p99 == pytest.approx(8.04)
     assert found.seconds == pytest.approx(2.0084 + 4 * 0.00804)
@@ -145,28 +132,28 @@ def test_one_request_takes_what_it_must() -> None:
 
 def test_clients_take_turns_and_paces() -> None:
     trace = [Arrival(0.0, 1, 2), Arrival(0.0, 1, 2), Arrival(9.0, 1, 2)]
-    assert replay(NoLockstep, _costs(), Load(trace, clients=1, paced=False), PATIENT).seconds < 0.06
-    paced = replay(NoLockstep, _costs(), Load(trace, clients=1), PATIENT)
+    assert replay(NoLockstep, costs(), Load(trace, clients=1, paced=False), PATIENT).seconds < 0.06
+    paced = replay(NoLockstep, costs(), Load(trace, clients=1), PATIENT)
     assert paced.seconds == pytest.approx(9.0 + 2 * 0.00804)
     assert paced.first_mean == pytest.approx((8.04 + 24.12 + 8.04) / 3)  # the second waits for the first
 
 
 def test_two_executors_serve_twice_as_much() -> None:
     load = Load([Arrival(0.0, 1, 50)] * 16)
-    costs = _costs(think=1e-5)
-    one, two = (replay(NoLockstep, costs, load, PATIENT, executors=count) for count in (1, 2))
+    times = costs(think=1e-5)
+    one, two = (replay(NoLockstep, times, load, PATIENT, executors=count) for count in (1, 2))
     assert two.tokens_per_s == pytest.approx(2 * one.tokens_per_s, rel=0.05)
 
 
 def test_fine_tuning_goes_on_until_the_last_text() -> None:
-    found = replay(Opportunistic, _costs(), Load([Arrival(0.0, 1, 200)], tuning=2, rows=64), PATIENT)
+    found = replay(Opportunistic, costs(), Load([Arrival(0.0, 1, 200)], tuning=2, rows=64), PATIENT)
     assert found.finished == 1
     assert found.finetune_per_s > 0
 
 
 def test_batching_pays_where_starting_costs() -> None:
     load = Load([Arrival(0.0, 1, 20)] * 8)
-    alone, together = (replay(policy, _costs(think=1e-4), load, PATIENT) for policy in (NoLockstep, Lockstep))
+    alone, together = (replay(policy, costs(think=1e-4), load, PATIENT) for policy in (NoLockstep, Lockstep))
     assert together.tokens_per_s > 4 * alone.tokens_per_s
     assert together.mean_batch == pytest.approx(8)
 
@@ -174,15 +161,15 @@ def test_batching_pays_where_starting_costs() -> None:
 def test_local_clients_take_each_others_time() -> None:
     """8 clients that think for 1 ms before each of 4 layers: apart that is 4 ms a token, in one process 32."""
     load = Load([Arrival(0.0, 1, 20)] * 8)
-    apart, local = (replay(Lockstep, _costs(start=1e-6, local=here), load, PATIENT) for here in (False, True))
+    apart, local = (replay(Lockstep, costs(start=1e-6, local=here), load, PATIENT) for here in (False, True))
     assert apart.token_mean == pytest.approx(4, rel=0.2)
     assert local.token_mean == pytest.approx(32, rel=0.05)
 
 
 def test_slos_are_counted() -> None:
     load = Load([Arrival(0.0, 1, 20)] * 8)
-    within = replay(NoLockstep, _costs(), load, SLO(100, 100))
-    late = replay(NoLockstep, _costs(), load, SLO(5, 100))
+    within = replay(NoLockstep, costs(), load, SLO(100, 100))
+    late = replay(NoLockstep, costs(), load, SLO(5, 100))
     assert (within.slo_attainment, late.slo_attainment) == (1.0, 0.0)
 
 
@@ -219,7 +206,7 @@ def test_a_roofline() -> None:
 
 def test_thousands_of_clients() -> None:
     load = Load([Arrival(number / 1000, 8, 3) for number in range(3000)])
-    found = replay(lambda: CoServing(slo_ms=50), _costs(), load, SLO(50, 5000), executors=3)
+    found = replay(lambda: CoServing(slo_ms=50), costs(), load, SLO(50, 5000), executors=3)
     assert found.finished == 3000
 
 

@@ -8,8 +8,6 @@ import ssl
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.transports import wire
@@ -17,8 +15,9 @@ from symbiosis.transports.keys import load_key
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.stream import ByteStream, TlsByteStream
 from symbiosis.transports.wire import CallMessage, Type
+from tests.helpers import in_thread
 
-__all__ = ["Raw", "a_call", "hello", "raw", "receive", "refusals", "rows", "tls_of"]
+__all__ = ["Raw", "a_call", "hello", "raw", "receive", "rows", "tls_of", "violate"]
 
 
 class Raw:
@@ -84,9 +83,16 @@ def rows(n: int = 1, width: int = 32) -> bytes:
     return bytes(4 * n * width)
 
 
+async def violate(address: str, *parts: bytes) -> None:
+    """Join, send a message that breaks the protocol, and check that the executor ends the connection for it."""
+    with raw(address) as mallory:
+        mallory.send(hello("mallory"))
+        assert (await in_thread(receive, mallory))[0] is Type.WELCOME
+        mallory.send(*parts)
+        type_, content = await in_thread(receive, mallory)
+        assert type_ is Type.ENDED
+        assert content[0] == "WireError"
+
+
 def receive(connection: Raw) -> tuple[Type, Any]:
     return connection.receive()
-
-
-def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [str(getattr(record, "why", "")) for record in caplog.records if record.getMessage() == "client refused"]

@@ -28,7 +28,7 @@ from symbiosis.transports.tcp_client import AsyncTcpConnection
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.service import free_port
-from tests.transports.raw import a_call, hello, raw, receive, rows
+from tests.transports.raw import a_call, hello, raw, receive, rows, violate
 
 LOCAL = "dist://127.0.0.1:0"
 CPU = torch.device("cpu")
@@ -385,14 +385,8 @@ async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
-            with raw(listener.address) as mallory:
-                mallory.send(hello("mallory"))
-                assert (await in_thread(receive, mallory))[0] is Type.WELCOME
-                mallory.send(*BAD[what])
-                type_, content = await in_thread(receive, mallory)
-                assert type_ is Type.ENDED
-                assert content[0] == "WireError"
-                await until(lambda: executor.status()["clients"] == ["alice"])
+            await violate(listener.address, *BAD[what])
+            await until(lambda: executor.status()["clients"] == ["alice"])
             await alice.forward(input_ids=IDS)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import symbiosis
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.errors import RefusedError, UsageError
-from symbiosis.transports import wire
+from symbiosis.errors import RefusedError, UsageError, WireError
+from symbiosis.transports import peer, wire
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.wire import Limits, Type
 from tests.helpers import BATCH, IDS, adamw, in_thread, lora, until
-from tests.transports.raw import a_call, hello, raw, receive, rows
+from tests.transports.raw import a_call, hello, raw, receive, rows, violate
 
 LOCAL = "tcp://127.0.0.1:0"
 
@@ -50,16 +51,31 @@ async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
-            with raw(listener.address) as mallory:
-                mallory.send(hello("mallory"))
-                assert (await in_thread(receive, mallory))[0] is Type.WELCOME
-                mallory.send(*BAD[what])
-                type_, content = await in_thread(receive, mallory)
-                assert type_ is Type.ENDED
-                assert content[0] == "WireError"
-                assert executor.status()["clients"] == ["alice"]
-                await alice.forward(input_ids=IDS)
+            await violate(listener.address, *BAD[what])
+            await until(lambda: executor.status()["clients"] == ["alice"])
+            await alice.forward(input_ids=IDS)
             await until(lambda: len(listener.lines) == 1)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_a_client_closes_a_connection_that_the_executor_has_ended(
+    base: Any, blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "GOODBYE_S", 1e6)  # the executor does not close it
+    async with symbiosis.Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        listener: Any = await executor.listen(LOCAL)
+        if blocking:
+            opened = symbiosis.open_model(listener.address, retry=60.0)
+            use = partial(in_thread, await in_thread(opened.__enter__), IDS)
+        else:
+            remote = await stack.enter_async_context(symbiosis.connect(listener.address, retry=60.0))
+            use = partial((await stack.enter_async_context(remote.client())).forward, input_ids=IDS)
+        await use()
+        for line in listener.lines:
+            line.peer.refuse(WireError("enough"))
+        with pytest.raises(WireError, match="enough"):
+            await use()
+        await until(lambda: not listener.lines)
 
 
 async def test_an_unknown_layer_fails_that_call_alone(base: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import os
 import subprocess
@@ -12,6 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 
 import symbiosis
 from symbiosis.core.registry import make_transport
@@ -20,9 +25,13 @@ from symbiosis.transports import wire
 from symbiosis.transports.keys import load_key, new_key
 from symbiosis.transports.wire import Type
 from tests.helpers import IDS, in_thread, until
-from tests.transports.raw import a_call, hello, raw, receive, refusals, rows
+from tests.transports.raw import a_call, hello, raw, receive, rows
 
 LOCAL = "tcp://127.0.0.1:0"
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [str(getattr(record, "why", "")) for record in caplog.records if record.getMessage() == "client refused"]
 
 
 def secret_in(path: Path) -> str:
@@ -102,6 +111,42 @@ async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> N
         (keys / "carol.public").unlink()
         with pytest.raises(RefusedError):
             await symbiosis.connect(listener.address, key=keys / "carol.secret").__aenter__()
+
+
+async def test_a_tenant_cannot_admit_others(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The certificate of a tenant may claim to be one of an authority: nothing that it signs is admitted."""
+    authority, secret = certificate("carol"), Ed25519PrivateKey.generate()
+    (keys / "carol.public").write_text(authority[1])
+    signed = certificate("mallory", secret, authority[0])
+    mallory = keys / "mallory.secret"
+    pem = secret.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    mallory.write_text(pem + signed[1] + (keys / "server.public").read_text() + authority[1])
+    mallory.chmod(0o600)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        with pytest.raises(RefusedError, match="its key is not in the folder"):
+            await symbiosis.connect(listener.address, key=mallory).__aenter__()
+    assert refusals(caplog) == ["its key is not in the folder of keys"]
+
+
+def certificate(
+    name: str, key: Ed25519PrivateKey | None = None, authority: Ed25519PrivateKey | None = None
+) -> tuple[Ed25519PrivateKey, str]:
+    """An authority's key and certificate, or those of a key that an authority has signed."""
+    key = key or Ed25519PrivateKey.generate()
+    subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, who)]) for who in (name, "carol"))
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
+        .sign(authority or key, None)
+    )
+    return key, made.public_bytes(Encoding.PEM).decode()
 
 
 async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path, tmp_path: Path) -> None:
