@@ -8,14 +8,16 @@ if TYPE_CHECKING:
     from symbiosis.client.client import Client
     from symbiosis.client.connect import Base, connect
     from symbiosis.client.open_model import backward_in_windows, open_model
+    from symbiosis.executor.statistics import Statistics
     from symbiosis.host import Executor
 
-__all__ = ["Base", "Client", "Executor", "__version__", "backward_in_windows", "connect", "open_model"]
+__all__ = ["Base", "Client", "Executor", "Statistics", "__version__", "backward_in_windows", "connect", "open_model"]
 
 _HOMES = {
     "Base": "symbiosis.client.connect",
     "Client": "symbiosis.client.client",
     "Executor": "symbiosis.host",
+    "Statistics": "symbiosis.executor.statistics",
     "backward_in_windows": "symbiosis.client.open_model",
     "connect": "symbiosis.client.connect",
     "open_model": "symbiosis.client.open_model",

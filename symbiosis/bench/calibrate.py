@@ -14,15 +14,14 @@ from typing import Any
 
 import torch
 
+from symbiosis import Client
 from symbiosis.bench.jobs import Decoding, adamw
 from symbiosis.bench.models import PAPER_LORA, lora
 from symbiosis.bench.settings import Settings
-from symbiosis.client.client import Client
 from symbiosis.core.policy import Decision, Policy, View
 from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import Kind
-from symbiosis.policies.lockstep import Lockstep
-from symbiosis.policies.no_lockstep import NoLockstep
+from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.replay import Load
 

@@ -14,8 +14,7 @@ from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
 from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
-from symbiosis.policies import Fair
-from symbiosis.policies.admission import tenant_of
+from symbiosis.policies import Fair, tenant_of
 
 GOALS = {"max_gap_over_bound": "≤ 1"}
 FLOOD, POLITE = 12, 3

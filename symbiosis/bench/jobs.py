@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from symbiosis import Executor
+from symbiosis import Client, Executor
 from symbiosis.bench.models import Preset
-from symbiosis.client.client import Client
 
 
 def now(device: torch.device) -> float:

@@ -9,12 +9,11 @@ from statistics import median
 
 import torch
 
-from symbiosis import Executor
+from symbiosis import Client, Executor
 from symbiosis.bench.jobs import Decoding, Tenant, Tuning, now, random_batch
 from symbiosis.bench.models import lora
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
-from symbiosis.client.client import Client
 
 GOALS = {
     "small_request_slowdown": "≤ 1.5 (paper, vLLM: 12)",

@@ -10,10 +10,9 @@ from itertools import cycle
 
 import torch
 
-from symbiosis import Executor
+from symbiosis import Client, Executor
 from symbiosis.bench.jobs import Decoding, Tuning
 from symbiosis.bench.models import PAPER_LORA, Preset, lora
-from symbiosis.client.client import Client
 from symbiosis.simulation.clients import Done
 from symbiosis.simulation.outcome import SLO, Outcome, outcome
 from symbiosis.simulation.replay import Load

@@ -120,9 +120,9 @@ def _decode(preset: str, address: str, seed: str) -> None:
     import torch
     from peft import get_peft_model
 
+    from symbiosis import open_model
     from symbiosis.bench.jobs import Decoding
     from symbiosis.bench.models import PRESETS, lora
-    from symbiosis.client.open_model import open_model
 
     torch.set_num_threads(1)  # single rows leave no work for a second thread
     with open_model(address) as model:

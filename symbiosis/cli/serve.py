@@ -126,7 +126,7 @@ MAX_LIMIT = 1 << 40
 
 
 def _limits(given: list[str]) -> Any:
-    from symbiosis.transports.wire import Limits
+    from symbiosis.transports.limits import Limits
 
     known = [field.name for field in fields(Limits)]
     found: dict[str, int] = {}

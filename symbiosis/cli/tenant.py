@@ -75,7 +75,7 @@ def finetune(
     import torch
     from peft import get_peft_model
 
-    from symbiosis.client.open_model import open_model
+    from symbiosis import open_model
     from symbiosis.core.terms import Kind
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -100,7 +100,7 @@ def _train(
     """Train with a progress bar, and return the losses. The adapter is saved, however training ends."""
     import torch
 
-    from symbiosis.client.open_model import backward_in_windows
+    from symbiosis import backward_in_windows
 
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=learning_rate)
     losses: list[float] = []
@@ -195,7 +195,7 @@ def generate(
     import torch
     from transformers import TextStreamer
 
-    from symbiosis.client.open_model import open_model
+    from symbiosis import open_model
 
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:

@@ -181,14 +181,16 @@ class Scheduler:
 
         A request runs at once if nothing is queued or running, no other client is thinking, and the policy allows it.
         There is nothing to choose then, and the policy gets no hook for the request. A driver calls this method for
-        another thread than its own, whose requests do not keep its other work from its turn.
+        another thread than its own, whose requests do not keep its other work from its turn. That thread may not know
+        yet that its client has left; then the answer is None too.
         """
         rows, state = request.rows, self._clients.get(request.client)
         if (
-            self._open
+            state is None
+            or self._open
             or not self._lone_at_once
             or rows > self.max_rows
-            or self.thinking > (state is not None and state.thinking)
+            or self.thinking > state.thinking
         ):
             return None
         self._admit(request)

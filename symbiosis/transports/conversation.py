@@ -51,8 +51,9 @@ from symbiosis.errors import (
 )
 from symbiosis.transports import wire
 from symbiosis.transports.arena import spread
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Welcome
-from symbiosis.transports.wire import PING, Hello, Limits, Type
+from symbiosis.transports.wire import PING, Hello, Type
 
 PING_AFTER_S = 5.0
 """Seconds without a message after which a client with a call outstanding sends PING."""

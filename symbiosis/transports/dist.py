@@ -28,12 +28,13 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import Carrier, Receiver
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp import TcpTransport
 from symbiosis.transports.tcp_client import MAX_CALL_BYTES, AsyncTcpConnection, join
 from symbiosis.transports.tcp_listener import TcpCourier, TcpLine, TcpListener
-from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
+from symbiosis.transports.wire import CallMessage, Hello, Type
 
 MAX_FAILURES = 5
 """Lanes that may break one after another without a result in between. Messages come through then and tensors do not;

@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +33,8 @@ from symbiosis.core.transport import Service, Session
 from symbiosis.errors import BusyError, ClientClosedError, ExecutorClosedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
-from symbiosis.transports.wire import CallMessage, Limits, Type
+from symbiosis.transports.limits import Limits
+from symbiosis.transports.wire import CallMessage, Type
 
 log = get_logger(__name__)
 
@@ -177,7 +179,7 @@ class Peer:
         welcome = {
             "share": share.description,
             "tokenizer": dict(share.tokenizer),
-            "limits": self._limits.to_wire(),
+            "limits": asdict(self._limits),
             "instance": self._service.identity().instance,
             **self._courier.welcome(hello.name is not None),
         }

@@ -25,7 +25,7 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Share, layers_of
 from symbiosis.core.transport import Identity, Look, Service
 from symbiosis.errors import WireError
-from symbiosis.transports.wire import Limits
+from symbiosis.transports import wire
 
 CHUNK = 1 << 20
 """Bytes of a chunk."""
@@ -128,7 +128,7 @@ class Welcome:
             raise WireError("the executor's WELCOME has malformed tokenizer files")
         self.description: dict[str, Any] = share
         self.tokenizer: dict[str, bytes] = tokenizer
-        self.limits = Limits.of(self.content.get("limits"))
+        self.limits = wire.read_limits(self.content.get("limits"))
 
     def look(self, content: Sequence[Any]) -> Look:
         """Return what the executor shows to a peer that has not joined, given the content of its STATUS. Raises

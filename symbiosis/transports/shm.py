@@ -33,11 +33,12 @@ from symbiosis.transports.arena import Arena, Memory
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.device import Segment
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import BlockingShmConnection, ShmConnection, join, socket_path
 from symbiosis.transports.stream_line import StreamLine
-from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
+from symbiosis.transports.wire import CallMessage, Hello, Type
 
 log = get_logger(__name__)
 

@@ -19,11 +19,12 @@ from symbiosis.errors import UsageError
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.keys import Keyring, load_key
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp_client import BlockingTcpConnection, TcpConnection, join
 from symbiosis.transports.tcp_listener import PayloadCourier, TcpListener
-from symbiosis.transports.wire import Hello, Limits
+from symbiosis.transports.wire import Hello
 
 
 class TcpTransport:

@@ -21,12 +21,13 @@ from symbiosis.log import get_logger
 from symbiosis.transports import peer, wire
 from symbiosis.transports.arena import spread
 from symbiosis.transports.keys import Keyring, identity
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.sockets import Endpoint, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of
 from symbiosis.transports.stream_line import StreamLine
-from symbiosis.transports.wire import CallMessage, Limits, Type
+from symbiosis.transports.wire import CallMessage, Type
 
 log = get_logger(__name__)
 

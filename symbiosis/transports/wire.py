@@ -11,7 +11,7 @@ A *place* is an offset into a client's arena, in bytes, and a multiple of :data:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -22,6 +22,7 @@ from symbiosis import errors
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
+from symbiosis.transports.limits import Limits
 
 VERSION = 4
 MAGIC = "symbiosis"
@@ -56,33 +57,6 @@ class Type(IntEnum):
     SHARE = 13
     RENDEZVOUS = 14
     SEGMENT = 15
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one client, sent in WELCOME.
-
-    Args:
-        calls: outstanding calls. A client that reaches this limit, or that of rows, is not read until it is below.
-        rows: outstanding rows.
-        arena_bytes: bytes of the memory that carries the client's tensors.
-        clients: connections of one tenant, over ``tcp://`` and ``dist://``.
-    """
-
-    calls: int = 64
-    rows: int = 1 << 20
-    arena_bytes: int = 1 << 30
-    clients: int = 64
-
-    @classmethod
-    def of(cls, value: Any) -> Limits:
-        """Return the limits in a WELCOME, after checking them."""
-        if not isinstance(value, dict):
-            raise WireError(f"limits are {value!r}")
-        return cls(**{field.name: _integer(value.get(field.name), 1, _INT63, field.name) for field in fields(cls)})
-
-    def to_wire(self) -> dict[str, int]:
-        return asdict(self)
 
 
 class Hello(NamedTuple):
@@ -234,6 +208,13 @@ _ASKED = Terms._fields
 def read_id(content: Sequence[Any]) -> int:
     """Return the id of the call that a message is about: its first field."""
     return _integer(content[0] if content else None, 0, _INT63, "id")
+
+
+def read_limits(value: Any) -> Limits:
+    """Return the limits in a WELCOME, after checking them."""
+    if not isinstance(value, dict):
+        raise WireError(f"limits are {value!r}"[:300])
+    return Limits(**{field.name: _integer(value.get(field.name), 1, _INT63, field.name) for field in fields(Limits)})
 
 
 def read_rendezvous(content: Sequence[Any]) -> tuple[int, str, bytes]:

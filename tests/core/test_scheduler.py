@@ -219,6 +219,8 @@ def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
     scheduler.pass_ended("b")
     assert scheduler.offer_alone(request(4, "a", rows=9), 0.0) is None  # more rows than a batch may have
     assert scheduler.offer_alone(request(5, "b"), 0.0) is None  # a is thinking
+    assert scheduler.client_left("a", 0.0) == []
+    assert scheduler.offer_alone(request(6, "a"), 0.0) is None  # its thread does not know yet that it has left
     scheduler.validate()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -36,8 +37,9 @@ from symbiosis.transports.conversation import (
     Pending,
     State,
 )
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Welcome
-from symbiosis.transports.wire import Hello, Limits, Type
+from symbiosis.transports.wire import Hello, Type
 
 LAYERS = [[0, "q", 4, 8, "float32", False, True], [1, "k", 4, 8, "float32", False, True]]
 LIMITS = Limits(calls=3, rows=10, arena_bytes=4096)
@@ -46,7 +48,7 @@ PLENTY = 1 << 40
 
 def welcome(limits: Limits = LIMITS, **share: Any) -> Welcome:
     description = {"fingerprint": "model", "weights": "w", "layers": LAYERS, **share}
-    return Welcome([{"share": description, "tokenizer": {}, "limits": limits.to_wire(), "instance": "i"}])
+    return Welcome([{"share": description, "tokenizer": {}, "limits": asdict(limits), "instance": "i"}])
 
 
 def conversation(retry_s: float = 60.0, limits: Limits = LIMITS) -> Conversation:

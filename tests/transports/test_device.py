@@ -17,7 +17,7 @@ from symbiosis.errors import UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain
 from symbiosis.transports import device
 from symbiosis.transports.device import BLOCK, FIRST, Segment
-from symbiosis.transports.wire import Limits
+from symbiosis.transports.limits import Limits
 from tests.helpers import IDS, in_thread, lora
 
 CPU = torch.device("cpu")

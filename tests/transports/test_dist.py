@@ -24,8 +24,9 @@ from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes, wire
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.tcp_client import AsyncTcpConnection
-from symbiosis.transports.wire import Limits, Type
+from symbiosis.transports.wire import Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.service import free_port
 from tests.transports.raw import a_call, hello, raw, receive, rows, violate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from symbiosis.core.share import Share
 from symbiosis.errors import BusyError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.joining import CHUNKS_UNDER_WAY, Joined, Joining, Message, exchange, joining
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import CHUNK, ServedShare
-from symbiosis.transports.wire import Hello, Limits, Type
+from symbiosis.transports.wire import Hello, Type
 
 ADDRESS = "tcp://there:1"
 
@@ -34,7 +36,7 @@ class FakeExecutor:
         return {
             "share": {"fingerprint": self.fingerprint, "weights": "w", "layers": []},
             "tokenizer": {},
-            "limits": Limits().to_wire(),
+            "limits": asdict(Limits()),
             "share_bytes": self.served.size(),
         }
 

@@ -16,8 +16,9 @@ from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Identity
 from symbiosis.errors import BusyError, ExecutorClosedError, LayerError, RequestError, UsageError
 from symbiosis.transports import wire
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
-from symbiosis.transports.wire import CallMessage, Hello, Limits, Type
+from symbiosis.transports.wire import CallMessage, Hello, Type
 
 LAYERS = [LayerSpec(0, "q", 4, 8, torch.float32, False, True)]
 

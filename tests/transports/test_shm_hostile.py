@@ -22,8 +22,8 @@ from symbiosis.errors import (
 )
 from symbiosis.transports import wire
 from symbiosis.transports.arena import Arena
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.stream import ByteStream, frame
-from symbiosis.transports.wire import Limits
 from tests.helpers import IDS, in_thread, open_descriptors, until
 
 

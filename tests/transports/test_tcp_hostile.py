@@ -21,8 +21,9 @@ from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import RefusedError, UsageError, WireError
 from symbiosis.transports import peer, wire
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.sockets import resolve
-from symbiosis.transports.wire import Limits, Type
+from symbiosis.transports.wire import Type
 from tests.helpers import BATCH, IDS, adamw, in_thread, lora, until
 from tests.transports.raw import a_call, hello, raw, receive, rows, violate
 
@@ -254,13 +255,14 @@ async def test_a_client_that_floods_is_disconnected_and_other_clients_are_served
             with raw(listener.address) as socket:
                 socket.send(hello("mallory"))
                 receive(socket)
-                socket.socket.settimeout(2.0)
                 while sent < 20_000:
+                    socket.socket.settimeout(2.0)
                     try:
                         socket.send(a_call(sent, 200), rows(200))
                     except OSError:
                         break  # the executor has stopped reading, as it must, or has ended the connection
                     sent += 1
+                    socket.socket.settimeout(60.0)
                     while reads and socket.poll():
                         receive(socket)
             return sent

@@ -70,7 +70,7 @@ class TestTcpWithKeys(TestTcp):
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane whose other side was killed while it opened ends within the test."""
     monkeypatch.setattr(lanes, "WITHIN_S", 10.0)
-    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
+    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 1.0)  # five times that at most, and enough for a busy machine
 
 
 @pytest.mark.usefixtures("impatient")

@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from symbiosis import Executor
+from symbiosis import Executor, Statistics
 from symbiosis.cli.demo.jobs import Generation, Plan, Tenant, Training
-from symbiosis.executor.statistics import Statistics
 
 QUIET_S = 5.0
 """Between two plain lines about the same thing."""

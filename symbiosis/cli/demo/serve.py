@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from symbiosis import Executor
+from symbiosis import Client, Executor, Statistics
 from symbiosis.cli.demo.jobs import Footprint, Generation, Plan, Tenant, Training
 from symbiosis.cli.demo.memory import Storages, cache_bytes, optimizer_tensors, saved_bytes, storages, total
-from symbiosis.client.client import Client
 from symbiosis.errors import UsageError
-from symbiosis.executor.statistics import Statistics
 
 Watch = Callable[[Executor], Coroutine[Any, Any, None]]
 """Shows the jobs' progress until it is cancelled."""
