@@ -28,6 +28,7 @@ def test_top_level() -> None:
         "Base",
         "Client",
         "Executor",
+        "Statistics",
         "__version__",
         "backward_in_windows",
         "connect",
