@@ -82,11 +82,11 @@ def world_of(
     terms: Mapping[str, Terms] | None = None,
     local: bool = False,
 ) -> World:
-    """Return clients that are all in a pass, around a policy; ``terms`` by client."""
+    """Return clients that are all in a walk, around a policy; ``terms`` by client."""
     world = World(policy, layers=layers, max_rows=max_rows)
     for client in clients:
         world.join(client, (terms or {}).get(client, NO_TERMS), local=local)
-        world.begin_pass(client)
+        world.begin_walk(client)
     return world
 
 

@@ -80,7 +80,7 @@ def _measure(spec: str, count: int, load: str, requests: int) -> tuple[float, fl
         # clients begin at different layers
         walks[name] = itertools.cycle(steps[number % LAYERS :] + steps[: number % LAYERS])
         scheduler.client_joined(name, Terms(priority=number % 1000) if uneven else NO_TERMS, local=uneven)
-        scheduler.pass_began(name, 0.0)
+        scheduler.walk_began(name, 0.0)
     ids = itertools.count()
     now = members = batches = answered = 0.0
 

@@ -173,7 +173,7 @@ class Client:
         if not isinstance(loss, torch.Tensor):
             raise UsageError(f"loss is {loss!r}, not a tensor; pass the model's own `out.loss`")
         async with self._having_turn():
-            await self._in_pass_on_thread(partial(loss.backward, *args, **kwargs))
+            await self._in_walk_on_thread(partial(loss.backward, *args, **kwargs))
 
     async def train_step(
         self,
@@ -294,7 +294,7 @@ class Client:
             while True:
                 operation = step.send(result)
                 result = None  # the output of a forward pass is freed before the backward pass
-                run = self._in_fiber if isinstance(operation, Forward) else self._in_pass_on_thread
+                run = self._in_fiber if isinstance(operation, Forward) else self._in_walk_on_thread
                 result = await run(operation.run)
         except StopIteration as end:
             return float(end.value)
@@ -304,16 +304,16 @@ class Client:
             raise CannotWaitError("an operation of a client was started inside a fiber; await it in a coroutine")
         channel = self._open_channel()
         assert self._stream is not None
-        channel.begin_pass()
+        channel.begin_walk()
         try:
             return await run_in_fiber(self._stream, channel, fn, *args, **kwargs)
         finally:
             self._requester.forget()
-            channel.end_pass()
+            channel.end_walk()
 
-    async def _in_pass_on_thread(self, fn: Callable[[], T]) -> T:
+    async def _in_walk_on_thread(self, fn: Callable[[], T]) -> T:
         channel = self._open_channel()
-        channel.begin_pass()
+        channel.begin_walk()
         try:
             if any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules()):
                 # Checkpointed blocks run forward again, with dropout, so they need the generators to themselves.
@@ -321,7 +321,7 @@ class Client:
             return await self._on_thread(_without_engine_threads, fn)
         finally:
             self._requester.forget()
-            channel.end_pass()
+            channel.end_walk()
 
     async def _on_thread(self, fn: Callable[..., T], *args: Any) -> T:
         return await self._thread.run(self._interrupt, fn, *args)

@@ -84,7 +84,7 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
 
     stream: RandomStream
     observer: PassObserver
-    """The channel of the client whose pass this is."""
+    """The channel of the client whose walk this is."""
 
     def wait(self, awaitable: Awaitable[T], channel: PassObserver | None = None) -> T:
         """Suspend this fiber until ``awaitable`` is done, and return its result or raise its exception.
@@ -95,7 +95,7 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
         self.stream.leave()
         elsewhere = channel is not None and channel is not self.observer
         if elsewhere:
-            self.observer.end_pass()
+            self.observer.end_walk()
         grad = torch.is_grad_enabled()
         modes = Modes() if in_modes() else None
         torch._C._set_grad_enabled(True)
@@ -109,7 +109,7 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
             torch._C._set_grad_enabled(grad)
             self.stream.enter()
             if elsewhere:
-                self.observer.begin_pass()  # last, because it raises if this client was closed meanwhile
+                self.observer.begin_walk()  # last, because it raises if this client was closed meanwhile
 
 
 def current_fiber() -> Fiber | None:
@@ -121,8 +121,8 @@ def current_fiber() -> Fiber | None:
 class PassObserver(Protocol):
     """The part of a channel that a fiber needs."""
 
-    def begin_pass(self) -> None: ...
-    def end_pass(self) -> None: ...
+    def begin_walk(self) -> None: ...
+    def end_walk(self) -> None: ...
     def flush(self) -> None: ...
 
 

@@ -88,15 +88,15 @@ def open_model(
     channel = transport.connect_blocking(address, name or new_name(), terms)
     if scheme is not None:
         channel = scheme.wrap_blocking(channel, address, terms, options)
-    passes = Passes(channel)
-    requester = Requester(masked=scheme is not None, before_backward=passes.backward_begins)
+    walks = Walks(channel)
+    requester = Requester(masked=scheme is not None, before_backward=walks.backward_begins)
     requester.open(channel)
     try:
         model: Any = skeleton_for(channel, requester)
         if device is not None:
             model = model.to(device)
-        model.register_forward_pre_hook(passes.begin)
-        model.register_forward_hook(passes.end, always_call=True)
+        model.register_forward_pre_hook(walks.begin)
+        model.register_forward_hook(walks.end, always_call=True)
         opened = OpenedModel(
             model, requester, channel, lambda: tokenizer_of(transport.look(address).tokenizer, address)
         )
@@ -127,10 +127,10 @@ def backward_in_windows(model: Any, batch: Mapping[str, Any], window: int, *, pr
         return run_now(step)
 
 
-class Passes:
-    """Tells the executor when a client is in a pass, so that batches wait for it then and only then.
+class Walks:
+    """Tells the executor when a client is in a walk, so that batches wait for it then and only then.
 
-    Several threads may walk the model at once, forward and backward. The client is in a pass from the time at which the
+    Several threads may walk the model at once, forward and backward. The client is in a walk from the time at which the
     first of them begins until the last has ended.
     """
 
@@ -141,25 +141,25 @@ class Passes:
         self._backwards: set[int] = set()
         """Backward passes in progress, by the number that the autograd engine gives them."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Walks:
         return self  # a copy of the model uses the same connection
 
     def begin(self, *_: Any) -> None:
-        """Note that a pass begins. Serves as a forward pre-hook."""
+        """Note that a walk begins. Serves as a forward pre-hook."""
         with self._lock:
             self._open += 1
             if self._open == 1:
-                self._channel.begin_pass()
+                self._channel.begin_walk()
 
     def end(self, *_: Any) -> None:
-        """Note that a pass has ended. Serves as a forward hook."""
+        """Note that a walk has ended. Serves as a forward hook."""
         with self._lock:
             self._open -= 1
             if self._open == 0:
-                self._channel.end_pass()
+                self._channel.end_walk()
 
     def backward_begins(self) -> None:
-        """Note that a request follows that may be the first of a backward pass."""
+        """Note that a request follows that may be the first of a backward walk."""
         number = torch._C._current_graph_task_id()
         if number == -1 or number in self._backwards:
             return

@@ -26,7 +26,7 @@ class KindTracker:
     """Tells decode rows from prefill rows in the forward passes of one thread, without gradients.
 
     Several rows of one sequence belong to a prompt. Some models flatten sequences on the way (OPT), and the last layer
-    is asked for a prompt's last token alone, so the rest of a prompt's pass belongs to the prompt too.
+    is asked for a prompt's last token alone, so the rest of a prompt's walk belongs to the prompt too.
     """
 
     __slots__ = ("_kind", "_layer", "_rows")
@@ -36,7 +36,7 @@ class KindTracker:
         """The layer that was asked last."""
         self._kind = Kind.DECODE
         self._rows = 0
-        """Rows of the first request of this pass."""
+        """Rows of the first request of this walk."""
 
     def kind_of(self, layer: int, x: torch.Tensor) -> Kind:
         """Return the kind of the rows x [..., i] for a layer."""
@@ -65,7 +65,7 @@ class ThreadState(threading.local):
         self.kept = KeptProduct()
 
     def forget(self) -> None:
-        """Drop what a pass of this thread left behind."""
+        """Drop what a walk of this thread left behind."""
         self.siblings.forget()
         self.kinds = KindTracker()
         self.kept = KeptProduct()
@@ -108,7 +108,7 @@ class Requester:
         return self._channel
 
     def forget(self) -> None:
-        """Drop what a pass that has ended, or failed, left behind on any thread."""
+        """Drop what a walk that has ended, or failed, left behind on any thread."""
         self.here.forget()
         self.here = ThreadState()
 

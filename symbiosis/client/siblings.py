@@ -124,7 +124,7 @@ class SiblingState:
         self._last_input = weakref.ref(x)
 
     def forget(self) -> None:
-        """Drop what a pass that has ended, or failed, left behind."""
+        """Drop what a walk that has ended, or failed, left behind."""
         _group(self._run)
         self._last_input = None
         self._run = []

@@ -85,7 +85,7 @@ class View(Protocol):
 
     @property
     def thinking(self) -> int:
-        """Number of clients in a pass without an outstanding request. These may join a batch if the policy waits."""
+        """Number of clients in a walk without an outstanding request. These may join a batch if the policy waits."""
 
     @property
     def layers(self) -> int:

@@ -1,7 +1,7 @@
 """Decides which rows run next: keeps the queues, asks the policy, and checks its decisions.
 
 The scheduler does no I/O, reads no clock and touches no tensor. Its driver (the executor, the simulator or a test)
-reports what happens (`offer`, `cancel`, `completed`, clients that join, leave, and begin or end a pass) and pulls
+reports what happens (`offer`, `cancel`, `completed`, clients that join, leave, and begin or end a walk) and pulls
 `next_action(now)`. Times are seconds on the driver's clock.
 
 A :class:`~symbiosis.core.policy.Policy` only chooses. The scheduler checks each decision before it acts on it:
@@ -65,11 +65,11 @@ IDLE = Idle()
 class _Client:
     terms: Terms
     local: bool
-    in_pass: bool = False
+    in_walk: bool = False
     open: int = 0
     """Requests not yet answered, queued or running."""
     thinking: bool = False
-    """Whether the client is in a pass with nothing outstanding, and has not stopped."""
+    """Whether the client is in a walk with nothing outstanding, and has not stopped."""
     since: float = 0.0
     """Time at which it began to think, in seconds."""
 
@@ -101,7 +101,7 @@ class Scheduler:
         self._look_at = 0.0
         """Time before which no client can have stopped."""
         self._turned = -math.inf
-        """Time at which the driver's other work last had its turn; -inf after a client has begun a pass."""
+        """Time at which the driver's other work last had its turn; -inf after a client has begun a walk."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
 
@@ -134,25 +134,25 @@ class Scheduler:
 
     def client_left(self, client: str, now: float) -> list[Request]:
         """Forget a client, and return its unanswered requests, which are now cancelled."""
-        self.pass_ended(client)
+        self.walk_ended(client)
         mine = [request for request in self._open.values() if request.client == client]
         for request in mine:
             self.cancel(request.id, now)
         del self._clients[client]
         return mine
 
-    def pass_began(self, client: str, now: float) -> None:
+    def walk_began(self, client: str, now: float) -> None:
         """Note that a client began to walk the model."""
         state = self._clients[client]
-        state.in_pass = True
+        state.in_walk = True
         self._turned = -math.inf  # other clients may be about to begin: their requests can share its first batch
         if not state.open:
             self._begin_thinking(state, now)
 
-    def pass_ended(self, client: str) -> None:
+    def walk_ended(self, client: str) -> None:
         """Note that a client is idle."""
         state = self._clients[client]
-        state.in_pass = False
+        state.in_walk = False
         self._end_thinking(state)
 
     def turned(self, now: float) -> None:
@@ -334,7 +334,7 @@ class Scheduler:
         """Note that a request is no longer open."""
         state = self._clients[request.client]
         state.open -= 1
-        if state.in_pass and not state.open:
+        if state.in_walk and not state.open:
             self._begin_thinking(state, now)
 
     def _begin_thinking(self, state: _Client, now: float) -> None:
@@ -381,7 +381,7 @@ class Scheduler:
         for client, state in self._clients.items():
             mine = [request for request in self._open.values() if request.client == client]
             assert state.open == len(mine), f"the number of open requests of {client!r} is wrong"
-            assert state.in_pass or not state.thinking, f"{client!r} counts as thinking outside a pass"
+            assert state.in_walk or not state.thinking, f"{client!r} counts as thinking outside a walk"
             assert not (state.open and state.thinking), f"{client!r} counts as thinking with an open request"
         assert all(request.client in self._clients for request in self._open.values()), "a request has no client"
         assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is wrong"

@@ -64,10 +64,10 @@ class Session(Protocol):
     def cancel(self, call: Call) -> None:
         """Withdraw a call. Has no effect on a call that was answered."""
 
-    def begin_pass(self) -> None:
+    def begin_walk(self) -> None:
         """Note that the client walks the model: it is thinking whenever it has no outstanding request."""
 
-    def end_pass(self) -> None:
+    def end_walk(self) -> None:
         """Note that the client is idle: batches need not wait for it."""
 
     def close(self, error: BaseException | None = None) -> None:
@@ -156,8 +156,8 @@ class Channel(Protocol):
     def interrupt(self, error: BaseException) -> None:
         """End the blocking :meth:`call` in progress, if any, with ``error``."""
 
-    def begin_pass(self) -> None: ...
-    def end_pass(self) -> None: ...
+    def begin_walk(self) -> None: ...
+    def end_walk(self) -> None: ...
     def close(self) -> None: ...
 
 

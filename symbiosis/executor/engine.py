@@ -110,20 +110,20 @@ class Engine:
                 _fail(call, error)
         self._pump_soon()
 
-    def begin_pass(self, client: str) -> None:
+    def begin_walk(self, client: str) -> None:
         """Note that a client begins to walk the model."""
         began = now()
         with self._lock:
-            self.scheduler.pass_began(client, began)
+            self.scheduler.walk_began(client, began)
         if self.timeline is not None:
-            self.timeline.pass_began(client, began)
+            self.timeline.walk_began(client, began)
 
-    def end_pass(self, client: str) -> None:
+    def end_walk(self, client: str) -> None:
         """Note that a client is idle."""
         with self._lock:
-            self.scheduler.pass_ended(client)
+            self.scheduler.walk_ended(client)
         if self.timeline is not None:
-            self.timeline.pass_ended(client, now())
+            self.timeline.walk_ended(client, now())
         self._pump_soon()
 
     def submit(self, client: str, call: Call, kind: Kind) -> asyncio.Future[Results]:

@@ -98,14 +98,14 @@ class ExecutorSession:
     def _refuse(self, problem: str) -> NoReturn:
         raise RequestError(f"request of {self.client!r} refused: {problem}")
 
-    def begin_pass(self) -> None:
+    def begin_walk(self) -> None:
         if self._ended is not None:
             raise self._ended
-        self._engine.begin_pass(self.client)
+        self._engine.begin_walk(self.client)
 
-    def end_pass(self) -> None:
+    def end_walk(self) -> None:
         if self._ended is None:
-            self._engine.end_pass(self.client)
+            self._engine.end_walk(self.client)
 
     def close(self, error: BaseException | None = None) -> None:
         if self._ended is None:

@@ -79,12 +79,12 @@ class Timeline:
             for request in answered:
                 self._thinks_since[request.client] = ended
 
-    def pass_began(self, client: str, now: float) -> None:
+    def walk_began(self, client: str, now: float) -> None:
         with self._lock:
             self._line(client)  # so that the client is forgotten with its line
             self._thinks_since[client] = now
 
-    def pass_ended(self, client: str, now: float) -> None:
+    def walk_ended(self, client: str, now: float) -> None:
         with self._lock:
             self._thought(client, now)
 

@@ -198,7 +198,7 @@ class CoServing(Policy):
         """Decide while nothing but fine-tuning is queued."""
         queue = view.queues[tuning.key]
         seconds = self._for_tuning(tuning, now)
-        if not view.thinking:  # only a client that begins a pass can send a request
+        if not view.thinking:  # only a client that begins a walk can send a request
             seconds = max(seconds, self.margins.tune * self.slo_ms / 1e3)
         rows = self._rows_within(queue.key, 0, min(seconds, self.slo_ms / 1e3), view.max_rows)
         if view.thinking and seconds < math.inf and rows < min(queue.rows, self._worth_a_batch(queue.key)):

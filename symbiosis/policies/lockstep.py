@@ -10,7 +10,7 @@ from symbiosis.policies.order import FurthestBehind
 
 
 class Lockstep(Policy):
-    """Run a batch only when all clients in a pass are blocked, and then the queue that is furthest behind.
+    """Run a batch only when all clients in a walk are blocked, and then the queue that is furthest behind.
 
     A client that thinks for a long time delays all other clients: this is what lockstep means. A request that was
     passed over for two walks through the model (2 × layers batches) runs first.

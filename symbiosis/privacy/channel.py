@@ -155,13 +155,13 @@ class MaskedChannel:
             channel.interrupt(error)
         self._side.interrupt(error)
 
-    def begin_pass(self) -> None:
+    def begin_walk(self) -> None:
         for channel in self._channels:
-            channel.begin_pass()
+            channel.begin_walk()
 
-    def end_pass(self) -> None:
+    def end_walk(self) -> None:
         for channel in self._channels:
-            channel.end_pass()
+            channel.end_walk()
 
     def close(self) -> None:
         self._side.interrupt(ClientClosedError(f"the client {self.client!r} was closed"))

@@ -154,9 +154,9 @@ class Simulation:
             action = next(client) if start else client.send(self.now)
             while isinstance(action, InPass):
                 if action.begins:
-                    self._scheduler.pass_began(name, self.now)
+                    self._scheduler.walk_began(name, self.now)
                 else:
-                    self._scheduler.pass_ended(name)
+                    self._scheduler.walk_ended(name)
                 action = client.send(self.now)
         except StopIteration:
             del self._clients[name]

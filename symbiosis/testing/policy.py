@@ -132,7 +132,7 @@ class PolicyConformance(ABC):
         world = World(self.make_policy(), layers=4, max_rows=8)
         world.join("alone")
         for rows in (1, 8, 20):
-            world.begin_pass("alone")
+            world.begin_walk("alone")
             for key in world.keys:
                 request = world.submit("alone", key, rows)
                 deadline = world.clock.now + self.patience_s
@@ -146,7 +146,7 @@ class PolicyConformance(ABC):
                             f"{world.policy!r} lets the only client wait until {action.time}"
                         )
                         world.clock.advance(action.time - world.clock.now)
-            world.end_pass("alone")
+            world.end_walk("alone")
 
     def _run_machine(self, size: _Size) -> None:
         machine = _machine(self.make_policy, size, self.patience_s)
@@ -211,7 +211,7 @@ def _play(
 
     for name in [*names, "victim"]:
         world.join(name, terms_of[name][0], local=terms_of[name][1])
-        world.begin_pass(name)
+        world.begin_walk(name)
     for name in names[: rivals // 2]:
         submit(name, next(script))
     request = submit("victim", victim)
@@ -253,7 +253,7 @@ def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_
     """Submit each work so many seconds after the previous one, or after the running batch, by a client of its own."""
     thinker = "tenant-0/thinker"
     world.join(thinker)
-    world.begin_pass(thinker)
+    world.begin_walk(thinker)
     coming, due = list(reversed(works)), world.clock.now + works[0][1]
     waits, began = 0, world.clock.now
     while coming or world.waiting:
@@ -299,19 +299,19 @@ def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) 
             self.world = World(make_policy(), layers=size.layers, max_rows=size.max_rows)
             self.until: float | None = None
 
-        @rule(client=clients, in_pass=st.booleans(), terms=_ANY_TERMS)
-        def join_or_leave(self, client: str, in_pass: bool, terms: _Joining) -> None:
+        @rule(client=clients, in_walk=st.booleans(), terms=_ANY_TERMS)
+        def join_or_leave(self, client: str, in_walk: bool, terms: _Joining) -> None:
             if client in self.world.clients:
                 self.world.leave(client)
             else:
                 self.world.join(client, terms[0], local=terms[1])
-                if in_pass:
-                    self.world.begin_pass(client)
+                if in_walk:
+                    self.world.begin_walk(client)
 
         @rule(client=clients)
-        def begin_or_end_pass(self, client: str) -> None:
+        def begin_or_end_walk(self, client: str) -> None:
             if client in self.world.clients:
-                (self.world.end_pass if self.world.clients[client] else self.world.begin_pass)(client)
+                (self.world.end_walk if self.world.clients[client] else self.world.begin_walk)(client)
 
         @precondition(lambda self: self.world.clients)
         @rule(

@@ -176,11 +176,11 @@ class TransportConformance:
 
             async def client(number: int) -> None:
                 async with self._channel(address, tmp_path) as channel:
-                    channel.begin_pass()
+                    channel.begin_walk()
                     for turn in range(10):
                         call = self._call(executor, (turn,), Pass.FORWARD, 1 + number, seed=100 * number + turn)
                         await self._check(executor, channel, call)
-                    channel.end_pass()
+                    channel.end_walk()
 
             await asyncio.gather(*[client(number) for number in range(6)])
             await self._until(lambda: not executor.status()["clients"])
@@ -216,7 +216,7 @@ class TransportConformance:
     async def test_a_client_that_leaves_is_forgotten(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (executor, address):
             async with self._channel(address, tmp_path) as channel:
-                channel.begin_pass()
+                channel.begin_walk()
                 reply = channel.send(self._call(executor, (0,), Pass.FORWARD, 50))
             await self._until(lambda: not executor.status()["clients"] and executor.status()["outstanding"] == 0)
             assert isinstance(reply, asyncio.Future)
@@ -255,7 +255,7 @@ class TransportConformance:
                 await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 2))
 
     async def test_a_killed_client_is_forgotten(self, tmp_path: Path) -> None:
-        """``kill -9`` in the middle of a pass, in which batches would wait for the client."""
+        """``kill -9`` in the middle of a walk, in which batches would wait for the client."""
         if not self.blocking:
             return
         async with self._executor(tmp_path) as (executor, address):
@@ -337,13 +337,13 @@ class TransportConformance:
             def client(number: int) -> None:
                 transport = make_transport(address, **self.connect_options(tmp_path))
                 with contextlib.closing(transport.connect_blocking(address, f"thread-{number}")) as channel:
-                    channel.begin_pass()
+                    channel.begin_walk()
                     for turn in range(10):
                         pass_ = Pass.FORWARD if turn % 2 else Pass.BACKWARD
                         call = self._call(executor, (turn,), pass_, 1 + turn, seed=turn)
                         (result,) = channel.call(call)
                         assert_same(result, self._expected(executor, call)[0])
-                    channel.end_pass()
+                    channel.end_walk()
 
             clients = asyncio.gather(*[asyncio.to_thread(client, number) for number in range(3)])
             while not clients.done():
@@ -372,7 +372,7 @@ _VICTIM = """
 import json, sys, time
 from symbiosis.core.registry import make_transport
 channel = make_transport(sys.argv[1], **json.loads(sys.argv[2])).connect_blocking(sys.argv[1], "victim")
-channel.begin_pass()
+channel.begin_walk()
 print("there", flush=True)
 time.sleep(600)
 """

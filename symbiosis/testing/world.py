@@ -5,7 +5,7 @@ each step. The conformance kit drives it with random scripts; a test can drive i
 
     world = World(MyPolicy(), layers=2, max_rows=8)
     world.join("alice")
-    world.begin_pass("alice")
+    world.begin_walk("alice")
     world.submit("alice", world.keys[0], rows=3)
     batch = world.decide()
 """
@@ -63,7 +63,7 @@ class World:
         self.batches = 0
         """Number of batches that were started."""
         self.clients: dict[str, bool] = {}
-        """Clients that have joined, and whether they are in a pass."""
+        """Clients that have joined, and whether they are in a walk."""
         self.waiting: dict[int, Request] = {}
         """Requests neither answered nor cancelled, by id, in arrival order."""
         self._taken: dict[int, int] = {}
@@ -71,7 +71,7 @@ class World:
         self._began: dict[int, float] = {}
         """Times at which the running batches started, by ``id()``."""
         self._thinks_since: dict[str, float] = {}
-        """Clients in a pass with nothing outstanding that have not stopped, and since when."""
+        """Clients in a walk with nothing outstanding that have not stopped, and since when."""
         self._ids = 0
 
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> None:
@@ -91,16 +91,16 @@ class World:
         self._thinks_since.pop(client, None)
         self.check()
 
-    def begin_pass(self, client: str) -> None:
-        """Let a client begin a pass."""
-        self.scheduler.pass_began(client, self.clock.now)
+    def begin_walk(self, client: str) -> None:
+        """Let a client begin a walk."""
+        self.scheduler.walk_began(client, self.clock.now)
         self.clients[client] = True
         self._freed(client)
         self.check()
 
-    def end_pass(self, client: str) -> None:
-        """Let a client end its pass."""
-        self.scheduler.pass_ended(client)
+    def end_walk(self, client: str) -> None:
+        """Let a client end its walk."""
+        self.scheduler.walk_ended(client)
         self.clients[client] = False
         self._thinks_since.pop(client, None)
         self.check()
@@ -140,7 +140,7 @@ class World:
         self.check()
 
     def _freed(self, client: str) -> None:
-        """Note that a client thinks from now on, if it is in a pass and has nothing outstanding."""
+        """Note that a client thinks from now on, if it is in a walk and has nothing outstanding."""
         if self.clients[client] and all(request.client != client for request in self.waiting.values()):
             self._thinks_since[client] = self.clock.now
 
@@ -196,7 +196,7 @@ class World:
         for batch in list(self.running):
             self.complete(batch)
         for client in self.clients:
-            self.end_pass(client)
+            self.end_walk(client)
         while self.queued:
             waited = 0.0
             for _ in range(1000):
@@ -222,7 +222,7 @@ class World:
 
     @property
     def thinking(self) -> list[str]:
-        """Clients in a pass with nothing outstanding that have not stopped."""
+        """Clients in a walk with nothing outstanding that have not stopped."""
         return list(self._thinks_since)
 
     def check(self) -> None:

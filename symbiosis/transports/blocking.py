@@ -56,15 +56,15 @@ class SynchronousChannel(ABC):
     def interrupt(self, error: BaseException) -> None:
         pass
 
-    def begin_pass(self) -> None:
+    def begin_walk(self) -> None:
         self._walk(True)
 
-    def end_pass(self) -> None:
+    def end_walk(self) -> None:
         self._walk(False)
 
     @abstractmethod
-    def _walk(self, in_pass: bool) -> None:
-        """Tell the executor whether the client is in a pass, if it does not know."""
+    def _walk(self, in_walk: bool) -> None:
+        """Tell the executor whether the client is in a walk, if it does not know."""
 
     @abstractmethod
     def abandon(self, error: ClientClosedError) -> None:
@@ -169,12 +169,12 @@ class BlockingChannel(SynchronousChannel):
                 if parts is None and (parts := carrier.put(pending)) is not None:
                     connection.send(parts)
 
-    def _walk(self, in_pass: bool) -> None:
+    def _walk(self, in_walk: bool) -> None:
         with self._lock:
             conversation = self._conversation
-            if conversation.in_pass == in_pass:
+            if conversation.in_walk == in_walk:
                 return
-            message = conversation.pass_message(in_pass)
+            message = conversation.walk_message(in_walk)
             if conversation.state is State.JOINED:
                 try:
                     self._connection.send([message])
@@ -252,7 +252,7 @@ class ThreadedChannel(SynchronousChannel):
         self.share = channel.share
         self.identity = channel.identity
         self.before_return = channel.before_return
-        self._in_pass = False
+        self._in_walk = False
         self._ended: ClientClosedError | None = None
         super().__init__()
 
@@ -269,10 +269,10 @@ class ThreadedChannel(SynchronousChannel):
             raise self._ended
         return self._channel.call(call)
 
-    def _walk(self, in_pass: bool) -> None:
-        if self._in_pass != in_pass:
-            self._in_pass = in_pass
-            self._soon(self._channel.walk, in_pass)
+    def _walk(self, in_walk: bool) -> None:
+        if self._in_walk != in_walk:
+            self._in_walk = in_walk
+            self._soon(self._channel.walk, in_walk)
 
     def _soon(self, what: Callable[..., None], *arguments: Any) -> None:
         if self._ended is None:

@@ -121,16 +121,16 @@ class AsyncChannel:
     def flush(self) -> None:
         pass
 
-    def begin_pass(self) -> None:
+    def begin_walk(self) -> None:
         self._conversation.check_open()
         self.walk(True)
 
-    def end_pass(self) -> None:
+    def end_walk(self) -> None:
         self.walk(False)
 
-    def walk(self, in_pass: bool) -> None:
-        """Note that the client begins or ends a pass, also after the conversation has ended."""
-        message = self._conversation.pass_message(in_pass)
+    def walk(self, in_walk: bool) -> None:
+        """Note that the client begins or ends a walk, also after the conversation has ended."""
+        message = self._conversation.walk_message(in_walk)
         if self._connection is not None:
             self._connection.send([message])
 

@@ -190,7 +190,7 @@ class Conversation:
         self.state = State.JOINING
         self.error: SymbiosisError | None = None
         self.outstanding = Outstanding()
-        self.in_pass = False
+        self.in_walk = False
         self._welcome: Welcome | None = None
         self._layers: Sequence[LayerSpec] = ()
         self._checks: list[Check] = []
@@ -234,7 +234,7 @@ class Conversation:
         self._patience_s, self._until, self._delay = self.retry_s, None, FIRST_S
         if self.state is not State.ENDED:
             self.state = State.JOINED
-        return [wire.BEGIN] if self.in_pass else []
+        return [wire.BEGIN] if self.in_walk else []
 
     def next_attempt(self, now: float) -> float | None:
         """Return the seconds to wait before the next attempt to join again; None if the conversation has ended.
@@ -330,10 +330,10 @@ class Conversation:
         pending = self.outstanding.cancel(call)
         return None if pending is None else wire.pack(Type.CANCEL, pending.id)
 
-    def pass_message(self, in_pass: bool) -> bytes:
-        """Return the message that tells the executor whether the client is in a pass."""
-        self.in_pass = in_pass
-        return wire.BEGIN if in_pass else wire.END
+    def walk_message(self, in_walk: bool) -> bytes:
+        """Return the message that tells the executor whether the client is in a walk."""
+        self.in_walk = in_walk
+        return wire.BEGIN if in_walk else wire.END
 
     def heard(self, now: float) -> None:
         """Note that a message came, or that the first call was sent. Times are in seconds."""

@@ -83,8 +83,8 @@ class InProcChannel:
         self.send = session.submit
         self.flush = session.flush
         self.cancel = session.cancel
-        self.begin_pass = session.begin_pass
-        self.end_pass = session.end_pass
+        self.begin_walk = session.begin_walk
+        self.end_walk = session.end_walk
         self.share = service.resident()
         self._threads = ThreadCalls(loop, self.send, self.cancel)
         self.interrupt = self._threads.interrupt

@@ -153,9 +153,9 @@ class Peer:
         elif session is None:
             raise WireError(f"the client sent {type_.name} before HELLO")
         elif type_ is Type.BEGIN:
-            session.begin_pass()
+            session.begin_walk()
         elif type_ is Type.END:
-            session.end_pass()
+            session.end_walk()
         elif type_ is Type.CANCEL:
             self._cancel(session, wire.read_id(content))
         elif not self._courier.control(type_, content):

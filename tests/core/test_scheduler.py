@@ -37,7 +37,7 @@ def make(*clients: str, max_rows: int = 8) -> tuple[Scheduler, Told]:
     scheduler = Scheduler(policy, layers=2, max_rows=max_rows)
     for client in clients:
         scheduler.client_joined(client)
-        scheduler.pass_began(client, 0.0)
+        scheduler.walk_began(client, 0.0)
     return scheduler, policy
 
 
@@ -149,8 +149,8 @@ def test_thinking() -> None:
     assert scheduler.thinking == 0
     scheduler.client_joined("a")
     assert scheduler.thinking == 0  # idle
-    scheduler.pass_began("a", 0.0)
-    scheduler.pass_began("a", 0.0)
+    scheduler.walk_began("a", 0.0)
+    scheduler.walk_began("a", 0.0)
     assert scheduler.thinking == 1
     first, second = request(0, "a"), request(1, "a", F1)
     scheduler.submit(first)
@@ -158,11 +158,11 @@ def test_thinking() -> None:
     assert scheduler.thinking == 0  # blocked
     scheduler.completed(run(scheduler, policy, (first, 3)), 1e-3, 0.0)
     assert scheduler.thinking == 0  # by the second
-    scheduler.pass_ended("a")
-    scheduler.pass_ended("a")
+    scheduler.walk_ended("a")
+    scheduler.walk_ended("a")
     scheduler.completed(run(scheduler, policy, (second, 3)), 1e-3, 0.0)
-    assert scheduler.thinking == 0  # out of its pass
-    scheduler.pass_began("a", 0.0)
+    assert scheduler.thinking == 0  # out of its walk
+    scheduler.walk_began("a", 0.0)
     assert scheduler.thinking == 1
     scheduler.client_left("a", 0.0)
     assert scheduler.thinking == 0
@@ -203,7 +203,7 @@ def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
     scheduler = Scheduler(NoLockstep(), layers=2, max_rows=8)
     for client in ("a", "b"):
         scheduler.client_joined(client)
-    scheduler.pass_began("a", 0.0)
+    scheduler.walk_began("a", 0.0)
     scheduler.turned(0.0)
     first = request(0, "a")
     batch = scheduler.offer(first, 0.0)
@@ -214,9 +214,9 @@ def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
     assert scheduler.completed(batch, 1e-3, 0.0) == [first]
     assert scheduler.offer_alone(request(2, "a"), 0.0) is None  # one is queued
     scheduler.cancel(1, 0.0)
-    scheduler.pass_began("b", 0.0)
+    scheduler.walk_began("b", 0.0)
     assert scheduler.offer_alone(request(3, "a"), 0.0) is None  # another client is thinking
-    scheduler.pass_ended("b")
+    scheduler.walk_ended("b")
     assert scheduler.offer_alone(request(4, "a", rows=9), 0.0) is None  # more rows than a batch may have
     assert scheduler.offer_alone(request(5, "b"), 0.0) is None  # a is thinking
     assert scheduler.client_left("a", 0.0) == []
@@ -229,7 +229,7 @@ def test_the_drivers_other_work_gets_its_turn() -> None:
     for client in ("a", "b"):
         scheduler.client_joined(client)
     scheduler.turned(1.0)
-    scheduler.pass_began("a", 1.0)
+    scheduler.walk_began("a", 1.0)
     assert scheduler.offer(request(0, "a"), 1.0) is None  # another client may be about to begin
     assert not scheduler.hurries(1.0)
     scheduler.turned(1.0)
@@ -313,7 +313,7 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
         names = [f"client-{n}" for n in range(clients)]
         for name in names:
             scheduler.client_joined(name)
-            scheduler.pass_began(name, 0.0)
+            scheduler.walk_began(name, 0.0)
         ids = iter(range(10**9))
         best = math.inf
         for layer in range(12):

@@ -132,10 +132,10 @@ def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path, monkeypat
     monkeypatch.setattr(timelines, "MAX_CLIENTS", 10)
     timeline = Timeline(tmp_path / "t.json", ["layer"], 0.0)
     for number in range(100):
-        timeline.pass_began(f"client-{number}", 1.0 * number)
+        timeline.walk_began(f"client-{number}", 1.0 * number)
         _ran(timeline, Request(number, f"client-{number}", Key((0,), Pass.FORWARD), 9, Kind.DECODE, 0.0), 0, 8, 1.0)
-        timeline.pass_began(f"client-{number}", 1.0 * number)
-        timeline.pass_began(f"other-{number}", 1.0 * number)
+        timeline.walk_began(f"client-{number}", 1.0 * number)
+        timeline.walk_began(f"other-{number}", 1.0 * number)
     timeline.close()
     assert max(len(timeline._lines), len(timeline._cut), len(timeline._thinks_since)) <= 10
     events = json.loads((tmp_path / "t.json").read_text())

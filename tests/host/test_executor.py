@@ -517,7 +517,7 @@ async def test_who_has_stopped_in_the_middle_is_not_waited_for(base: Any, monkey
         async with executor.client(name="stopped") as stopped, executor.client(name="works") as works:
             channel = stopped._channel
             assert channel is not None
-            channel.begin_pass()
+            channel.begin_walk()
             began = time.monotonic()
             await asyncio.wait_for(works.forward(input_ids=IDS), 5)  # lockstep: each layer would wait for the other
             assert time.monotonic() - began > 0.15

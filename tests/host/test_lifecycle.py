@@ -311,7 +311,7 @@ async def test_executor_shut_down_while_backward_waits(base: Any) -> None:
         sleeper = await executor.client().open()
         output = await client.forward(**BATCH)
         assert sleeper._channel is not None
-        sleeper._channel.begin_pass()  # thinks for ever
+        sleeper._channel.begin_walk()  # thinks for ever
         task = asyncio.create_task(client.backward(output.loss))
         await until(lambda: executor.engine.scheduler.outstanding == 1)
         assert client_threads()
@@ -328,7 +328,7 @@ async def test_plain_thread_that_waits(base: Any, by: str) -> None:
         client = await executor.client(lora()).open()
         sleeper = await executor.client().open()
         assert sleeper._channel is not None
-        sleeper._channel.begin_pass()
+        sleeper._channel.begin_walk()
         task = asyncio.create_task(asyncio.to_thread(client.model, input_ids=IDS))
         await until(lambda: executor.engine.scheduler.outstanding == 1)
         if by == "client":
@@ -364,7 +364,7 @@ async def test_cancelled_while_another_closes_it(base: Any, expected: torch.Tens
         sleeper = await executor.client().open()
         output = await client.forward(**BATCH)
         assert sleeper._channel is not None
-        sleeper._channel.begin_pass()
+        sleeper._channel.begin_walk()
         task = asyncio.create_task(client.backward(output.loss))
         await until(lambda: executor.engine.scheduler.outstanding == 1)
         closing = asyncio.create_task(client.close())
@@ -437,13 +437,13 @@ async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
         assert sleeper._channel is not None
         optimizer = adamw(client.model)
         before = parameters(client.model)
-        in_pass_on_thread = client._in_pass_on_thread
+        in_pass_on_thread = client._in_walk_on_thread
 
         async def held_up(*args: Any, **kwargs: Any) -> None:
-            sleeper._channel.begin_pass()
+            sleeper._channel.begin_walk()
             await in_pass_on_thread(*args, **kwargs)
 
-        client._in_pass_on_thread = held_up  # type: ignore[method-assign]
+        client._in_walk_on_thread = held_up  # type: ignore[method-assign]
         task = asyncio.create_task(client.train_step(BATCH, optimizer))
         await until(lambda: task.done() or executor.engine.scheduler.outstanding == 1)
         assert not task.done()
@@ -509,13 +509,13 @@ async def test_operations_of_one_client_take_turns(base: Any) -> None:
 
 
 async def test_clients_of_different_speed(base: Any) -> None:
-    """A tenant who thinks for long in the middle of a pass does not hold up a fast one (opportunistic batching)."""
+    """A tenant who thinks for long in the middle of a walk does not hold up a fast one (opportunistic batching)."""
     async with symbiosis.Executor(base, policy="opportunistic:wait_ms=1,max_wait_ms=5") as executor:
         async with executor.client() as slow, executor.client() as fast:
 
             async def think() -> None:
                 assert slow._channel is not None
-                slow._channel.begin_pass()
+                slow._channel.begin_walk()
                 await asyncio.sleep(60)
 
             thinker = asyncio.create_task(think())

@@ -484,7 +484,7 @@ def test_what_was_served_in_part_is_still_let_in() -> None:
     scheduler = Scheduler(Priority(Moody()), layers=4, max_rows=4)
     for number, (name, rows) in enumerate((("low", 10), ("high", 1))):
         scheduler.client_joined(name, Terms(priority=number), local=True)
-        scheduler.pass_began(name, 0.0)
+        scheduler.walk_began(name, 0.0)
         scheduler.submit(Request(number, name, F0, rows, Kind.DECODE, 0.0))
     served = []
     while isinstance(batch := scheduler.next_action(0.0), Batch):
@@ -596,7 +596,7 @@ def test_a_debt_of_hours_is_waited_for() -> None:
     """The policy waits in parts: the scheduler allows an hour at most while no client is thinking."""
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=0.05), "a/1", "a/2", layers=4)
     for name in ("a/1", "a/2"):
-        world.end_pass(name)
+        world.end_walk(name)
         world.submit(name, F0, 1000)
     while world.queued:
         action = world.decide()

@@ -160,7 +160,7 @@ def test_a_text_makes_up_for_tokens_that_were_late() -> None:
     slacks = {}
     for name, seconds in (("early", 0.02), ("on time", 0.092), ("late", 0.11), ("hopeless", 0.35)):
         w = world(CoServing(slo_ms=100, wait_ms=1e-6))
-        w.end_pass("job")
+        w.end_walk("job")
         for _ in range(3):
             _token(w, seconds)
         w.submit("text", F0, 1, Kind.DECODE)
@@ -186,7 +186,7 @@ def test_a_prefill_goes_first_while_there_is_time() -> None:
 
 def test_a_prefill_without_time_waits_until_it_has_to_hurry() -> None:
     w = world(CoServing(slo_ms=10, ttft_ms=1000, wait_ms=1e-6))
-    w.end_pass("job")
+    w.end_walk("job")
     for rows in (1, 100):
         w.policy.latency[F0].learn(rows, 0.05 + 1e-4 * rows)  # type: ignore[attr-defined]
     w.submit("prompt", F0, 100, Kind.PREFILL)
@@ -202,8 +202,8 @@ def test_a_prefill_without_time_waits_until_it_has_to_hurry() -> None:
 
 def test_backward_rows_are_tuning_too() -> None:
     w = world()
-    w.end_pass("text")
-    w.end_pass("prompt")
+    w.end_walk("text")
+    w.end_walk("prompt")
     w.submit("job", B1, 300, Kind.FINETUNE)
     assert rows_of(run(w)) == {"job": 64}  # the latency of this key is unknown
     assert rows_of(run(w)) == {"job": 236}

@@ -100,9 +100,9 @@ class TestLockstep:
         w = world_of(Lockstep(), "a", "b")
         w.join("idle")
         w.submit("a", F0, 1)
-        w.end_pass("b")
+        w.end_walk("b")
         assert members(run(w)) == [("a", 1)]
-        w.begin_pass("b")
+        w.begin_walk("b")
         w.submit("a", F0, 1)
         w.leave("b")
         assert members(run(w)) == [("a", 1)]
@@ -210,12 +210,12 @@ class TestOpportunistic:
                     w.submit(client, Key((layer,), Pass.FORWARD), 1 + walk % 3)
                     w.clock.advance(1e-4)
                 if walk < 20:
-                    w.end_pass("elsewhere")
+                    w.end_walk("elsewhere")
                 batch = w.decide()
                 assert isinstance(batch, Batch), (walk, layer)
                 w.complete(batch, 0.01)
                 if walk < 20:
-                    w.begin_pass("elsewhere")
+                    w.begin_walk("elsewhere")
 
     @pytest.mark.parametrize("other", ["stuck", "slow"])
     def test_nobody_is_waited_for_who_has_left(self, other: str) -> None:
@@ -366,12 +366,12 @@ class TestAdaptive:
                 w.submit(client, F0, rows)
                 w.clock.advance(gap)
             for client in w.clients:  # otherwise the policy would wait for them
-                w.end_pass(client)
+                w.end_walk(client)
             batch = w.decide()
             assert isinstance(batch, Batch)
             w.complete(batch, start + row * batch.rows)
             for client in w.clients:
-                w.begin_pass(client)
+                w.begin_walk(client)
         return w, policy
 
     def test_company_that_comes_soon_is_waited_for(self) -> None:
@@ -414,7 +414,7 @@ class TestAdaptive:
             w.submit("a", F0, 1)
             w.clock.advance(1.0)
             w.complete(run_now(w), 1e-9)
-        w.begin_pass("b")  # it had stopped
+        w.begin_walk("b")  # it had stopped
         w.submit("a", F0, 1)
         action = w.decide()
         assert isinstance(action, WaitUntil)

@@ -87,7 +87,7 @@ def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
     world.leave("earlier")
     for name in ("chat", *tuning):
         world.join(name)
-        world.begin_pass(name)
+        world.begin_walk(name)
     reasons = []
 
     def ask(name: str) -> None:

@@ -391,7 +391,7 @@ class TestTheWorldItself:
     def make(self) -> World:
         world = World(NoLockstep(), layers=2, max_rows=8)
         world.join("a")
-        world.begin_pass("a")
+        world.begin_walk("a")
         return world
 
     def test_a_lost_request(self) -> None:

@@ -81,7 +81,7 @@ async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str,
         channel: Any = await in_thread(BlockingChannel, join, address, Hello("client"), 0.0)
         interrupt.moment = moment
         if moment == "half a BEGIN is sent":
-            assert await in_thread(interrupts, channel.begin_pass)
+            assert await in_thread(interrupts, channel.begin_walk)
         else:
             assert await in_thread(interrupts, channel.call, call(3))
         for rows in (2, 5):

@@ -252,9 +252,9 @@ def test_an_interrupted_call_is_worth_some_attempts() -> None:
     assert talk.state is State.ENDED
 
 
-def test_a_client_in_a_pass_says_so_again() -> None:
+def test_a_client_in_a_walk_says_so_again() -> None:
     talk = conversation()
-    talk.pass_message(True)
+    talk.walk_message(True)
     talk.lost(ConnectionLostError("gone"))
     assert talk.joined(welcome(), PLENTY) == [wire.BEGIN]
 

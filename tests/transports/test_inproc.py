@@ -126,8 +126,8 @@ async def test_after_close(executor: symbiosis.Executor) -> None:
     with pytest.raises(ClientClosedError):
         await asyncio.to_thread(channel.call, call())
     with pytest.raises(ClientClosedError):
-        channel.begin_pass()
-    channel.end_pass()  # leaving a pass is always possible
+        channel.begin_walk()
+    channel.end_walk()  # leaving a walk is always possible
 
 
 async def test_after_the_executor_is_gone(base: Any) -> None:

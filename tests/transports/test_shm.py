@@ -65,8 +65,8 @@ async def test_more_messages_than_a_socket_holds(base: Any, address: str) -> Non
         await executor.listen(address)
         channel = await make_transport(address, retry=0.0).connect(address, "alice")
         for _ in range(1000):  # without a turn of the event loop, on which the executor reads
-            channel.begin_pass()
-            channel.end_pass()
+            channel.begin_walk()
+            channel.end_walk()
         spec = channel.layers[0]
         rows = torch.randn(2, spec.in_features)
         (result,) = await channel.send(Call(Key((0,), Pass.FORWARD), Kind.DECODE, (rows,)))

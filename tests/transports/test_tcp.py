@@ -230,7 +230,7 @@ async def test_another_model_at_the_same_address_is_not_taken(base: Any) -> None
 
 
 async def test_a_killed_client_is_found(base: Any) -> None:
-    """In the middle of a pass, so that batches would wait for the client."""
+    """In the middle of a walk, so that batches would wait for the client."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         tenant = await asyncio.create_subprocess_exec(
@@ -245,7 +245,7 @@ async def test_a_killed_client_is_found(base: Any) -> None:
 
 
 async def test_a_stopped_client_delays_others_by_a_second_at_most(base: Any) -> None:
-    """In the middle of a pass, under a policy whose batches wait for all clients."""
+    """In the middle of a walk, under a policy whose batches wait for all clients."""
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         listener = await executor.listen(LOCAL)
         tenant = await asyncio.create_subprocess_exec(

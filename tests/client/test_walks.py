@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.client.open_model import Passes
+from symbiosis.client.open_model import Walks
 from tests.helpers import IDS, in_thread
 
 
@@ -19,10 +19,10 @@ class Channel:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def begin_pass(self) -> None:
+    def begin_walk(self) -> None:
         self.said.append("begin")
 
-    def end_pass(self) -> None:
+    def end_walk(self) -> None:
         self.said.append("end")
 
 
@@ -35,7 +35,7 @@ class Layer(torch.autograd.Function):
     """Its backward tells the walk, then does something."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, walk: Passes, then: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, walk: Walks, then: Any) -> torch.Tensor:
         ctx.walk, ctx.then = walk, then
         return x.clone()
 
@@ -46,7 +46,7 @@ class Layer(torch.autograd.Function):
         return dy, None, None
 
 
-def backward(walk: Passes, then: Any, layers: int = 1) -> None:
+def backward(walk: Walks, then: Any, layers: int = 1) -> None:
     y = torch.ones(2, requires_grad=True)
     with torch.enable_grad():
         for _ in range(layers):
@@ -56,7 +56,7 @@ def backward(walk: Passes, then: Any, layers: int = 1) -> None:
 
 def test_walks_that_overlap(channel: Any) -> None:
     """From the first's beginning to the last's end, whoever that is."""
-    walk = Passes(channel)
+    walk = Walks(channel)
     walk.begin()
     walk.begin()
     walk.end()
@@ -66,7 +66,7 @@ def test_walks_that_overlap(channel: Any) -> None:
 
 
 def test_many_threads(channel: Any) -> None:
-    walk = Passes(channel)
+    walk = Walks(channel)
 
     def work() -> None:
         for _ in range(200):
@@ -83,7 +83,7 @@ def test_many_threads(channel: Any) -> None:
 
 
 def test_backward_passes_that_overlap(channel: Any) -> None:
-    walk, both = Passes(channel), threading.Barrier(2, timeout=30)
+    walk, both = Walks(channel), threading.Barrier(2, timeout=30)
     first_is_through = threading.Event()
 
     def first() -> None:
@@ -105,14 +105,14 @@ def test_backward_passes_that_overlap(channel: Any) -> None:
 
 def test_one_backward_pass_is_one_walk(channel: Any) -> None:
     """Also if another runs inside it, as with reentrant checkpoints."""
-    walk = Passes(channel)
+    walk = Walks(channel)
     backward(walk, lambda: backward(walk, lambda: None), layers=3)
     assert channel.said == ["begin", "end"]
 
 
 def test_a_backward_pass_that_fails_has_ended(channel: Any) -> None:
     """Else the executor's other clients would wait for this one for ever."""
-    walk = Passes(channel)
+    walk = Walks(channel)
 
     def fail() -> None:
         raise ValueError("on purpose")

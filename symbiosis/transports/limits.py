@@ -1,0 +1,22 @@
+"""Limits of one client, which an executor enforces and tells the client when it joins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one client, for :meth:`symbiosis.Executor.listen`. All are at least 1.
+
+    Args:
+        calls: outstanding calls. A client that reaches this limit, or that of rows, is not read until it is below.
+        rows: outstanding rows.
+        arena_bytes: bytes of the memory that carries the client's tensors.
+        clients: connections of one tenant, over ``tcp://`` and ``dist://``.
+    """
+
+    calls: int = 64
+    rows: int = 1 << 20
+    arena_bytes: int = 1 << 30
+    clients: int = 64
