@@ -88,6 +88,10 @@ class View(Protocol):
         """Number of clients in a walk without an outstanding request. These may join a batch if the policy waits."""
 
     @property
+    def batches(self) -> int:
+        """Number of batches that were started; ``batches - request.seen`` of them have passed over a queued request."""
+
+    @property
     def layers(self) -> int:
         """Number of layers in the layer table."""
 

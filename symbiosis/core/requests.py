@@ -149,6 +149,10 @@ class Request:
     """Effective terms of the client."""
     local: bool = field(default=False)
     """Whether the client computes in the executor's process, so that its own work delays other clients."""
+    seen: int = field(default=0)
+    """Number of batches that had started when it was queued."""
+    passed: int = field(default=0)
+    """Number of batches that passed over earlier requests of the same walk."""
 
     @property
     def remaining(self) -> int:

@@ -17,7 +17,8 @@ A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbi
 Three decisions are not the policy's. A request that finds the executor idle runs at once, if no other client is
 thinking and the policy allows it. The driver's other work gets its turn every :data:`TURN_S`. A client that is thinking
 for :data:`STOPPED_S` without a request is taken to have stopped: it no longer counts as thinking until its next
-request.
+request. And once a batch has passed over a request, waits without a limit hold up the rest of its walk for
+:data:`HELD_S` in all: otherwise a client that sends one row now and then could delay each request anew.
 
 Cost: submission, cancellation and completion are O(1) in the number of clients and of other requests. A decision costs
 what the policy needs, plus the size of its batch; once in :data:`STOPPED_S` it looks at all clients.
@@ -42,6 +43,10 @@ MAX_REASON = 64
 """Longest reason of a batch, in characters."""
 STOPPED_S = 1.0
 """Seconds without a request after which a thinking client is taken to have stopped, in a debugger say."""
+HELD_S = 1.0
+"""Seconds in all for which waits without a limit may hold up a walk of which a request was passed over."""
+_ALL_HELD_S = HELD_S - 1e-6
+"""The same, less what rounding may lose."""
 TURN_S = 0.01
 """Longest time, in seconds, for which batches follow one another before the driver's other work gets its turn."""
 LONE = "lone"
@@ -72,6 +77,10 @@ class _Client:
     """Whether the client is in a walk with nothing outstanding, and has not stopped."""
     since: float = 0.0
     """Time at which it began to think, in seconds."""
+    passed: int = 0
+    """Number of batches that passed over requests of its present walk."""
+    held: float = 0.0
+    """Seconds for which waits without a limit have held up this walk since then."""
 
 
 class Scheduler:
@@ -96,12 +105,15 @@ class Scheduler:
         self.layers = layers
         self.max_rows = max_rows
         self.thinking = 0
+        self.batches = 0
         self.policy_errors: deque[PolicyError] = deque(maxlen=16)
         self._clients: dict[str, _Client] = {}
         self._look_at = 0.0
         """Time before which no client can have stopped."""
         self._turned = -math.inf
         """Time at which the driver's other work last had its turn; -inf after a client has begun a walk."""
+        self._holds: tuple[_Client, float] | None = None
+        """During a wait without a limit: the client whose request it holds up, and since when."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
 
@@ -144,7 +156,7 @@ class Scheduler:
     def walk_began(self, client: str, now: float) -> None:
         """Note that a client began to walk the model."""
         state = self._clients[client]
-        state.in_walk = True
+        state.in_walk, state.passed, state.held = True, 0, 0.0
         self._turned = -math.inf  # other clients may be about to begin: their requests can share its first batch
         if not state.open:
             self._begin_thinking(state, now)
@@ -199,7 +211,10 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its id must be new, and its client must have joined."""
-        self._admit(request)
+        state = self._admit(request)
+        if not state.in_walk:
+            state.passed, state.held = 0, 0.0
+        request.seen, request.passed = self.batches, state.passed
         self._queues.add(request)
         self._tell("submitted", self.policy.submitted, request)
 
@@ -240,10 +255,17 @@ class Scheduler:
 
     def next_action(self, now: float) -> Batch | WaitUntil | Idle:
         """Return the next thing to do at time ``now``. A batch counts as running until `completed`."""
+        if self._holds is not None:
+            state, since = self._holds
+            state.held += now - since
+            self._holds = None
         if not len(self._queues):
             return IDLE
-        if now >= self._look_at and self.thinking:
-            self._drop_stopped(now)
+        oldest = self.oldest
+        passed_over = oldest.passed + self.batches > oldest.seen
+        held = self._clients[oldest.client].held
+        if self.thinking and (now >= self._look_at or held > _ALL_HELD_S):
+            self._drop_stopped(now, STOPPED_S if held <= _ALL_HELD_S else 0.0)
         try:
             decision = self.policy.decide(self, now)
             if isinstance(decision, Run):
@@ -257,10 +279,12 @@ class Scheduler:
             if problem is None:
                 if isinstance(decision, Wait):
                     until = math.inf if decision.until is None else decision.until
+                    if until == math.inf and passed_over:
+                        self._holds = self._clients[oldest.client], now
+                        until = now + HELD_S - held
                     return WaitUntil(min(until, self._look_at) if self.thinking else until)
                 return self._start(decision)
             self._refuse(problem, _INSTEAD)
-        oldest = self.oldest
         return self._start(Run(oldest.key, [(oldest, min(oldest.remaining, self.max_rows))], "policy-error"))
 
     def _check(self, decision: Decision | object, now: float) -> str | None:
@@ -304,16 +328,20 @@ class Scheduler:
         rows = 0
         for request, count in run.takes:
             start = request.taken
+            if not start:
+                state = self._clients[request.client]
+                state.passed = max(state.passed, request.passed + self.batches - request.seen)
             slices.append(_slice((request, start, start + count)))
             rows += count
             request.taken += count
         batch = Batch(key, slices, run.reason, rows)
+        self.batches += 1
         self._queues.started(batch)
         self._tell("started", self.policy.started, batch)
         return batch
 
-    def _admit(self, request: Request) -> None:
-        """Record a request as open."""
+    def _admit(self, request: Request) -> _Client:
+        """Record a request as open. Return its client."""
         if request.rows < 1 or request.taken or request.done:
             raise UsageError(
                 f"request {request.id} of {request.client!r} must bring 1 or more rows, none of them taken"
@@ -329,6 +357,7 @@ class Scheduler:
             state.thinking = False
             self.thinking -= 1
         request.terms, request.local = state.terms, state.local
+        return state
 
     def _closed(self, request: Request, now: float) -> None:
         """Note that a request is no longer open."""
@@ -348,11 +377,11 @@ class Scheduler:
             state.thinking = False
             self.thinking -= 1
 
-    def _drop_stopped(self, now: float) -> None:
-        """Stop counting clients that have stopped as thinking."""
+    def _drop_stopped(self, now: float, after_s: float) -> None:
+        """Stop counting clients as thinking that have been silent for so many seconds."""
         self._look_at = now + STOPPED_S
         for state in self._clients.values():
-            if state.thinking and state.since + STOPPED_S <= now:
+            if state.thinking and state.since + after_s <= now:
                 self._end_thinking(state)
             elif state.thinking:
                 self._look_at = min(self._look_at, state.since + STOPPED_S)

@@ -166,6 +166,10 @@ class _View:
         return self.real.thinking
 
     @property
+    def batches(self) -> int:
+        return self.real.batches
+
+    @property
     def layers(self) -> int:
         return self.real.layers
 

@@ -36,7 +36,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Request
-from symbiosis.core.scheduler import WaitUntil
+from symbiosis.core.scheduler import HELD_S, STOPPED_S, WaitUntil
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.testing.world import World
 
@@ -118,6 +118,27 @@ class PolicyConformance(ABC):
     def test_no_request_starves_wide(self) -> None:
         """Check the same with 12 layers, 8 clients and batches of 64 rows."""
         self._starve(_WIDE)
+
+    def test_no_walk_is_held_up(self) -> None:
+        """Check that clients which send one row of layer 0 now and then, and are thinking in between, do not delay each
+        request of another client's walk anew.
+
+        In all, the executor may wait for :attr:`patience_s` while a request of the walk is queued and, if the policy
+        waits without a limit, for a second until one of them is passed over and for another second after that.
+        """
+
+        @settings(max_examples=max(self.max_examples // 4, 1), deadline=None)
+        @given(
+            kinds=st.tuples(st.sampled_from(Kind), st.sampled_from(Kind)),
+            rivals=st.integers(1, 3),
+            terms=st.lists(_ANY_TERMS, min_size=1, max_size=3),
+            every_s=st.sampled_from([0.05, 0.9]),
+        )
+        def game(kinds: tuple[Kind, Kind], rivals: int, terms: Sequence[_Joining], every_s: float) -> None:
+            world = World(self.make_policy(), layers=8, max_rows=8)
+            _hold_up(world, self, kinds, rivals, terms, every_s)
+
+        game()
 
     def test_waits_end_tiny(self) -> None:
         """Check that waits end if a client is thinking and never sends a request."""
@@ -242,6 +263,49 @@ def _play(
             assert action.time < math.inf, f"{world.policy!r} waits for ever although all clients are blocked"
             world.clock.advance(action.time - world.clock.now)
             assert world.clock.now - arrived < 10 * kit.patience_s, f"{world.policy!r} only waits"
+
+
+def _hold_up(
+    world: World,
+    kit: PolicyConformance,
+    kinds: tuple[Kind, Kind],
+    rivals: int,
+    terms: Sequence[_Joining],
+    every_s: float,
+) -> None:
+    """Let rivals send a row of layer 0 each ``every_s`` seconds while another client, the victim, walks the later
+    layers. The clients have the given terms in turn, the victim first."""
+    names = [f"tenant-{number % _TENANTS}/rival-{number}" for number in range(rivals)]
+    for name, (asked, local) in zip(["victim", *names], itertools.cycle(terms), strict=False):
+        world.join(name, asked, local=local)
+        world.begin_walk(name)
+    due = {name: world.clock.now + every_s * number / rivals for number, name in enumerate(names)}
+    keys = [key for key in world.keys if not key.pass_.is_backward and key.layers[0]]
+    waited, waits = 0.0, 0
+    for key in keys:
+        request = world.submit("victim", key, 1, kinds[0])
+        while request.id in world.waiting:
+            blocked = {queued.client for queued in world.waiting.values()}
+            idle = [name for name in names if name not in blocked]
+            for name in idle:
+                if due[name] <= world.clock.now:
+                    world.submit(name, world.keys[0], 1, kinds[1])
+                    due[name] = world.clock.now + every_s
+            action = world.decide()
+            if isinstance(action, Batch):
+                world.clock.advance(_BATCH_S)
+                world.complete(action)
+                continue
+            assert isinstance(action, WaitUntil)
+            until = min([action.time, *(due[name] for name in idle if due[name] > world.clock.now)])
+            waited, waits = waited + until - world.clock.now, waits + 1
+            world.clock.advance(until - world.clock.now)
+            assert waited <= kit.patience_s + STOPPED_S + HELD_S, (
+                f"{world.policy!r} lets a walk of {len(keys)} requests wait for {waited:.2f} s, for clients that send "
+                f"a row each {every_s:g} s"
+            )
+            most = len(keys) * _WAITS + _WAITS_A_SECOND * waited
+            assert waits <= most, f"{world.policy!r} waits {waits} times in {waited:.3f} s"
 
 
 _BATCH_S = 1e-3

@@ -16,7 +16,7 @@ import math
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import STOPPED_S, Idle, Scheduler, WaitUntil
+from symbiosis.core.scheduler import HELD_S, STOPPED_S, Idle, Scheduler, WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 
 
@@ -72,6 +72,12 @@ class World:
         """Times at which the running batches started, by ``id()``."""
         self._thinks_since: dict[str, float] = {}
         """Clients in a walk with nothing outstanding that have not stopped, and since when."""
+        self._held: dict[str, float] = {}
+        """Seconds for which the requests of each client's walk have held the front of the queue in waits."""
+        self._wait: tuple[str, float] | None = None
+        """The client at the front during a wait, and since when."""
+        self._passed_over: set[str] = set()
+        """Clients of whose present walk a request was passed over."""
         self._ids = 0
 
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> None:
@@ -95,6 +101,7 @@ class World:
         """Let a client begin a walk."""
         self.scheduler.walk_began(client, self.clock.now)
         self.clients[client] = True
+        self._new_walk(client)
         self._freed(client)
         self.check()
 
@@ -128,6 +135,8 @@ class World:
         self._ids += 1
         self.waiting[request.id] = request
         self._taken[request.id] = self._done[request.id] = 0
+        if not self.clients[client]:
+            self._new_walk(client)
         self._thinks_since.pop(client, None)
         return request
 
@@ -146,25 +155,43 @@ class World:
 
     def decide(self) -> Batch | WaitUntil | Idle:
         """Ask for the next action, and check it. A batch counts as running until :meth:`complete`."""
-        before = bool(self.queued)
+        queued = self.queued
+        before = bool(queued)
         if before:
             self._thinks_since = {
                 client: since for client, since in self._thinks_since.items() if self.clock.now < since + STOPPED_S
             }
+        if self._wait is not None:
+            client, since = self._wait
+            self._held[client] = self._held.get(client, 0.0) + self.clock.now - since
+            self._wait = None
         self.scheduler.turned(self.clock.now)
         action = self.scheduler.next_action(self.clock.now)
+        if before and not self.scheduler.thinking and self._held_up(queued[0]):
+            self._thinks_since.clear()
         if isinstance(action, Batch):
             self._started(action)
+            self._passed_over.update(request.client for request in self.queued)
         elif isinstance(action, WaitUntil):
             assert before, f"{self.policy!r} waits although nothing is queued"
             assert action.time > self.clock.now, f"{self.policy!r} waits until {action.time}, now is {self.clock.now}"
             assert action.time < math.inf or self.thinking, (
                 f"{self.policy!r} waits for ever while no client is thinking"
             )
+            self._wait = queued[0].client, self.clock.now
         else:
             assert not before, f"idle, although {len(self.queued)} requests are queued"
         self.check()
         return action
+
+    def _held_up(self, oldest: Request) -> bool:
+        """Return whether waits have held up the walk of the oldest request for so long that no client counts as
+        thinking any more."""
+        return oldest.client in self._passed_over and self._held.get(oldest.client, 0.0) >= HELD_S - 1e-3
+
+    def _new_walk(self, client: str) -> None:
+        self._held[client] = 0.0
+        self._passed_over.discard(client)
 
     def _started(self, batch: Batch) -> None:
         self._check_batch(batch)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass
-from symbiosis.core.scheduler import STOPPED_S, WaitUntil
+from symbiosis.core.scheduler import HELD_S, STOPPED_S, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, arrivals
@@ -126,6 +126,38 @@ class TestLockstep:
         else:
             pytest.fail("never served")
         assert w.batches == 2 * 2 + 1
+
+    @pytest.mark.parametrize("every_s", [0.05, 0.9])
+    def test_rows_of_layer_0_now_and_then_delay_a_walk_once(self, every_s: float) -> None:
+        """15 calls took 22 s, and 380 s with longer pauses, when both bounds were for each call."""
+        w = world_of(Lockstep(), "mallory", "victim", layers=16)
+        for layer in range(1, 16):
+            request = w.submit("victim", Key((layer,), Pass.FORWARD), 1)
+            while request.id in w.waiting:
+                action = w.decide()
+                if isinstance(action, Batch):
+                    w.complete(action)
+                else:
+                    assert isinstance(action, WaitUntil)
+                    w.clock.advance(min(every_s, action.time - w.clock.now))
+                    if w.thinking:
+                        w.submit("mallory", F0, 1)
+        assert w.clock.now <= STOPPED_S + HELD_S
+        assert w.batches <= 2 * 16 + 2 * 15
+
+    def test_a_new_walk_begins_to_count_again(self) -> None:
+        w = world_of(Lockstep(), "a", "b", layers=2)
+        for _ in range(2):
+            w.begin_walk("a")
+            w.submit("a", F1, 1)
+            w.submit("b", F0, 1)
+            assert members(run(w)) == [("b", 1)]
+            assert w.decide() == WaitUntil(w.clock.now + HELD_S)
+            w.clock.advance(HELD_S)
+            assert members(run(w)) == [("a", 1)]
+            w.submit("a", F1, 1)
+            assert members(run(w)) == [("a", 1)]  # at once: the walk was held up for long enough
+            w.end_walk("a")
 
 
 class TestOpportunistic:
