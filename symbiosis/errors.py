@@ -77,6 +77,11 @@ class ClientClosedError(PeerError):
 class ExecutorClosedError(PeerError):
     """The executor was shut down before or during this call."""
 
+    @classmethod
+    def of(cls, address: str) -> ExecutorClosedError:
+        """Return the error for the executor at an address."""
+        return cls(f"the executor at {address} was shut down")
+
 
 class RefusedError(PeerError):
     """The executor does not admit this client, or has disconnected it; the message says why."""

@@ -95,10 +95,10 @@ class Executor:
         policy = make_policy(policy)
         split = SplitModel(model, base_layers)
         self.engine = Engine(split.layers, split.device, policy, max_rows)
-        walk = split.walk()
-        self._token_s = self.engine.time_layers(walk) if walk else 0.0
+        layers = split.token_layers()
+        self._token_s = self.engine.time_layers(layers) if layers else 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
-        if walk:
+        if layers:
             tell_unloaded(policy, self._token_s)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         self.service = ExecutorService(split, self.engine, address, source)

@@ -1,4 +1,4 @@
-"""What the package exports: complete, typed, documented, and imported in the one direction that the design allows."""
+"""What the package exports: complete, typed and documented. `make check` checks the directions of imports."""
 
 from __future__ import annotations
 

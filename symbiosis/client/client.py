@@ -27,7 +27,7 @@ from symbiosis.core.privacy import Preparing
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 from symbiosis.modes import modes_aside
-from symbiosis.training.step import Forward, Step, training_step
+from symbiosis.training.step import Backward, Forward, drive, training_step
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -217,7 +217,7 @@ class Client:
                 model.train()
             try:
                 with in_training_step(model):
-                    loss = await self._drive(training_step(model, inputs, window, prune))
+                    loss = await drive(training_step(model, inputs, window, prune), self._run_operation)
             except BaseException:
                 optimizer.zero_grad()  # gradients of a part of the batch, which would distort the next step
                 raise
@@ -287,17 +287,9 @@ class Client:
             if training:
                 model.train()
 
-    async def _drive(self, step: Step) -> float:
-        """Run the operations of a training step, and return its loss."""
-        result: Any = None
-        try:
-            while True:
-                operation = step.send(result)
-                result = None  # the output of a forward pass is freed before the backward pass
-                run = self._in_fiber if isinstance(operation, Forward) else self._in_walk_on_thread
-                result = await run(operation.run)
-        except StopIteration as end:
-            return float(end.value)
+    async def _run_operation(self, operation: Forward | Backward) -> Any:
+        run = self._in_fiber if isinstance(operation, Forward) else self._in_walk_on_thread
+        return await run(operation.run)
 
     async def _in_fiber(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if current_fiber() is not None:

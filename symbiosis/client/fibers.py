@@ -83,10 +83,10 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
     """A greenlet that may suspend on the event loop."""
 
     stream: RandomStream
-    observer: PassObserver
+    observer: WalkObserver
     """The channel of the client whose walk this is."""
 
-    def wait(self, awaitable: Awaitable[T], channel: PassObserver | None = None) -> T:
+    def wait(self, awaitable: Awaitable[T], channel: WalkObserver | None = None) -> T:
         """Suspend this fiber until ``awaitable`` is done, and return its result or raise its exception.
 
         The fiber must be the running one. ``channel`` is the channel that the fiber waits for. If it belongs to another
@@ -118,7 +118,7 @@ def current_fiber() -> Fiber | None:
     return current if isinstance(current, Fiber) else None
 
 
-class PassObserver(Protocol):
+class WalkObserver(Protocol):
     """The part of a channel that a fiber needs."""
 
     def begin_walk(self) -> None: ...
@@ -127,7 +127,7 @@ class PassObserver(Protocol):
 
 
 async def run_in_fiber(
-    stream: RandomStream, observer: PassObserver, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    stream: RandomStream, observer: WalkObserver, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run a synchronous function in a fiber and return its result. ``observer`` is flushed whenever the fiber suspends.
 

@@ -77,6 +77,23 @@ class Expected(NamedTuple):
     results: tuple[int, ...]
     """Columns of each matrix of the answer."""
 
+    def rows(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return the number of rows of a call's matrices; 0 if the matrices do not fit, or have no rows."""
+        widths, dtype = self.widths, self.dtype
+        if len(tensors) != len(widths) or not tensors[0].ndim:
+            return 0
+        rows = tensors[0].shape[0]
+        for tensor, width in zip(tensors, widths, strict=True):
+            if tensor.shape != (rows, width) or tensor.dtype is not dtype:
+                return 0
+        return rows
+
+    def misfit(self, layer: str, tensors: Sequence[torch.Tensor]) -> str:
+        """Return how the matrices of a call for a layer differ from those that are due."""
+        due = " and ".join(f"[n, {width}]" for width in self.widths)
+        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in tensors)
+        return f"{layer} takes {due} {self.dtype} with n ≥ 1, not {got}"
+
 
 def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
     """Return the shapes of a call for ``key`` and of its answer, by the layer table.

@@ -172,8 +172,11 @@ class Scheduler:
         self._turned = now
 
     def hurries(self, now: float) -> bool:
-        """Return whether to ask `next_action` before the driver's other work gets its turn: no client is thinking, so
-        the next batch can grow only by clients that are idle, and the last turn was less than TURN_S ago."""
+        """Return whether to ask `next_action` before the driver's other work gets its turn.
+
+        This is so if no client is thinking, so that only idle clients can enlarge the next batch, and the last turn was
+        less than TURN_S ago. A simulation has no other work and does not ask.
+        """
         return not self.thinking and now - self._turned < TURN_S
 
     def offer(self, request: Request, now: float) -> Batch | None:

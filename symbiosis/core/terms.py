@@ -76,8 +76,9 @@ def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:
     Args:
         wishes: what the client, or the provider on its behalf, stated at joining.
         default: what the policy grants to a client of this name.
-        trusted: whether the provider stated the wishes. Otherwise they may only lower the client's priority and
-            lengthen its latency targets.
+        trusted: whether the provider stated the wishes: then the priority is added to the default, and the wished
+            targets hold. Otherwise the wishes may lower the priority, lengthen the default's targets, and set targets
+            that the default does not have.
     """
     if trusted:
         return Terms(

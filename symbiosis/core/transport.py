@@ -44,7 +44,8 @@ class Session(Protocol):
         """
 
     def submit(self, call: Call) -> asyncio.Future[tuple[torch.Tensor, ...]]:
-        """Queue a request. The future yields one result matrix per layer of the key (one dX for a backward pass).
+        """Run a call at once, or queue it. The future yields one result matrix for each layer of the key (one dX for a
+        backward pass).
 
         Raises:
             RequestError: the call does not fit the layer table. Nothing was queued.

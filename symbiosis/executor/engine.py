@@ -92,7 +92,7 @@ class Engine:
         self.timeline = timeline
 
     def time_layers(self, layers: Sequence[int]) -> float:
-        """Return the seconds that one row takes through these layers, one after another: the best of three walks."""
+        """Return the seconds that one row takes through these layers, one after another: the best of three runs."""
         return min(self.runner.time(layers) for _ in range(3))
 
     def join(self, client: str, terms: Terms, local: bool) -> Terms:

@@ -63,7 +63,7 @@ class ExecutorService:
     def check_open(self) -> None:
         """Raise ExecutorClosedError unless clients can join."""
         if self._closed:
-            raise ExecutorClosedError(f"the executor at {self.address} was shut down")
+            raise ExecutorClosedError.of(self.address)
         if self._started is None:
             raise ExecutorClosedError(f"the executor at {self.address} is not open; use `async with executor:`")
 
@@ -87,7 +87,7 @@ class ExecutorService:
         """Close all addresses and end all sessions."""
         while self.listeners:
             await self.listeners.pop().close()
-        error = ExecutorClosedError(f"the executor at {self.address} was shut down")
+        error = ExecutorClosedError.of(self.address)
         for session in list(self._sessions.values()):
             session.close(error)
         self._engine.stop()

@@ -76,24 +76,15 @@ class ExecutorSession:
     def _check(self, call: Call) -> None:
         if self._ended is not None:
             raise self._ended
-        widths, dtype, _ = self._expected.get(call.key) or self.expects(call.key)
-        tensors = call.tensors
-        rows = tensors[0].shape[0] if tensors and tensors[0].ndim else 0
-        if len(tensors) == len(widths) and rows:
-            for tensor, width in zip(tensors, widths, strict=True):
-                if (
-                    tensor.shape != (rows, width)
-                    or tensor.dtype is not dtype
-                    or tensor.device != self._device
-                    or type(tensor) is not torch.Tensor
-                ):
+        due = self._expected.get(call.key) or self.expects(call.key)
+        if due.rows(call.tensors):
+            for tensor in call.tensors:
+                if tensor.device != self._device or type(tensor) is not torch.Tensor:
                     break
             else:
                 return
-        name = self._layers[call.key.layers[0]].name
-        wanted = " and ".join(f"[n, {width}]" for width in widths)
-        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in tensors)
-        self._refuse(f"{name} {call.key.pass_.name} takes {wanted} {dtype} on {self._device} with n ≥ 1, not {got}")
+        misfit = due.misfit(self._layers[call.key.layers[0]].name, call.tensors)
+        self._refuse(f"{misfit}; plain tensors on {self._device} are due")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise RequestError(f"request of {self.client!r} refused: {problem}")

@@ -54,7 +54,7 @@ class SplitModel:
         """The layer table: base layers in the order in which the model defines them."""
         return [layer.spec for layer in self.layers]
 
-    def walk(self) -> list[int]:
+    def token_layers(self) -> list[int]:
         """Return the layers that every token goes through, or nothing if their names do not show that."""
         config = getattr(self.model, "config", None)
         if config is None or config.is_encoder_decoder or config.get_text_config() is not config:

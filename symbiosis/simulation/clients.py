@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.simulation.simulation import Ask, InPass, SimulatedClient, Think
+from symbiosis.simulation.simulation import Ask, InWalk, SimulatedClient, Think
 
 Thinking = Callable[[Kind, int], float]
 """Function of a request's kind and rows: seconds of the client's own work before the request."""
@@ -83,13 +83,13 @@ def generate(
     keys = forward(layers) if isinstance(layers, int) else layers
     thinking = _spread(think, keys)
     done.began = arrives
-    yield InPass(True)
+    yield InWalk(True)
     for token in range(tokens):
         now = arrives
         for action in _walk(keys, 1 if token else prompt, Kind.DECODE if token else Kind.PREFILL, thinking, last):
             now = yield action
         done.tokens.append(now)
-    yield InPass(False)
+    yield InWalk(False)
 
 
 def finetune(
@@ -113,10 +113,10 @@ def finetune(
     thinking = _spread(think, walk)
     while steps is None or len(done.steps) < steps:
         now = 0.0
-        yield InPass(True)
+        yield InWalk(True)
         for action in _walk(walk, rows, Kind.FINETUNE, thinking):
             now = yield action
             if isinstance(action, Ask):
                 done.tuned += rows / len(walk)
-        yield InPass(False)
+        yield InWalk(False)
         done.steps.append(now)

@@ -33,7 +33,7 @@ class Until(NamedTuple):
     time: float
 
 
-class InPass(NamedTuple):
+class InWalk(NamedTuple):
     """Begin or end a walk through the model."""
 
     begins: bool
@@ -47,7 +47,7 @@ class Ask(NamedTuple):
     kind: Kind
 
 
-SimulatedClient = Generator[Think | Until | InPass | Ask, float, None]
+SimulatedClient = Generator[Think | Until | InWalk | Ask, float, None]
 """Generator that yields actions and is sent the time, in seconds, at which each one ended."""
 
 
@@ -152,7 +152,7 @@ class Simulation:
         client = self._clients[name]
         try:
             action = next(client) if start else client.send(self.now)
-            while isinstance(action, InPass):
+            while isinstance(action, InWalk):
                 if action.begins:
                     self._scheduler.walk_began(name, self.now)
                 else:

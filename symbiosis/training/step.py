@@ -8,7 +8,7 @@ synchronous code simply calls. The order of forward and backward passes is the s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,26 @@ def _check_trainable(loss: torch.Tensor) -> None:
         )
 
 
-def run_now(step: Step) -> float:
-    """Run the operations of a step one after another, and return its loss. For synchronous code."""
+async def drive(step: Step, run: Callable[[Forward | Backward], Awaitable[Any]]) -> float:
+    """Have ``run`` run the operations of a step one after another, and return the step's loss."""
     result: Any = None
     try:
         while True:
             operation = step.send(result)
             result = None  # the output of a forward pass is freed before the backward pass
-            result = operation.run()
+            result = await run(operation)
     except StopIteration as end:
         return float(end.value)
+
+
+def run_now(step: Step) -> float:
+    """Run the operations of a step, and return its loss. For synchronous code."""
+
+    async def run(operation: Forward | Backward) -> Any:
+        return operation.run()
+
+    try:
+        drive(step, run).send(None)  # which never waits
+    except StopIteration as end:
+        return float(end.value)
+    raise AssertionError("an operation of synchronous code has waited")

@@ -19,10 +19,14 @@ REJOINING  ``lost``: an attempt has failed                     REJOINING  tries 
 REJOINING  :meth:`~Conversation.next_attempt`, ``retry_s``     ENDED      settles all calls with the error
            have passed
 JOINED     ENDED for another reason, a malformed message       ENDED      settles all calls with the error
+any        ``lost`` with another error than the loss of an     ENDED      settles all calls with the error
+           executor, such as a malformed message
+JOINED     :meth:`~Conversation.interrupted` (Ctrl-C in a      REJOINING  closes the connection and, at the next call,
+           blocking call)                                                 connects again for ``retry_s``, 5 s at least
 any        :meth:`~Conversation.end`                           ENDED      settles all calls with the error
 =========  ==================================================  =========  =============================================
 
-What is sent and received up to WELCOME is in ``joining.py``. With ``retry_s`` 0, REJOINING is skipped: a lost
+What is sent and received up to WELCOME is in ``joining.py``. With ``retry_s`` 0, a lost
 connection ends the conversation. Calls may be sent again because a request is self-contained and the executor keeps
 nothing between requests.
 """
@@ -274,7 +278,9 @@ class Conversation:
         due = self._expected.get(call.key)
         if due is None:
             due = self._expected[call.key] = expected(self._layers, call.key)
-        rows = self._rows_of(call, due)
+        rows = due.rows(call.tensors)
+        if not rows:
+            raise RequestError(due.misfit(self._layers[call.key.layers[0]].name, call.tensors))
         call_bytes = spread(rows, due.widths, due.dtype)
         size = call_bytes + spread(rows, due.results, due.dtype)
         if size > self._most_bytes:
@@ -286,17 +292,6 @@ class Conversation:
         pending = Pending(call.id, call, due, rows, call_bytes, size, reply)
         self.outstanding.waiting.append(pending)
         return pending
-
-    def _rows_of(self, call: Call, due: Expected) -> int:
-        """Check the tensors of a call, and return its number of rows."""
-        tensors, widths, dtype = call.tensors, due.widths, due.dtype
-        rows = tensors[0].shape[0]
-        shapes = [tensor.shape for tensor in tensors if tensor.dtype is dtype]
-        if rows and shapes == [(rows, width) for width in widths] and len(shapes) == len(tensors):
-            return rows
-        wanted = " and ".join(f"[n, {width}]" for width in widths)
-        got = " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in tensors)
-        raise RequestError(f"{self._layers[call.key.layers[0]].name} takes {wanted} {dtype} with n ≥ 1, not {got}")
 
     def receive(self, type_: Type, content: Sequence[Any]) -> tuple[Pending, SymbiosisError | None] | None:
         """Take a message from the executor.

@@ -61,7 +61,7 @@ class InProcListener:
     async def close(self) -> None:
         _listeners.pop(self.address, None)
         for channel in list(self._channels):
-            channel.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
+            channel.end(ExecutorClosedError.of(self.address))
 
 
 class InProcChannel:

@@ -128,6 +128,10 @@ class Peer:
         self._paused = False
         self._greeted = False
 
+    def identified(self, tenant: str) -> None:
+        """Note the client's owner, if it becomes known after the connection was made."""
+        self.tenant = tenant
+
     def received(self, data: bytes, payload: int = 0) -> None:
         """Take a message, and the length of its payload in bytes. A violation of the rules ends this conversation and
         no other."""

@@ -116,7 +116,7 @@ class ShmListener:
         if self._server is not None:
             self._server.close()
             for line in list(self.connected):
-                line.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
+                line.end(ExecutorClosedError.of(self.address))
             with contextlib.suppress(FileNotFoundError):
                 if self._path.stat().st_ino == self._inode:
                     self._path.unlink()

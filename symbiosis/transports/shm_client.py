@@ -117,7 +117,7 @@ class SegmentCarrier(ArenaCarrier):
             self._segment, self._memory = None, self._arena  # the old segment is freed first
             self._places = Places(0, 0)
             self._asked = True
-            self._send([wire.pack(Type.SEGMENT, pending.size, True)])
+            self._send([wire.pack(Type.SEGMENT, pending.size)])
         return None
 
     def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:

@@ -52,6 +52,12 @@ def resolve(address: str) -> Endpoint:
     return Endpoint(str(found[0][4][0]), int(port))
 
 
+def carries_tensors(address: str) -> bool:
+    """Return whether tensors travel over the connection itself. Over ``dist://`` they do not, so keys do not protect
+    them."""
+    return not address.startswith("dist:")
+
+
 def prepare(connected: socket.socket) -> None:
     """Set the options that both ends of a TCP connection have in common."""
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -22,7 +22,7 @@ _HEADER = struct.Struct("<IQ")
 _ROOM = 64 << 10
 """Bytes that a receiver asks the operating system for at a time, at least, if no payload is due."""
 _HANDSHAKE_ROOM = 4 << 10
-"""The same during a TLS handshake, when the peer may be a stranger."""
+"""Bytes that a receiver asks for at a time during a TLS handshake, when the peer is not authenticated."""
 MAX_HANDSHAKE = 64 << 10
 """Bytes of a TLS handshake; one with the certificates of :mod:`symbiosis.transports.keys` has less than 2 KiB."""
 

@@ -19,7 +19,7 @@ from symbiosis.transports.conversation import Pending
 from symbiosis.transports.joining import ANSWER_WITHIN_S, joining
 from symbiosis.transports.keys import KeyPair
 from symbiosis.transports.share import Progress
-from symbiosis.transports.sockets import prepare, resolve
+from symbiosis.transports.sockets import carries_tensors, prepare, resolve
 from symbiosis.transports.stream import ByteStream, TlsByteStream, matrices, payload_of
 from symbiosis.transports.stream_client import AsyncStreamClient, BlockingHandshake, BlockingStreamClient, StreamClient
 from symbiosis.transports.wire import CallMessage, Hello
@@ -72,7 +72,7 @@ class TcpClient(StreamClient):
     def __init__(self, address: str, key: KeyPair | None, insecure: bool) -> None:
         super().__init__(address)
         self._endpoint = endpoint = resolve(address)
-        private = key is not None and not address.startswith("dist:")
+        private = key is not None and carries_tensors(address)
         if not private and not endpoint.loopback and not insecure:
             raise UsageError(
                 f"{address} is on another host; give key=file (--key; from the executor's provider), "

@@ -24,7 +24,7 @@ from symbiosis.transports.keys import Keyring, identity
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Courier, Peer
 from symbiosis.transports.share import ServedShare
-from symbiosis.transports.sockets import Endpoint, prepare
+from symbiosis.transports.sockets import Endpoint, carries_tensors, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of
 from symbiosis.transports.stream_line import StreamLine
 from symbiosis.transports.wire import CallMessage, Type
@@ -83,7 +83,7 @@ class TcpListener:
         port = self._server.sockets[0].getsockname()[1]
         self.address = f"{address.partition(':')[0]}://{endpoint._replace(port=port)}"
         self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        encrypted = self.keys is not None and not address.startswith("dist:")
+        encrypted = self.keys is not None and carries_tensors(address)
         log.info("listening", address=self.address, encrypted=encrypted)
 
     def connections_of(self, tenant: str) -> int:
@@ -111,7 +111,7 @@ class TcpListener:
         self._server = None
         self._sweeper.cancel()
         for line in list(self.lines):
-            line.end(ExecutorClosedError(f"the executor at {self.address} was shut down"))
+            line.end(ExecutorClosedError.of(self.address))
         self.share.close()
 
 
@@ -185,7 +185,8 @@ class TcpLine(StreamLine):
         assert self.listener.keys is not None
         self.user = identity(self._stream.certificate())
         name = self.listener.keys.name_of(self.user)
-        self.tenant = self.peer.tenant = name or "?"
+        self.tenant = name or "?"
+        self.peer.identified(self.tenant)
         self.open()
         if name is None:
             self.peer.refuse(RefusedError(_UNKNOWN))

@@ -181,13 +181,13 @@ def test_shared_modules_are_served_once() -> None:
 
 def test_what_every_token_goes_through(base: Any) -> None:
     linear = SplitModel(base, "linear")
-    assert linear.walk() == list(range(2 * BLOCK + 1))
+    assert linear.token_layers() == list(range(2 * BLOCK + 1))
     whole = SplitModel(base, "mlp")
-    names_ = [whole.specs[layer].name for layer in whole.walk()]
+    names_ = [whole.specs[layer].name for layer in whole.token_layers()]
     assert len(names_) == 2 * 5 + 1
     assert "model.layers.0.mlp" in names_
     assert "model.layers.0.mlp.gate_proj" not in names_
 
 
 def test_where_that_is_not_to_be_told() -> None:
-    assert SplitModel(nn.Sequential(nn.Linear(2, 2))).walk() == []
+    assert SplitModel(nn.Sequential(nn.Linear(2, 2))).token_layers() == []

@@ -19,7 +19,7 @@ from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, arrivals
 from symbiosis.policies.order import FurthestBehind
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
-from symbiosis.simulation.simulation import InPass, Think
+from symbiosis.simulation.simulation import InWalk, Think
 from symbiosis.testing import World
 from tests.helpers import Conformance, examples, world_of
 
@@ -253,8 +253,8 @@ class TestOpportunistic:
     def test_nobody_is_waited_for_who_has_left(self, other: str) -> None:
         """Three clients shared batches and left, or are idle; another one thinks for ever, or for 50 ms."""
 
-        def stuck() -> Iterator[Think | InPass]:
-            yield InPass(True)
+        def stuck() -> Iterator[Think | InWalk]:
+            yield InWalk(True)
             yield Think(1e6)
 
         def token_s(make_policy: Callable[[], Policy]) -> float:
