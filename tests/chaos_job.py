@@ -1,7 +1,7 @@
-"""A tenant's process for the chaos test: does its job again and again until told to stop, and checks each result.
+"""A tenant's process for the chaos test. It repeats its job until it is told to stop, and checks each result.
 
-``python -m tests.chaos_job ADDRESS METHOD CHECKPOINT``: a line ``done N`` for each job that ended well; exit status 1
-with the reason on standard error otherwise.
+``python -m tests.chaos_job ADDRESS METHOD CHECKPOINT`` prints a line ``done N`` for each job that succeeded. On an
+error it exits with status 1 and prints the reason to standard error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JOB = Job(steps=30, new_tokens=12)
 
 
 def stop() -> bool:
-    """Whether a line has come on standard input, or its end."""
+    """Return whether standard input has a line or has ended."""
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
@@ -53,7 +53,7 @@ def main(address: str, method: str, checkpoint: str) -> None:
                     await client.close()
 
     async def entered(make: Any) -> Any:
-        """A client; opened again while nobody is there."""
+        """Open a client, and try again while no executor listens at the address."""
         while True:
             try:
                 return await make().open()
@@ -72,7 +72,7 @@ def main(address: str, method: str, checkpoint: str) -> None:
 
 
 def wait_for(address: str) -> None:
-    """Until the executor is there: ``retry`` is for one that was lost, not for one that never was."""
+    """Wait until an executor answers. ``retry`` covers an executor that was lost, not one that has not started yet."""
     end = time.monotonic() + 60
     while True:
         try:

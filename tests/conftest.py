@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis settings, small models, and the check that a test leaves nothing behind."""
+"""Shared setup of all tests: Hypothesis settings, small models, and the check for leaked tasks, threads and modes."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ for name in ("fast", "thorough"):
     settings.register_profile(
         name,
         max_examples=examples(100, profile=name),
-        derandomize=True,  # the same examples everywhere; a failure is printed as code that reproduces it
+        derandomize=True,  # equal examples in every run; a failure prints code that reproduces it
         database=None,
-        deadline=None,  # the machine is shared
+        deadline=None,  # the machine may be busy with other work
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(PROFILE)
 
-# Where a shell began the tests in the background, they and the processes that they start would not hear a Ctrl-C.
+# A shell that starts the tests in the background makes them, and the processes that they start, ignore Ctrl-C.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-torch.set_num_threads(1)  # the models are tiny; a second thread costs more than it brings
+torch.set_num_threads(1)  # the models are tiny; a second thread costs more time than it saves
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow tests: at the end, one of them would keep one worker busy while the others have nothing."""
+    """Run the slow tests first. At the end, a slow test would occupy one worker while the other workers are idle."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -47,7 +47,7 @@ def _base() -> Any:
 
 @pytest.fixture
 def base(_base: Any) -> Any:
-    """A tiny Llama of this test's own."""
+    """A tiny Llama that no other test uses."""
     return copy.deepcopy(_base)
 
 
@@ -61,7 +61,7 @@ async def _nothing_left_on_the_loop() -> AsyncIterator[None]:
     await asyncio.sleep(0)
     left = [task for task in asyncio.all_tasks() - before if task is not asyncio.current_task()]
     assert not left, f"tasks left behind: {left}"
-    assert not complaints, f"the event loop was told of {complaints}"
+    assert not complaints, f"the event loop reported {complaints}"
 
 
 def client_threads() -> list[str]:
@@ -70,12 +70,12 @@ def client_threads() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No task, no client's thread, no torch mode outlives a test, and the event loop reported no error."""
+    """Check that no task, client thread or torch mode outlives a test, and that the event loop reported no error."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_nothing_left_on_the_loop")
     yield
     for thread in threading.enumerate():
-        if thread.name == "symbiosis-dist":  # it ends by itself, soon
+        if thread.name == "symbiosis-dist":  # the thread ends by itself
             thread.join(40)
     assert not client_threads(), f"threads left behind: {client_threads()}"
     assert torch.is_grad_enabled()

@@ -15,7 +15,7 @@ __all__ = ["LOSSES", "Chunked", "step"]
 
 
 class Chunked(torch.autograd.Function):
-    """Cross entropy as TRL computes it: parts of the vocabulary, computed once more in backward."""
+    """Cross entropy as in TRL: by parts of the vocabulary, whose logits are computed again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Chunked(torch.autograd.Function):
 
 
 class GradientInForward(torch.autograd.Function):
-    """Cross entropy as Liger computes it: with its gradient, in the forward pass."""
+    """Cross entropy as in Liger: its gradient is computed in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,7 @@ LOSSES: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def step(model: Any, loss_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """The loss of a Llama with an adapter."""
+    """Return the loss of a Llama with an adapter."""
     backbone, head = model.get_base_model().model, model.get_base_model().lm_head
     hidden = backbone(input_ids=IDS).last_hidden_state[:, :-1].reshape(-1, 32)
     return loss_of(hidden, head.weight, IDS[:, 1:].reshape(-1))

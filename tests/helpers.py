@@ -26,7 +26,7 @@ from symbiosis.testing import Comparison, Job, Outcome, PolicyConformance, World
 T = TypeVar("T")
 CAUSAL = "CAUSAL_LM"
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fast")
-"""Hypothesis profile: ``fast`` for a short wait, or ``thorough`` for all examples. The properties are the same."""
+"""Name of the Hypothesis profile: ``fast``, or ``thorough`` for all examples. Both check the same properties."""
 
 
 def examples(thorough: int, *, profile: str = PROFILE) -> int:
@@ -43,7 +43,9 @@ class Conformance(PolicyConformance):
 
 
 def lora(architecture: str = "llama", **options: Any) -> LoraConfig:
-    """LoRA on every linear layer of the blocks, with B ≠ 0 so that it matters from the start, and with dropout."""
+    """Return LoRA for every linear layer of the blocks, with dropout, and with B ≠ 0 so that it has an effect from the
+    start.
+    """
     defaults = {"r": 4, "init_lora_weights": False, "lora_dropout": 0.1, "target_modules": "all-linear"}
     return LoraConfig(task_type=CAUSAL, fan_in_fan_out=architecture == "gpt2", **{**defaults, **options})
 
@@ -59,7 +61,7 @@ def prefix(architecture: str = "llama", **options: Any) -> PrefixTuningConfig:
 METHODS = {"lora": lora, "ia3": ia3, "prefix": prefix}
 
 SHORT = Job(steps=5, new_tokens=4)
-"""A job for tests whose subject is not the job."""
+"""A short job for tests of other subjects."""
 
 IDS = torch.arange(3, 21).reshape(2, 9)
 """Token ids [2, 9]."""
@@ -70,8 +72,10 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 LOGITS = 1e-5
 GRADIENTS = 1e-5
 TRAINED = 1e-3
-"""fp32 tolerances for a tenant among others, relative to the largest element of each tensor. An adapter after 20 AdamW
-steps gets more: Adam divides by the gradient's own size, which magnifies differences in small elements."""
+"""fp32 tolerances for a tenant among others, relative to the largest element of each tensor. The tolerance of an
+adapter after 20 AdamW steps is larger: Adam divides by the size of the gradient, which magnifies differences in small
+elements.
+"""
 
 
 def world_of(
@@ -82,7 +86,7 @@ def world_of(
     terms: Mapping[str, Terms] | None = None,
     local: bool = False,
 ) -> World:
-    """Return clients that are all in a walk, around a policy; ``terms`` by client."""
+    """Return a world with a policy and clients that are all in a walk. ``terms`` has terms by client name."""
     world = World(policy, layers=layers, max_rows=max_rows)
     for client in clients:
         world.join(client, (terms or {}).get(client, NO_TERMS), local=local)
@@ -107,12 +111,12 @@ def adamw(model: torch.nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what is trainable."""
+    """Return copies of the trainable parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 async def tenant(executor: symbiosis.Executor, config: PeftConfig | None, what: str, stop: asyncio.Event) -> int:
-    """Train or generate until told to stop; how many rounds that was."""
+    """Train or generate until told to stop, and return the number of rounds."""
     job = Job(seed=sum(map(ord, what)), length=5, new_tokens=4)
     rounds = 0
     async with executor.client(copy.deepcopy(config)) as client:
@@ -130,7 +134,7 @@ async def tenant(executor: symbiosis.Executor, config: PeftConfig | None, what: 
 async def crowd(
     executor: symbiosis.Executor, jobs: Sequence[tuple[PeftConfig | None, str]]
 ) -> AsyncIterator[Sequence[asyncio.Task[int]]]:
-    """Background tenants, who work as long as the block runs and must come to a good end."""
+    """Run background tenants during the block, and check that they end without an error."""
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(tenant(executor, config, what, stop)) for config, what in jobs]
@@ -142,7 +146,7 @@ async def crowd(
 
 
 async def in_thread(fn: Callable[..., T], *args: Any) -> T:
-    """A synchronous tenant beside the event loop, with as many threads for torch as this one."""
+    """Run a synchronous tenant beside the event loop, with as many torch threads as the calling thread has."""
     threads = torch.get_num_threads()
 
     def work() -> T:
@@ -153,13 +157,13 @@ async def in_thread(fn: Callable[..., T], *args: Any) -> T:
 
 
 def command(*arguments: str) -> Result:
-    """Run the command ``symbiosis`` in this process, which takes seconds less than a process of its own."""
+    """Run the command ``symbiosis`` in this process, which takes seconds less than in a new process."""
     return CliRunner().invoke(app, arguments)
 
 
 async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
     async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110 (what it waits for has no event)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.01)
 
 
@@ -179,7 +183,7 @@ with symbiosis.open_model(sys.argv[1]) as model:
     model.base_model.layers[0].register_forward_hook(lambda *_: (print("there", flush=True), time.sleep(600)))
     model(torch.arange(3, 21).reshape(2, 9))
 """
-"""A tenant's program, which stops in the middle of a walk."""
+"""Program of a tenant that stops in the middle of a walk."""
 
 
 def open_descriptors() -> int:

@@ -1,4 +1,4 @@
-"""An executor in a process of its own, started as a user would: ``symbiosis serve``."""
+"""An executor in a process of its own, started as a user starts it: ``symbiosis serve``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORDS = "the cat dog sat ran on mat log and then what is a list of numbers that 
 
 
 def save_model(folder: Path, **options: Any) -> Path:
-    """A small Llama and its tokenizer of words, as a checkpoint."""
+    """Save a small Llama and its tokenizer of words as a checkpoint."""
     tiny_model("llama", **options).save_pretrained(folder)
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -37,14 +37,14 @@ def save_model(folder: Path, **options: Any) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
+    """Return a TCP port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Service:
-    """``symbiosis serve`` on an address, to be started, killed and started again."""
+    """A process of ``symbiosis serve`` on an address, which can be started, killed and started again."""
 
     def __init__(self, model: Path, address: str, *options: str, log: Path | None = None) -> None:
         self.address = address
@@ -54,7 +54,7 @@ class Service:
         self._log = log or model.parent / f"service-{time.monotonic_ns()}.log"
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the process, and wait until it answers."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -63,7 +63,7 @@ class Service:
                 stderr=log,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
-        end = time.monotonic() + 180  # with a dozen processes beside it, importing torch takes its time
+        end = time.monotonic() + 180  # importing torch takes long beside a dozen other processes
         while True:
             try:
                 make_transport(self.address).look(self.address)
@@ -75,13 +75,13 @@ class Service:
                 return
 
     def kill(self) -> None:
-        """``kill -9``."""
+        """Kill the process with ``kill -9``."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(20)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ask it to end; its exit status."""
+        """Ask the process to end, and return its exit status."""
         assert self._process is not None
         self._process.send_signal(number)
         return self._process.wait(20)

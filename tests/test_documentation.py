@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def code(file: str) -> list[str]:
-    """The Python blocks of a Markdown file."""
+    """Return the Python blocks of a Markdown file."""
     return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
 
 

@@ -1,5 +1,6 @@
-"""The same on CUDA: equivalence with plain PEFT there, clients on the CPU of an executor on the GPU, and tensors that
-stay on the GPU on their way between processes."""
+"""Tests on CUDA: equivalence with plain PEFT on the GPU, clients on the CPU with an executor on the GPU, and tensors
+that stay on the GPU on their way between processes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 TRAINED = 1e-2
-"""Kernels on a GPU choose another blocking, and another order of sums, for another number of rows."""
+"""Tolerances for clients among others: kernels on a GPU choose another blocking, and another order of sums, for another
+number of rows.
+"""
 
 
 @pytest.mark.parametrize("base_layers", ["linear", "mlp"])
@@ -70,7 +73,9 @@ async def test_among_others(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_client_on_the_cpu(method: str) -> None:
-    """The executor on the GPU, the client's own share on the CPU: rows travel, results agree with plain PEFT on CPU."""
+    """The executor is on the GPU and the client's share on the CPU: rows are copied, and results agree with plain PEFT
+    on the CPU.
+    """
     model = tiny_model()
     config = METHODS[method]()
     expected = run_job_plain(model, config, Job(steps=5), seed=3)
@@ -105,7 +110,7 @@ async def test_cancelled_under_work(base: Any) -> None:
         await client.train_step(BATCH, adamw(client.model))
 
 
-async def test_memory_goes_back(base: Any) -> None:
+async def test_memory_is_freed(base: Any) -> None:
     async with symbiosis.Executor(base, device="cuda") as executor:
         async with executor.client(lora()) as client:
             await client.train_step(BATCH, adamw(client.model))
@@ -171,8 +176,8 @@ async def test_over_shm_from_the_cpu(service: Service, checkpoint: Path) -> None
     assert comparison.worst("gradient") <= 1e-3, comparison
 
 
-async def test_the_arena_on_the_gpu_grows_and_goes(service: Service, checkpoint: Path) -> None:
-    """Many calls at once, of all sizes, on two streams; afterwards the GPU has its memory back."""
+async def test_the_arena_on_the_gpu_grows_and_is_freed(service: Service, checkpoint: Path) -> None:
+    """Many calls of all sizes run at once, on two streams. Afterwards the memory of the GPU is free again."""
     layer = plain(checkpoint).model.layers[0].self_attn.q_proj
     free = torch.cuda.mem_get_info()[0]
     transport = make_transport(service.address)
@@ -196,7 +201,7 @@ async def test_the_arena_on_the_gpu_grows_and_goes(service: Service, checkpoint:
             await asyncio.sleep(0.1)
 
 
-async def test_executor_on_the_gpu_killed_in_the_middle(checkpoint: Path, tmp_path: Path) -> None:
+async def test_executor_on_the_gpu_killed_during_a_job(checkpoint: Path, tmp_path: Path) -> None:
     expected = run_job_plain(plain(checkpoint), lora(), Job(steps=20))
     with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--device", "cuda") as service:
         async with symbiosis.connect(service.address, retry=60.0) as remote, remote.client(lora(), seed=0) as client:
@@ -223,8 +228,8 @@ async def test_over_dist(checkpoint: Path, backend: str) -> None:
     assert comparison.worst("gradient") <= 1e-3, comparison
 
 
-async def test_policies_are_told_what_the_device_took(base: Any) -> None:
-    """Not what launching took: a second on the device is one in the policy's books."""
+async def test_policies_get_the_time_of_the_device(base: Any) -> None:
+    """The policy gets the time of the computation on the device, not that of the kernel launch."""
     seen: list[float] = []
 
     class Notes(NoLockstep):

@@ -1,4 +1,4 @@
-"""What the package exports: complete, typed and documented. `make check` checks the directions of imports."""
+"""Exports of the package are complete, typed and documented. `make check` checks the directions of imports."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def test_top_level() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_all_is_right(name: str) -> None:
-    """Everything in a package's __all__ exists, and is sorted. Inside a package, a leading underscore marks what is
-    private."""
+def test_all_is_complete_and_sorted(name: str) -> None:
+    """Every name in a package's __all__ exists, and the list is sorted. Inside a package, a leading underscore marks
+    private names.
+    """
     module = importlib.import_module(name)
     exported = getattr(module, "__all__", [])
     assert len(set(exported)) == len(exported)
@@ -53,14 +54,14 @@ def test_all_is_right(name: str) -> None:
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Constants, classes, then the rest, as ruff sorts them."""
+    """Sort constants first, then classes, then the rest, like ruff."""
     return (0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2, name)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name: str) -> None:
     module = importlib.import_module(name)
-    assert module.__doc__, f"{name} does not say what it is for"
+    assert module.__doc__, f"{name} has no docstring that states its purpose"
     for item, value in vars(module).items():
         own = (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == name
         if own and not item.startswith("_"):
@@ -80,7 +81,7 @@ def test_typed_marker() -> None:
 
 @pytest.mark.parametrize("module", ["symbiosis.core.scheduler", "symbiosis.core.requests", "symbiosis.policies"])
 def test_scheduling_needs_no_torch(module: str) -> None:
-    """Scheduler and policies are pure: no tensor library behind them."""
+    """The scheduler and the policies import no tensor library."""
     code = f"import sys, {module}; sys.exit(sum(name in sys.modules for name in ('torch', 'transformers')))"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "it imports torch or transformers"

@@ -1,4 +1,4 @@
-"""The command ``symbiosis simulate`` and its measured costs."""
+"""Tests of the command ``symbiosis simulate`` and of its measured costs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("columns", ["80", None])
-def test_no_figure_is_cut(
+def test_figures_are_never_truncated(
     columns: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No heading is cut, on a terminal of 80 columns and in a file."""
+    """No heading is truncated, neither on a terminal of 80 columns nor in a file."""
     if columns is None:
         monkeypatch.delenv("COLUMNS", raising=False)
     else:
@@ -91,7 +91,7 @@ def test_wrong_use(arguments: list[str], why: str) -> None:
     assert why in (result.output + str(result.exception))
 
 
-def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_slo_is_refused_before_the_load_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of the four default policies is refused before the load is replayed with the first one."""
     played: list[object] = []
     monkeypatch.setattr(replays, "replay", lambda *arguments, **options: played.append(arguments))
@@ -101,15 +101,17 @@ def test_a_promise_that_cannot_be_kept_shows_before_any_work(monkeypatch: pytest
     assert not played
 
 
-def test_a_ratio_of_what_there_is_not_is_not_shown() -> None:
+def test_a_ratio_without_both_figures_is_empty() -> None:
     missing = float("nan")
     pairs = [(1.0, 2.0), (missing, missing), (missing, 2.0), (1.0, missing), (1.0, 0.0)]
     assert [_ratio(predicted, real) for predicted, real in pairs] == ["0.50", "", "", "", ""]
 
 
 @pytest.mark.slow
-def test_here_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are measured, and the load is replayed on a real executor. A benchmark tells how close the figures are."""
+def test_predictions_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured, and the load is replayed on a real executor. A benchmark checks the accuracy of the
+    predictions.
+    """
     monkeypatch.setattr("symbiosis.bench.simulate.ROUNDS", 1)
     _run(
         *("--machine", "here", "--requests", "4", "--lengths", "0.02", "--clients", "2", "--no-paced", "--check"),
@@ -121,12 +123,12 @@ def test_here_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["real"]["finetune_per_s"] > 0
 
 
-def test_a_curve_through_what_was_measured() -> None:
+def test_the_curve_uses_the_median_of_each_size() -> None:
     curve = Curve([(1, 2.0), (1, 3.0), (1, 4.0), (5, 7.0)])
     assert [curve(rows) for rows in (1, 3, 5, 9)] == [3.0, 5.0, 7.0, 11.0]
     assert Curve([(1, 2.0)])(100) == 2.0
 
 
-def test_more_rows_never_take_less_time() -> None:
+def test_the_curve_never_decreases() -> None:
     curve = Curve([(1, 1.0), (2, 9.0), *[(4, 3.0)] * 3, (8, 7.0)])
     assert [curve(rows) for rows in (1, 2, 4, 8)] == [1.0, 4.5, 4.5, 7.0]

@@ -1,4 +1,4 @@
-"""The command line: help, lists, versions, and how it ends in an error."""
+"""Tests of the command line: help, lists, versions and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_help_names_the_commands(runner: CliRunner) -> None:
 
 
 def test_help_needs_no_torch() -> None:
-    """Importing torch takes seconds, so the command and its help must do without."""
+    """Importing torch takes seconds, so the command and its help must not import it."""
     code = (
         "import sys; from symbiosis.cli.commands import app; app(['demo', '--help'], standalone_mode=False); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -105,7 +105,7 @@ def test_keys(tmp_path: Path) -> None:
         (["finetune", "shm:///tmp/x.sock", "--data", "none.txt", "--output", "out"], "cannot be read"),
     ],
 )
-def test_what_cannot_be_done_says_why(command: list[str], reason: str, tmp_path: Path) -> None:
+def test_a_command_that_fails_prints_the_reason(command: list[str], reason: str, tmp_path: Path) -> None:
     if "MODEL" in command:
         command[1] = str(save_model(tmp_path / "model"))
     done = run(*command, folder=tmp_path)
@@ -133,7 +133,7 @@ def test_bench_schedule(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
-@pytest.mark.slow  # five processes
+@pytest.mark.slow  # the benchmark starts five processes
 @pytest.mark.timeout(300)
 def test_bench_memory(tmp_path: Path) -> None:
     command = ["bench", "memory", "--preset", "tiny", "--lengths", "128", "--lengths", "768", "--window", "64"]
@@ -148,8 +148,8 @@ def test_bench_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
-def test_what_is_measured_as_peak_memory() -> None:
-    """A tensor that comes and goes counts, what was there before does not; in a process of its own."""
+def test_peak_memory_counts_new_tensors_only() -> None:
+    """A tensor that was freed meanwhile counts, a tensor from before does not. The test starts a new process."""
     code = (
         "import torch; from symbiosis.bench.peak_memory import PeakMemory; before = torch.ones(30, 2**18);"
         "watch = PeakMemory(torch.device('cpu')); a = torch.ones(20, 2**18); del a; b = torch.ones(10, 2**18);"
@@ -254,8 +254,8 @@ def test_wrong_arguments(runner: CliRunner, arguments: list[str]) -> None:
     assert runner.invoke(app, arguments).exit_code == 2
 
 
-def test_results_are_json_whatever_they_are(tmp_path: Path) -> None:
-    """Python writes NaN and Infinity, which no other reader of JSON knows."""
+def test_results_with_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:
+    """Python writes NaN and Infinity, which are not part of JSON."""
     report = Report("x", "", {}, rows=[{"mean": math.nan, "text": "é"}], headline={"ratio": math.inf})
     report.save(tmp_path / "new" / "x.json")
     text = (tmp_path / "new" / "x.json").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Ordinary mistakes on the command line end in one line that says what to do, before any work is done."""
+"""Common mistakes on the command line end in one line that says what to do, before any work is done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _error(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("option", ["r=0", "r=-3", "alpha=0", "dropout=7", "r=x", "s=1"])
-def test_a_lora_that_cannot_be(tmp_path: Path, option: str) -> None:
+def test_invalid_lora_options(tmp_path: Path, option: str) -> None:
     (tmp_path / "t.txt").write_text("words " * 100)
     files = "--data", str(tmp_path / "t.txt"), "--output", str(tmp_path / "o")
     assert "--lora" in _error("finetune", "shm:///nowhere.sock", *files, "--lora", option)
@@ -44,12 +44,12 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", ["arena_bytes=99999999999999999999", "calls=0", "calls", "patience=3"])
-def test_limits_that_cannot_be(limit: str) -> None:
+def test_invalid_limits(limit: str) -> None:
     assert "--limit" in _error("serve", "model", "--listen", "shm:///nowhere.sock", "--limit", limit)
 
 
-async def test_adapters_that_cannot_be(tmp_path: Path) -> None:
-    """Over a socket, as the model has a say in it."""
+async def test_unusable_adapters(tmp_path: Path) -> None:
+    """The executor listens on a socket, because an adapter is checked against its model."""
     model = tiny_model()
     other = symbiosis.Executor(tiny_model(hidden_size=64))
     async with other, other.client(lora()) as client:
@@ -117,8 +117,8 @@ main()
 """
 
 
-def test_what_it_imports_can_be_interrupted() -> None:
-    """In its first second, before there is a command that could be."""
+def test_imports_can_be_interrupted() -> None:
+    """The interrupt arrives during the first second, before the command has started."""
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130
     assert done.stderr == "interrupted\n"

@@ -1,4 +1,4 @@
-"""``symbiosis demo`` on a tiny model: all of it, and every way in which it must refuse or fail."""
+"""``symbiosis demo`` on a tiny model: the complete run, and every way in which it must refuse or fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAIRS = [{"prompt": f"What is {n} plus one?", "completion": f"{n} plus one is {n
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of random weights and a tokenizer of bytes, with an end token and nothing else."""
+    """A folder with a model of random weights, and a tokenizer of bytes whose only special token is an end token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +85,7 @@ def test_the_whole_demo(arguments: list[Any], tmp_path: Path) -> None:
         assert all(sample["texts"] == [sample["plain_text"]] for sample in tenant["samples"])
 
 
-def test_memory_is_that_of_one_base(arguments: list[Any], tiny: Path, tmp_path: Path) -> None:
+def test_memory_of_four_tenants_includes_one_base(arguments: list[Any], tiny: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     results = tmp_path / "demo.json"
@@ -100,7 +100,7 @@ def test_memory_is_that_of_one_base(arguments: list[Any], tiny: Path, tmp_path: 
         assert ours["base"] == 0
         for part in ("gradients", "optimizer", "activations"):
             assert ours[part] == theirs[part], part
-        # A client has the buffers of its share, and a number for each placeholder.
+        # A client has the buffers of its share, and one number for each placeholder.
         assert theirs["adapter"] <= ours["adapter"] <= theirs["adapter"] + 1024
 
 
@@ -151,7 +151,7 @@ def test_a_wrong_text_fails_the_demo(arguments: list[Any], monkeypatch: pytest.M
     result = demo(*arguments)
     assert result.exit_code == 1
     assert "carol (none): the text after" in result.stderr
-    assert "dave" not in result.stderr, "two tokens that tie are no error"
+    assert "dave" not in result.stderr, "two tied tokens are not an error"
     assert "where two tokens tie" in result.stdout
 
 
@@ -166,7 +166,7 @@ def test_agreement() -> None:
     compared = agreement([1.0, 2.0, 3.0], [1.0, 2.5, 3.0], tolerance=0.1)
     assert (compared.worst, compared.largest, compared.agrees) == (1, pytest.approx(0.2), False)
     assert agreement([1.0], [1.0], tolerance=1e-9).agrees
-    assert not agreement([math.nan, 1.0], [math.nan, 1.0], tolerance=0.1).agrees, "both lost their way: not a success"
+    assert not agreement([math.nan, 1.0], [math.nan, 1.0], tolerance=0.1).agrees, "NaN losses are not a success"
 
 
 # -------------------------------------------------------------------------------------------------------- wrong options
@@ -263,7 +263,7 @@ def test_a_tokenizer_of_another_model(arguments: list[Any], tiny: Path, tmp_path
 # ----------------------------------------------------------------------------------------------------------------- data
 
 
-def test_the_loss_is_on_the_completion(tiny: Path) -> None:
+def test_the_loss_covers_the_completion_only(tiny: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -427,7 +427,7 @@ def test_relative_cache_homes_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_ctrl_c_while_tenants_work(tiny: Path, pairs: Path, tmp_path: Path) -> None:
-    """At any moment: exit status 130, no traceback."""
+    """Ctrl-C ends the command with exit status 130 and without a traceback, at any moment."""
     command = [sys.executable, "-m", "symbiosis.cli.main", "demo", "--model", str(tiny), "--data", str(pairs)]
     command += ["--steps", "3000", "--output", str(tmp_path)]
     process = subprocess.Popen(
@@ -447,8 +447,8 @@ def test_ctrl_c_while_tenants_work(tiny: Path, pairs: Path, tmp_path: Path) -> N
         try:
             out, err = process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # says where its threads are
-            pytest.fail(f"it goes on after Ctrl-C: {process.communicate()[1][-8000:]}")
+            process.send_signal(signal.SIGABRT)  # makes the process print the stacks of its threads
+            pytest.fail(f"the command goes on after Ctrl-C: {process.communicate()[1][-8000:]}")
     finally:
         process.kill()
         process.communicate()

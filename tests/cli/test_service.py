@@ -1,4 +1,4 @@
-"""Tenants of a ``symbiosis serve`` in another process, with the tools that they know, and when it dies under them."""
+"""Tenants of ``symbiosis serve`` in another process: common training tools, commands, and an executor that dies."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 def train(
     model: Any, folder: Path, resume: str | None = None, each_step: Callable[[int], None] | None = None, **options: Any
 ) -> list[float]:
-    """A fine-tuning with HF's Trainer, unmodified; the losses."""
+    """Fine-tune with HF's Trainer, unmodified, and return the losses."""
     torch.manual_seed(0)
     tuned = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", lora_dropout=0.1))
 
@@ -132,11 +132,11 @@ def test_pipeline_and_tokenizer_come_from_the_executor(service: Service, checkpo
 def test_trl_trains_on_it(
     service: Service, checkpoint: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SFTTrainer multiplies by ``lm_head.weight`` itself, a part of the vocabulary at a time, in backward too."""
+    """SFTTrainer multiplies parts of the vocabulary by ``lm_head.weight`` itself, in forward and in backward."""
     trl = pytest.importorskip("trl", reason="TRL is not installed")
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
-    if "chunk" in options:  # as a vocabulary of 90,000 has three
+    if "chunk" in options:  # a vocabulary of 90,000 tokens has three chunks as well
         monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", options["chunk"])
         options = {}
 
@@ -173,7 +173,7 @@ def test_trl_trains_on_it(
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_fused_losses(service: Service, checkpoint: Path, loss: str) -> None:
-    """Products with the weight in forward and in backward functions, of a client without a loop."""
+    """A client without an event loop multiplies by the weight in forward and backward functions."""
 
     def losses(model: Any) -> list[float]:
         torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_fused_losses(service: Service, checkpoint: Path, loss: str) -> None:
 
 
 def test_executor_killed_in_the_middle_of_a_trainer_run(checkpoint: Path, tmp_path: Path) -> None:
-    """kill -9, a while of nothing, a new process: the loss curve is the undisturbed one."""
+    """After kill -9, a pause and a new process, the loss curve equals that of an undisturbed run."""
     expected = train(plain(checkpoint), tmp_path / "plain", max_steps=20)
     with Service(checkpoint, f"shm://{tmp_path}/s.sock") as running:
 
@@ -204,7 +204,7 @@ def test_executor_killed_in_the_middle_of_a_trainer_run(checkpoint: Path, tmp_pa
                 threading.Thread(target=restart).start()
 
         def restart() -> None:
-            time.sleep(0.01)  # somewhere in the next step
+            time.sleep(0.01)  # during the next step
             running.kill()
             running.start()
 
@@ -258,7 +258,7 @@ with symbiosis.open_model(sys.argv[1]) as model:
 
 
 def test_a_client_process_never_holds_a_base_layer(tmp_path: Path) -> None:
-    """By its memory: the base layers of this model take 150 MB, the client's process grows by a few."""
+    """The base layers of this model take 150 MB, and the client's process grows by a few MB only."""
     folder = save_model(tmp_path / "wide", hidden_size=512, intermediate_size=2048, num_hidden_layers=9)
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     assert weights > 120e6
@@ -275,7 +275,7 @@ def test_a_client_process_never_holds_a_base_layer(tmp_path: Path) -> None:
 
 
 def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
-    """finetune, generate and status as a tenant calls them."""
+    """A tenant calls finetune, generate and status."""
 
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "what is a", "completion": "list of numbers"}\n' * 3)
@@ -295,7 +295,7 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.stderr
     windowed = json.loads(losses.read_text())["losses"]
-    assert windowed[:4] == pytest.approx(found[:4], rel=1e-3)  # later, AdamW has made the last bits into digits
+    assert windowed[:4] == pytest.approx(found[:4], rel=1e-3)  # AdamW amplifies rounding errors later
     assert windowed[-1] < windowed[0]
     prompt, count = "what is a", 6
     done = command(
@@ -328,7 +328,7 @@ def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> No
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(service: Service, checkpoint: Path, context: str) -> None:
-    """Batches from other processes, made while the model is open."""
+    """Worker processes make batches while the model is open."""
 
     def losses(model: Any) -> list[float]:
         torch.manual_seed(0)

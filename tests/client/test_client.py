@@ -1,4 +1,4 @@
-"""The client: its operations one by one, its modes, its random numbers, threads, adapters."""
+"""Tests of the client: its operations, modes, random numbers, threads and adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def test_forward_gives_the_models_own_output(executor: symbiosis.Executor)
         assert isinstance(await client.forward(input_ids=IDS, return_dict=False), tuple)
 
 
-async def test_without_an_adapter_it_is_the_bare_model(executor: symbiosis.Executor, base: Any) -> None:
+async def test_without_an_adapter_the_output_is_that_of_the_base_model(executor: symbiosis.Executor, base: Any) -> None:
     async with executor.client() as client:
         assert not isinstance(client.model, peft.PeftModel)
         assert isinstance(client.model, type(base))
@@ -41,7 +41,9 @@ async def test_without_an_adapter_it_is_the_bare_model(executor: symbiosis.Execu
 
 
 async def test_modes(executor: symbiosis.Executor) -> None:
-    """Evaluation at first; train_step trains and stays; generate evaluates for itself; forward changes nothing."""
+    """A client starts in evaluation mode. train_step leaves training mode on, generate restores the mode, forward keeps
+    it.
+    """
     async with executor.client(lora()) as client:
         assert not client.model.training
         await client.forward(input_ids=IDS)
@@ -70,7 +72,7 @@ async def test_generate_restores_the_mode_when_it_fails(executor: symbiosis.Exec
 
 @pytest.mark.parametrize("window", [None, 3])
 async def test_a_step_that_fails_leaves_no_gradients(executor: symbiosis.Executor, window: int | None) -> None:
-    """Somebody who tries again would train on a part of the batch twice."""
+    """Otherwise a tenant that repeats the step would train on a part of the batch twice."""
     async with executor.client(lora()) as client:
         optimizer = adamw(client.model)
         first = next(parameter for parameter in client.model.parameters() if parameter.requires_grad)
@@ -90,7 +92,9 @@ async def test_a_step_that_fails_leaves_no_gradients(executor: symbiosis.Executo
 
 
 async def test_train_step(executor: symbiosis.Executor, base: Any) -> None:
-    """The loss as a float, parameters moved, gradients cleared; the same as by hand."""
+    """train_step returns the loss as a float, updates parameters and clears gradients, like a training step written by
+    hand.
+    """
     async with executor.client(lora(lora_dropout=0.0), seed=2) as client:
         optimizer = torch.optim.SGD([p for p in client.model.parameters() if p.requires_grad], lr=0.5)
         before = parameters(client.model)
@@ -122,7 +126,7 @@ async def test_backward_takes_its_options(executor: symbiosis.Executor) -> None:
 
 
 async def test_gradient_accumulation_and_custom_loss(executor: symbiosis.Executor) -> None:
-    """A loss of the tenant's own over two forward passes."""
+    """The tenant's own loss is computed from two forward passes."""
     async with executor.client(lora()) as client:
 
         def loss() -> torch.Tensor:
@@ -142,20 +146,20 @@ async def test_run_passes_arguments_results_and_errors(executor: symbiosis.Execu
 
 
 async def test_seeds(executor: symbiosis.Executor) -> None:
-    """manual_seed restarts a stream of one's own; torch's own stream and the neighbours' are left alone."""
+    """manual_seed restarts the client's own stream, and changes neither torch's stream nor that of another client."""
     options = {"input_ids": IDS, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": True}
     async with executor.client(seed=1) as a, executor.client(seed=1) as b:
         before = torch.get_rng_state()
         first, same = await asyncio.gather(a.generate(**options), b.generate(**options))
         assert torch.equal(first, same)
-        assert not torch.equal(first, await a.generate(**options))  # the stream went on
+        assert not torch.equal(first, await a.generate(**options))  # the stream has advanced
         a.manual_seed(1)
         assert torch.equal(first, await a.generate(**options))
         assert torch.equal(torch.get_rng_state(), before)
 
 
 async def test_from_threads(executor: symbiosis.Executor, base: Any) -> None:
-    """client.model may be called from any thread, beside coroutines: forward, backward, generate."""
+    """client.model may be called from any thread, beside coroutines that call forward, backward and generate."""
     expected = base(input_ids=IDS).logits
 
     def in_a_thread(client: symbiosis.Client) -> torch.Tensor:
@@ -172,7 +176,7 @@ async def test_from_threads(executor: symbiosis.Executor, base: Any) -> None:
             torch.testing.assert_close(logits, expected)
             await asyncio.to_thread(in_a_thread, client)
             assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
-            # Several threads of several clients at once.
+            # Several threads of several clients run at the same time.
             await asyncio.gather(
                 asyncio.to_thread(in_a_thread, client),
                 *[asyncio.to_thread(lambda: bare.model(input_ids=IDS).logits) for _ in range(1)],
@@ -201,8 +205,10 @@ async def test_saving_without_an_adapter(executor: symbiosis.Executor, tmp_path:
     assert not list(tmp_path.iterdir())
 
 
-async def test_a_saved_adapter_is_small_and_whole(executor: symbiosis.Executor, tmp_path: Any) -> None:
-    """A standard PEFT folder: configuration and adapter weights, nothing of the base model."""
+async def test_a_saved_adapter_is_small_and_complete(executor: symbiosis.Executor, tmp_path: Any) -> None:
+    """The folder is a standard PEFT folder: it has the configuration and adapter weights, and no weights of the base
+    model.
+    """
     from safetensors.torch import load_file
 
     async with executor.client(lora()) as client:
@@ -215,7 +221,7 @@ async def test_a_saved_adapter_is_small_and_whole(executor: symbiosis.Executor, 
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
 
 
-async def test_loading_in_the_middle_of_an_operation(executor: symbiosis.Executor, tmp_path: Any) -> None:
+async def test_loading_during_an_operation(executor: symbiosis.Executor, tmp_path: Any) -> None:
     async with executor.client(lora()) as client:
         client.save_adapter(tmp_path)
         task = asyncio.create_task(client.forward(input_ids=IDS))
@@ -235,8 +241,8 @@ async def test_names_and_representation(executor: symbiosis.Executor) -> None:
     assert repr(alice) == "<Client 'alice': closed>"
 
 
-async def test_the_configuration_is_the_callers(executor: symbiosis.Executor) -> None:
-    """One PeftConfig object may serve several clients: PEFT writes into it, the clients use copies or agree."""
+async def test_clients_may_share_one_configuration(executor: symbiosis.Executor) -> None:
+    """PEFT writes into a PeftConfig object, so clients that are given the same object use copies or equal values."""
     config = lora()
     async with executor.client(config, seed=1) as a, executor.client(config, seed=1) as b:
         one, two = await asyncio.gather(a.forward(input_ids=IDS), b.forward(input_ids=IDS))
@@ -249,8 +255,8 @@ async def test_client_on_another_device_name(executor: symbiosis.Executor) -> No
         await client.train_step(BATCH, adamw(client.model))
 
 
-async def test_cores_are_left_to_others(executor: symbiosis.Executor) -> None:
-    """A client's own thread takes all that torch gives it while nobody else is there, and half beside others."""
+async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis.Executor) -> None:
+    """The only client uses all threads that torch has, and a client beside other clients uses half of them."""
     seen: list[int] = []
 
     class Looking(torch.optim.SGD):

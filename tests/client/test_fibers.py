@@ -1,4 +1,4 @@
-"""Fibers: synchronous code that suspends; torch's modes and random numbers follow the fiber and leak nowhere."""
+"""Fibers run synchronous code that suspends. Torch's modes and random numbers belong to the fiber that set them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait(awaitable: Any) -> Any:
 
 
 class Nowhere:
-    """A channel that only counts being flushed."""
+    """A channel that counts its flushes and does nothing else."""
 
     def __init__(self, flush: Callable[[], None] = lambda: None) -> None:
         self.flush = flush
@@ -86,7 +86,7 @@ async def test_flushes_whenever_it_suspends() -> None:
     assert count == 3
 
 
-async def test_cancellation_is_raised_where_it_waits() -> None:
+async def test_cancellation_is_raised_inside_the_wait() -> None:
     seen: list[str] = []
 
     def work() -> None:
@@ -106,7 +106,7 @@ async def test_cancellation_is_raised_where_it_waits() -> None:
     assert seen == ["cancelled", "cleaned up"]
 
 
-async def test_many_take_turns() -> None:
+async def test_fibers_are_interleaved() -> None:
     order: list[tuple[int, int]] = []
 
     def work(number: int) -> int:
@@ -174,7 +174,7 @@ def nested(*contexts: Any) -> Any:
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_modes_follow_their_fiber(mode: str) -> None:
-    """One fiber is in the mode and suspends inside it; the loop and another fiber never see it; it finds it again."""
+    """One fiber suspends inside a mode. The loop and another fiber never observe it, and the first resumes in it."""
     enter, observe = MODES[mode]
     outside = observe()
     seen: list[Any] = []
@@ -249,7 +249,7 @@ async def test_hooks_still_pack_after_a_suspension() -> None:
 
 
 async def test_each_stream_is_a_process_of_its_own() -> None:
-    """Fibers that draw in turn get the numbers that they would have got alone; so does the loop."""
+    """Interleaved fibers, and the loop, draw the numbers that each of them would draw alone."""
 
     def draw(seed: int) -> list[float]:
         torch.manual_seed(seed)
@@ -276,7 +276,7 @@ async def test_each_stream_is_a_process_of_its_own() -> None:
     assert results == [*(alone(seed) for seed in range(3)), alone(99)]
 
 
-async def test_a_stream_goes_on_where_it_was() -> None:
+async def test_a_stream_continues_in_the_next_fiber() -> None:
     stream = RandomStream(CPU)
 
     def draw() -> float:
@@ -303,8 +303,8 @@ async def test_context_variables_are_copied_in() -> None:
     assert variable.get() == "outside"
 
 
-async def test_holds_no_result_while_it_goes_on() -> None:
-    """What one await gave is gone as soon as the code has let go of it."""
+async def test_a_fiber_keeps_no_result_that_its_code_released() -> None:
+    """The result of an await is freed as soon as the code in the fiber releases it."""
 
     async def make() -> torch.Tensor:
         tensor = torch.ones(1000)
@@ -322,7 +322,7 @@ async def test_holds_no_result_while_it_goes_on() -> None:
 
 
 async def test_an_abandoned_fiber_cleans_up() -> None:
-    """A coroutine that is closed in the middle unwinds the function."""
+    """Closing a coroutine before its end unwinds the function."""
     cleaned: list[bool] = []
 
     def work() -> None:

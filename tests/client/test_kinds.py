@@ -1,4 +1,6 @@
-"""What rows are for is told from them: a prompt's walk is a prefill to its end, training is fine-tuning throughout."""
+"""The executor derives the kind of rows from the walk: a prompt's walk is a prefill to its end, and all training is
+fine-tuning.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ IDS = torch.arange(3, 10)[None]
 
 
 class Notes(NoLockstep):
-    """Serves whoever comes first, and remembers what the rows were for."""
+    """A policy that serves requests in order and records the kind and the number of their rows."""
 
     lone_at_once = False
 
@@ -40,7 +42,7 @@ class Notes(NoLockstep):
 
 
 def opt() -> Any:
-    """Its MLP flattens sequences to matrices."""
+    """A model whose MLP flattens sequences to matrices."""
     config = transformers.OPTConfig(
         vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
     )
@@ -61,7 +63,7 @@ async def test_generation(make: Any) -> None:
             prompt = [rows for kind, rows in seen if kind is Kind.PREFILL]
             assert seen[: len(prompt)] == [(Kind.PREFILL, rows) for rows in prompt]
             assert set(prompt[:-1]) == {length}
-            assert prompt[-1] in (1, length)  # the head: of the last token alone, where the model can do that
+            assert prompt[-1] in (1, length)  # some models run the head for the last token only
             assert set(seen[len(prompt) :]) == {(Kind.DECODE, 1)}
             assert (len(seen) - len(prompt)) % 2 == 0
 
@@ -79,8 +81,8 @@ async def test_checkpointed_training(reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("window", [3, 100])
-async def test_windows_of_synchronous_code(tmp_path: Path, window: int) -> None:
-    """In evaluation mode too, as a new model is in, and afterwards a prompt is a prompt again."""
+async def test_windows_in_synchronous_code(tmp_path: Path, window: int) -> None:
+    """Windows are fine-tuning in evaluation mode too, the mode of a new model. A later prompt is a prefill again."""
     notes = Notes()
 
     def there(address: str) -> None:
@@ -97,8 +99,8 @@ async def test_windows_of_synchronous_code(tmp_path: Path, window: int) -> None:
         await asyncio.to_thread(there, listener.address)
 
 
-async def test_a_model_as_it_was_opened(tmp_path: Path) -> None:
-    """In evaluation mode, every layer of it, without a word from the tenant."""
+async def test_a_model_is_opened_in_evaluation_mode(tmp_path: Path) -> None:
+    """Every layer of the model is in evaluation mode, although the tenant did not ask for it."""
     notes = Notes()
 
     def there(address: str) -> None:

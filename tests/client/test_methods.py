@@ -1,4 +1,4 @@
-"""Every PEFT method that a tiny Llama can carry: the same numbers as plain PEFT, or a refusal that says why."""
+"""Every PEFT method that a tiny Llama supports gives the numbers of plain PEFT, or is refused with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASK = {"task_type": CAUSAL}
 
 
 def config(name: str, **options: Any) -> Any:
-    """A configuration of a method that this version of PEFT may not have."""
+    """Return a configuration of a method, or skip the test if this version of PEFT lacks the method."""
     cls = getattr(peft, f"{name}Config", None)
     if cls is None:
         pytest.skip(f"peft {peft.__version__} has no {name}")
@@ -86,8 +86,8 @@ async def test_agrees_with_plain_peft(method: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 @pytest.mark.parametrize("method", REFUSE)
-async def test_refuses_what_reads_base_weights(method: str) -> None:
-    """Never NaN: the error names what was asked for and that the client has no weights; the executor goes on."""
+async def test_a_method_that_reads_base_weights_is_refused(method: str) -> None:
+    """The result is never NaN: the error names the method and the missing weights, and the executor continues."""
     wanted = REFUSE[method]()
     async with symbiosis.Executor(tiny_model()) as executor:
         client = executor.client(wanted, name="wants-weights")
@@ -98,8 +98,8 @@ async def test_refuses_what_reads_base_weights(method: str) -> None:
             assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
 
 
-async def test_refuses_to_load_what_reads_base_weights(tmp_path: Any) -> None:
-    """A DoRA adapter made elsewhere, and a PiSSA adapter whose base was changed with it."""
+async def test_an_adapter_that_needs_base_weights_is_not_loaded(tmp_path: Any) -> None:
+    """The adapters are a DoRA adapter from plain PEFT, and a PiSSA adapter that changed its base model."""
     model = tiny_model()
     for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
         folder = tmp_path / next(iter(options))
@@ -110,7 +110,9 @@ async def test_refuses_to_load_what_reads_base_weights(tmp_path: Any) -> None:
 
 
 async def test_merging_is_refused(base: Any) -> None:
-    """merge_adapter and merge_and_unload write into base weights, which are not there: an error, no harm."""
+    """merge_adapter and merge_and_unload write into base weights, which the client lacks: they raise, and change
+    nothing.
+    """
     config = peft.LoraConfig(init_lora_weights=False, **ON)
     async with symbiosis.Executor(base) as executor, executor.client(config) as client:
         before = (await client.forward(input_ids=IDS)).logits

@@ -1,4 +1,4 @@
-"""Shared parameters and placeholders: shared until a tenant trains them or writes into them, then its own."""
+"""Parameters and placeholders are shared until a tenant trains them or writes into them, which makes them its own."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_becomes_its_own(kind: str, how: Callable[[nn.Parameter], None]) -> None
 
 
 def test_shared_memory_and_version_counters() -> None:
-    """What one tenant does to its own copy must not look like an in-place change to another's autograd."""
+    """A tenant's change of its own copy must not be an in-place change for the autograd of another tenant."""
     original = ORIGINAL.clone()
     one, two = shared_parameter(original), shared_parameter(original)
     assert one.data_ptr() == two.data_ptr() == original.data_ptr()
@@ -95,7 +95,7 @@ def test_freezing_does_not_make_a_copy(kind: str) -> None:
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("kind", ["shared", "placeholder"])
 def test_deepcopy(kind: str, own: bool) -> None:
-    """A copy of a shared parameter is shared, one of a tenant's own is another of its own."""
+    """The copy of a shared parameter is shared. The copy of a tenant's own parameter is a separate one."""
     original, parameter = make(kind)
     if own:
         parameter.requires_grad_(True)
@@ -116,7 +116,7 @@ def test_deepcopy(kind: str, own: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_moves_as_parameters_do(dtype: torch.dtype) -> None:
-    """module.to(dtype), then unfrozen: the own copy has the new dtype."""
+    """After module.to(dtype), the tenant's own copy has the new dtype."""
     for kind in ("shared", "placeholder"):
         module = nn.Module()
         original, parameter = make(kind)
@@ -168,8 +168,8 @@ def test_writes_are_the_tenants_own(kind: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
-def test_a_state_dict_comes_back_as_it_was(how: str) -> None:
-    """Best weights put aside and loaded again: what is shared stays shared, placeholders stay placeholders."""
+def test_a_state_dict_can_be_loaded_again(how: str) -> None:
+    """Saved weights are loaded again: shared parameters stay shared, and placeholders stay placeholders."""
     module = nn.Module()
     original, shared = make("shared")
     _, hole = make("placeholder")
@@ -195,7 +195,7 @@ def test_a_state_dict_comes_back_as_it_was(how: str) -> None:
     assert torch.equal(original, shared)
 
 
-def test_values_that_a_tenant_put_there_are_kept() -> None:
+def test_values_that_a_tenant_assigned_are_kept() -> None:
     for kind in ("shared", "placeholder"):
         _, parameter = make(kind)
         parameter.data = torch.full((2, 3), 5.0)
@@ -203,7 +203,7 @@ def test_values_that_a_tenant_put_there_are_kept() -> None:
         assert parameter.eq(5).all()
 
 
-def test_a_shallow_copy_is_as_careful() -> None:
+def test_a_shallow_copy_is_shared_too() -> None:
     original, parameter = make("shared")
     copied = copy.copy(parameter)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Code that multiplies by a base layer's weight is answered by the executor; code that wants its values is refused."""
+"""The executor computes products with a base layer's weight. Code that needs the values of the weight is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ I, O, N = 6, 10, 4  # in_features, out_features, rows  # noqa: E741
 
 
 class Layers(nn.Module):
-    """One of each kind, with biases that matter."""
+    """A model with one layer of each kind, and with biases that are not zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ async def client(executor: symbiosis.Executor) -> AsyncIterator[symbiosis.Client
 
 
 def weight_of(model: Any, kind: str) -> torch.Tensor:
-    """The weight of a layer as [o, i]."""
+    """Return the weight of a layer as [o, i]."""
     weight = model.get_submodule(kind).weight
     return weight.t() if kind == "conv" else weight
 
@@ -94,7 +94,7 @@ FORWARD: dict[str, Form] = {
     "chunks": lambda x, w: torch.cat([x @ part.t() for part in w.split(3)], -1),
     "chunks turned": lambda x, w: torch.cat([x @ part for part in w.t().chunk(4, dim=1)], -1),
 }
-"""x [n, i] times w [o, i], turned."""
+"""Multiply x [n, i] by the transpose of w [o, i]."""
 BACKWARD: dict[str, Form] = {
     "@": lambda y, w: y @ w,
     "F.linear turned": lambda y, w: F.linear(y, w.t()),
@@ -102,7 +102,7 @@ BACKWARD: dict[str, Form] = {
     "parts added": lambda y, w: y[:, :4] @ w[:4] + y[:, 4:] @ w[4:],
     "some columns": lambda y, w: y @ w[:, 1:3],
 }
-"""y [n, o] times w [o, i]."""
+"""Multiply y [n, o] by w [o, i]."""
 
 
 def check(mine: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -115,7 +115,7 @@ def check(mine: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("kind", ["linear", "biased", "conv"])
 @pytest.mark.parametrize("form", [*FORWARD, *(f"{name} (back)" for name in BACKWARD)])
 async def test_products(executor: Any, client: Any, form: str, kind: str, waits: str) -> None:
-    """The plain weight's product, and its gradient with respect to the rows."""
+    """The product equals that of the plain weight, and so does its gradient with respect to the rows."""
     multiply = BACKWARD[form[: -len(" (back)")]] if "(back)" in form else FORWARD[form]
     mine = torch.randn(N, O if "(back)" in form else I, requires_grad=True)
     theirs = mine.detach().clone().requires_grad_()
@@ -147,13 +147,13 @@ async def test_products(executor: Any, client: Any, form: str, kind: str, waits:
 
 @pytest.mark.parametrize("weight", [lambda w: w.t(), lambda w: w[2:5].t()], ids=["whole", "part"])
 async def test_one_column(executor: Any, client: Any, weight: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A weight [o, 1]: its strides would not tell which way it lies."""
+    """The weight is [o, 1], so its strides do not show whether it is transposed."""
     x = torch.randn(N, 1)
     expected = x @ weight(executor.service.resident().model.column.weight)
     check(await client.run(lambda: x @ weight(client.model.column.weight)), expected)
 
 
-async def test_out(executor: Any, client: Any) -> None:
+async def test_out_argument(executor: Any, client: Any) -> None:
     x, weight = torch.randn(N, I), executor.service.resident().model.linear.weight
     for out in (torch.empty(N, O), torch.empty(N, 2 * O)[:, :O], torch.empty(0)):
         result = await client.run(lambda out=out: torch.mm(x, client.model.linear.weight.t(), out=out))
@@ -161,8 +161,8 @@ async def test_out(executor: Any, client: Any) -> None:
         check(out, x @ weight.t())
 
 
-async def test_parts_one_after_another_are_one_request(executor: Any, client: Any) -> None:
-    """And a change of the rows in between is seen; nothing is kept that nobody will ask for."""
+async def test_consecutive_parts_are_one_request(executor: Any, client: Any) -> None:
+    """A change of the rows between two parts is noticed, and no result is kept that the code cannot use any more."""
     x = torch.randn(N, I)
 
     def chunks() -> torch.Tensor:
@@ -200,8 +200,8 @@ async def test_parts_one_after_another_are_one_request(executor: Any, client: An
 
 
 @pytest.mark.parametrize("behind", ["numpy", "data"])
-async def test_rows_that_change_behind_their_version(executor: Any, client: Any, behind: str) -> None:
-    """No product of what was there before is used for the next part."""
+async def test_rows_that_change_without_a_new_version(executor: Any, client: Any, behind: str) -> None:
+    """No product of the rows from before the change is used for the next part."""
 
     def work(weight: torch.Tensor) -> torch.Tensor:
         x, parts = torch.ones(N, I), []
@@ -219,8 +219,8 @@ async def test_rows_that_change_behind_their_version(executor: Any, client: Any,
     check(await client.run(work, client.model.linear.weight), expected)
 
 
-async def test_backward_part_by_part(executor: Any, client: Any) -> None:
-    """Each part has a graph of its own, which is gone when its backward is through."""
+async def test_backward_of_each_part(executor: Any, client: Any) -> None:
+    """Each part has a graph of its own, which is freed after its backward pass."""
 
     def work(weight: torch.Tensor) -> torch.Tensor:
         x = torch.ones(N, I, requires_grad=True)
@@ -234,8 +234,8 @@ async def test_backward_part_by_part(executor: Any, client: Any) -> None:
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
-async def test_a_copy_is_a_placeholder_too(client: Any, how: Callable[[Any], Any]) -> None:
-    """Until it is made the tenant's own."""
+async def test_a_copy_of_a_placeholder_is_a_placeholder(client: Any, how: Callable[[Any], Any]) -> None:
+    """The copy remains a placeholder until the tenant makes it its own."""
     weight = how(client.model.linear.weight)
     assert weight is not client.model.linear.weight
     assert weight.is_placeholder
@@ -292,7 +292,7 @@ async def test_fused_losses_train_as_plain_peft_does(loss: str, alone: bool) -> 
     assert torch._C._is_fwd_grad_enabled()
 
 
-async def test_backward_inside_a_fiber_is_refused_all_the_same(client: Any) -> None:
+async def test_backward_inside_a_fiber_is_refused_for_a_placeholder(client: Any) -> None:
     def work() -> None:
         x = torch.ones(N, I, requires_grad=True)
         Chunked.apply(x, client.model.linear.weight, torch.arange(N)).backward()  # type: ignore[no-untyped-call]
@@ -341,8 +341,8 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("how", REFUSED)
-async def test_what_needs_values_is_refused(executor: Any, client: Any, how: str) -> None:
-    """By the layer's name; and the placeholder is what it was."""
+async def test_code_that_needs_values_is_refused(executor: Any, client: Any, how: str) -> None:
+    """The error names the layer, and the placeholder is unchanged."""
     weight = client.model.biased.weight
     with pytest.raises(
         PlaceholderError, match=r"^biased: \w+ needs the values.*stay with the executor; call the layer"
@@ -354,14 +354,14 @@ async def test_what_needs_values_is_refused(executor: Any, client: Any, how: str
     check(await client.run(lambda: x @ weight.t()), x @ executor.service.resident().model.biased.weight.t())
 
 
-async def test_shapes_that_do_not_fit(client: Any) -> None:
-    """As torch says it."""
+async def test_shapes_that_do_not_match(client: Any) -> None:
+    """The error is torch's own."""
     for x in (torch.ones(N, I + 1), torch.ones(N, I, dtype=torch.float64)):
         with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied|same dtype"):
             await client.run(lambda x=x: x @ client.model.linear.weight.t())
 
 
-async def test_what_needs_no_values(client: Any) -> None:
+async def test_operations_that_need_no_values(client: Any) -> None:
     weight = client.model.linear.weight
     assert weight.t().shape == (I, O)
     assert weight[2:4].float().device == torch.device("cpu")
@@ -375,32 +375,32 @@ async def test_what_needs_no_values(client: Any) -> None:
     assert isinstance(weight, nn.Parameter)
 
 
-async def test_a_weight_of_the_tenants_own_is_multiplied_here(client: Any) -> None:
+async def test_a_weight_of_the_tenants_own_is_multiplied_by_the_client(client: Any) -> None:
     layer = client.model.linear
     placeholder = layer.weight
     layer.weight.requires_grad_(True)
     assert layer.weight is placeholder
-    assert type(placeholder) is SharedParameter  # which costs what any parameter costs
+    assert type(placeholder) is SharedParameter  # its values and gradient use the client's memory
     (torch.ones(N, I) @ layer.weight.t()).sum().backward()
     assert torch.equal(layer.weight.grad, torch.full((O, I), float(N)))
 
 
-async def test_initialised_anew(client: Any) -> None:
+async def test_a_layer_that_is_initialised_again_has_values(client: Any) -> None:
     nn.init.normal_(client.model.linear.weight)
     nn.init.zeros_(client.model.biased.weight)
     assert client.model.linear.weight.isfinite().all()
     assert client.model.biased.weight.eq(0).all()
 
 
-async def test_of_a_copy_of_the_model(executor: Any, client: Any) -> None:
+async def test_products_of_a_copied_model(executor: Any, client: Any) -> None:
     x, weight = torch.ones(N, I), executor.service.resident().model.conv.weight
     copied = copy.deepcopy(client.model)
     client._model = None
     check(await client.run(lambda: x @ copied.conv.weight), x @ weight)
 
 
-async def test_after_to(executor: Any, client: Any) -> None:
-    """client.model.to(float64): as far as the base model's precision goes."""
+async def test_products_after_to(executor: Any, client: Any) -> None:
+    """After client.model.to(float64), results have the precision of the base model."""
     x, weight = torch.ones(N, I, dtype=torch.float64), executor.service.resident().model.linear.weight.double()
     client.model.to(torch.float64)
     torch.testing.assert_close(
@@ -415,15 +415,15 @@ async def test_tied_weights_are_real() -> None:
         assert torch.equal(x @ client.model.lm_head.weight.t(), x @ model.lm_head.weight.t())
 
 
-async def test_after_the_client_was_closed(executor: Any) -> None:
+async def test_products_after_the_client_was_closed(executor: Any) -> None:
     async with executor.client() as client:
         weight = client.model.linear.weight
     with pytest.raises(ClientClosedError, match="linear"):
         torch.ones(N, I) @ weight.t()
 
 
-async def test_a_state_dict_goes_to_a_file_and_back(executor: Any, client: Any) -> None:
-    """With a warning; the placeholders are placeholders still."""
+async def test_a_state_dict_is_saved_to_a_file_and_loaded(executor: Any, client: Any) -> None:
+    """Saving logs a warning, and the placeholders remain placeholders."""
     file = io.BytesIO()
     with pytest.warns(UserWarning, match="stay with the executor, so NaN is saved in their place; save the adapter"):
         torch.save(client.model.state_dict(), file)

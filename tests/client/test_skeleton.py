@@ -1,4 +1,4 @@
-"""What a client builds from a share that a provider has made up: data is taken, code is not."""
+"""A client builds a model from a share that a malicious provider has made: it accepts data and refuses code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def changed(share: Share, **entries: Any) -> Share:
 
 @pytest.fixture
 def no_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may be asked on the terminal."""
+    """No question may be asked on the terminal."""
 
     def asked(*_: object) -> str:
         raise AssertionError("a question was asked")
@@ -49,7 +49,7 @@ def test_a_tokenizer(tokenizer: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("name", ["tokenization_evil.py", "vocab.pkl", "pytorch_model.bin", "weights"])
-def test_files_that_are_none_of_a_tokenizer(tokenizer: dict[str, bytes], name: str) -> None:
+def test_files_that_are_not_a_tokenizer(tokenizer: dict[str, bytes], name: str) -> None:
     with pytest.raises(ShareError, match="no file of a tokenizer"):
         tokenizer_of({**tokenizer, name: CODE.encode()}, "shm:///x")
 
@@ -96,6 +96,6 @@ def test_a_configuration_that_names_code(share: Share) -> None:
         {"layers": [["x"]]},
     ],
 )
-def test_descriptions_of_no_model(share: Share, entries: dict[str, Any]) -> None:
+def test_descriptions_that_are_not_of_a_model(share: Share, entries: dict[str, Any]) -> None:
     with pytest.raises(ShareError):
         Hollow(changed(share, **entries), torch.device("cpu"))

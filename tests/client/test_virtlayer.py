@@ -1,4 +1,4 @@
-"""VirtLayers: what they look like to PEFT, what they send, siblings, autograd, and wrong use."""
+"""VirtLayers: their appearance to PEFT, their requests, siblings, autograd, and wrong use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TestAsPeftSeesIt:
         assert "in_features=32, out_features=16" in repr(layer)
 
     async def test_numbers_of_parameters(self, base: Any) -> None:
-        """print_trainable_parameters tells what it tells in plain PEFT."""
+        """print_trainable_parameters prints the same as in plain PEFT."""
         import peft
 
         plain = peft.get_peft_model(copy.deepcopy(base), lora()).get_nb_trainable_parameters()
@@ -74,7 +74,7 @@ class TestAsPeftSeesIt:
 
 
 class TestSiblings:
-    """q, k, v and gate, up read the same rows: after the first pass they make one request."""
+    """q, k and v, and gate and up, read the same rows: after the first pass each group makes one request."""
 
     async def test_forward_requests(self, client: Any) -> None:
         for passes in range(1, 4):
@@ -87,15 +87,15 @@ class TestSiblings:
         assert not any(name.startswith("model.layers.0.mlp.up_proj forward") for name in found)
 
     async def test_with_adapters_on_some(self, base: Any) -> None:
-        """LoRA on q and v leaves them siblings of k."""
+        """Layers q and v stay siblings of k when they have LoRA."""
         async with symbiosis.Executor(base) as executor, executor.client(lora(target_modules=["q_proj"])) as client:
             await client.forward(input_ids=IDS)
             executor.reset_statistics()
             await client.forward(input_ids=IDS)
             assert "model.layers.0.self_attn.q_proj+k_proj+v_proj forward" in executor.statistics().layers
 
-    async def test_results_that_nobody_fetches_are_dropped(self, client: Any) -> None:
-        """A pass that calls one sibling only, again and again: right every time, and nothing is kept."""
+    async def test_unused_results_of_siblings_are_dropped(self, client: Any) -> None:
+        """A pass calls only one sibling several times: every result is right, and no other result is kept."""
         layer = client.model.model.layers[0].self_attn.q_proj
         await client.forward(input_ids=IDS)
         expected = None
@@ -124,7 +124,7 @@ class TestSiblings:
 
     @pytest.mark.parametrize("repeat", [1, 5])
     async def test_same_input_called_twice(self, client: Any, repeat: int) -> None:
-        """A layer that reads the same tensor twice in a row gets the same answer twice."""
+        """A layer that reads the same tensor twice in succession gets the same result twice."""
         attention = client.model.model.layers[0].self_attn
 
         def twice() -> list[torch.Tensor]:
@@ -137,8 +137,8 @@ class TestSiblings:
         assert torch.equal(results[0], results[1])
 
     @pytest.mark.parametrize("how", ["call", "multiply"])
-    async def test_not_with_a_copy_of_itself(self, client: Any, how: str) -> None:
-        """Policy and reference from one hidden state: the same layer twice, in two copies of the model."""
+    async def test_a_layer_and_its_copy_are_not_siblings(self, client: Any, how: str) -> None:
+        """A policy model and its copy, the reference, call the same layer with the same hidden state."""
         model, copied = client.model, copy.deepcopy(client.model)
         x = torch.ones(3, 32)
 
@@ -154,8 +154,8 @@ class TestSiblings:
             await client.forward(input_ids=IDS)
         assert model.lm_head.siblings is copied.lm_head.siblings is None
 
-    async def test_of_one_copy_only(self, client: Any) -> None:
-        """A copy's q and the original's k are no siblings; those of each are."""
+    async def test_siblings_belong_to_one_copy(self, client: Any) -> None:
+        """Layer q of a copy and k of the original are not siblings. Layers of the same copy are."""
         one = client.model.model.layers[0].self_attn
         two = copy.deepcopy(client.model).model.layers[0].self_attn
 
@@ -169,7 +169,7 @@ class TestSiblings:
         assert two.k_proj.siblings.members == [two.q_proj, two.k_proj]
 
     async def test_threads_that_share_a_model(self, client: Any) -> None:
-        """Each finds what it has fetched itself, also while they find out who are siblings."""
+        """Each thread finds its own results, also while the threads detect siblings."""
         model, base = client.model, client.executor.service.resident().model
         with torch.no_grad():
             expected = [base(input_ids=IDS + n).logits for n in range(4)]
@@ -188,8 +188,10 @@ class TestSiblings:
         assert len(attention.q_proj.siblings.members) == 3
         assert attention.q_proj.siblings is attention.k_proj.siblings is attention.v_proj.siblings
 
-    async def test_threads_never_get_each_others_rows(self, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Wherever one of them is interrupted."""
+    async def test_threads_never_get_the_rows_of_another_thread(
+        self, client: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """This holds wherever a thread is interrupted."""
         attention = client.model.model.layers[0].self_attn
         await client.forward(input_ids=IDS)
         monkeypatch.setattr(siblings, "_MISSES", 10**9)
@@ -221,7 +223,7 @@ class TestSiblings:
 class TestAutograd:
     @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
     async def test_gradient_of_one_layer(self, architecture: str) -> None:
-        """Against the base layer, for inputs of one to four dimensions, contiguous or not."""
+        """The gradient equals that of the base layer, for contiguous and other inputs of one to four dimensions."""
         model = tiny_model(architecture)
         name = "model.layers.0.mlp.up_proj" if architecture == "llama" else "transformer.h.0.mlp.c_fc"
         module = model.get_submodule(name)
@@ -248,7 +250,7 @@ class TestAutograd:
                 torch.testing.assert_close(mine.grad, theirs.grad)
 
     async def test_inplace_on_the_result(self, client: Any) -> None:
-        """nn.Linear's output may be changed in place; so may a VirtLayer's."""
+        """The output of a VirtLayer may be changed in place, like that of nn.Linear."""
         layer = client.model.model.layers[0].mlp.up_proj
         x = torch.randn(3, 32, requires_grad=True)
 
@@ -261,7 +263,7 @@ class TestAutograd:
         weight = client.executor.service.resident().model.model.layers[0].mlp.up_proj.weight
         torch.testing.assert_close(x.grad, (2 * weight.sum(0)).expand(3, 32))
 
-    async def test_no_graph_where_none_is_needed(self, client: Any) -> None:
+    async def test_no_graph_without_gradients(self, client: Any) -> None:
         layer = client.model.lm_head
         for x, grad in ((torch.randn(2, 32), True), (torch.randn(2, 32, requires_grad=True), False)):
 
@@ -291,7 +293,7 @@ class TestAutograd:
 
     @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
     async def test_double_backward_is_refused(self, client: Any) -> None:
-        """Gradients of gradients would need another service: an error, not a wrong number."""
+        """Second-order gradients would need another service: they raise an error and never give a wrong number."""
         x = torch.randn(2, 32, requires_grad=True)
         y = (await client.run(client.model.lm_head, x)).pow(2).sum()
         await client.backward(y, create_graph=True)
@@ -342,7 +344,7 @@ async def test_deepcopy_of_a_model_is_served_by_the_same_client(client: Any) -> 
 
 
 class TestServedWhole:
-    async def test_is_used_where_nothing_inside_was_changed(self, base: Any) -> None:
+    async def test_a_module_without_changes_inside_is_served_whole(self, base: Any) -> None:
         async with symbiosis.Executor(base, base_layers="mlp") as executor:
             async with executor.client(lora(target_modules=["q_proj"])) as client:
                 await client.train_step(BATCH, torch.optim.SGD(client.model.parameters(), lr=0.1))
@@ -358,8 +360,8 @@ class TestServedWhole:
                 assert "model.layers.1.mlp forward" in found
                 assert any("layers.0.mlp.up_proj" in name for name in found)
 
-    async def test_until_dropout_inside_is_in_use(self) -> None:
-        """GPT-2's MLP has a dropout: in training it runs at the client, in evaluation it is served."""
+    async def test_a_module_with_active_dropout_is_not_served_whole(self) -> None:
+        """GPT-2's MLP has a dropout: in training mode the client computes it, in evaluation mode the executor."""
         model = tiny_model("gpt2")
         async with symbiosis.Executor(model, base_layers="mlp") as executor, executor.client() as client:
             await client.forward(input_ids=IDS)
@@ -369,6 +371,6 @@ class TestServedWhole:
             await client.forward(input_ids=IDS)
             assert "transformer.h.0.mlp forward" not in executor.statistics().layers
 
-    async def test_counts(self, base: Any) -> None:
+    async def test_number_of_layers(self, base: Any) -> None:
         async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client() as client:
             assert sum(isinstance(module, VirtLayer) for module in client.model.modules()) == 17

@@ -1,4 +1,6 @@
-"""When a synchronous client counts as walking its model: several threads, backward passes, and those that fail."""
+"""Synchronous clients are in a walk during forward and backward passes, on any number of threads, until each ends or
+fails.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def channel() -> Channel:
 
 
 class Layer(torch.autograd.Function):
-    """Its backward tells the walk, then does something."""
+    """A layer whose backward pass reports to the walk and then calls a function."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, walk: Walks, then: Any) -> torch.Tensor:
@@ -55,7 +57,7 @@ def backward(walk: Walks, then: Any, layers: int = 1) -> None:
 
 
 def test_walks_that_overlap(channel: Any) -> None:
-    """From the first's beginning to the last's end, whoever that is."""
+    """The walk lasts from the first begin to the last end, whichever thread calls it."""
     walk = Walks(channel)
     walk.begin()
     walk.begin()
@@ -104,14 +106,14 @@ def test_backward_passes_that_overlap(channel: Any) -> None:
 
 
 def test_one_backward_pass_is_one_walk(channel: Any) -> None:
-    """Also if another runs inside it, as with reentrant checkpoints."""
+    """A backward pass that runs another one inside, as reentrant checkpoints do, is still one walk."""
     walk = Walks(channel)
     backward(walk, lambda: backward(walk, lambda: None), layers=3)
     assert channel.said == ["begin", "end"]
 
 
 def test_a_backward_pass_that_fails_has_ended(channel: Any) -> None:
-    """Else the executor's other clients would wait for this one for ever."""
+    """Otherwise the executor's other clients would always wait for this client."""
     walk = Walks(channel)
 
     def fail() -> None:
@@ -125,7 +127,7 @@ def test_a_backward_pass_that_fails_has_ended(channel: Any) -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 async def test_threads_that_share_an_opened_model(base: Any, tmp_path: Path, copied: bool) -> None:
-    """Forward and backward, each with its own rows; logits and gradients are those of the plain model."""
+    """Each thread runs forward and backward on its own rows, and gets the logits and gradients of the plain model."""
     plain = base.get_input_embeddings().weight.detach()
 
     def gradient(model: Any, n: int) -> torch.Tensor:
@@ -160,7 +162,7 @@ async def test_threads_that_share_an_opened_model(base: Any, tmp_path: Path, cop
             for thread in threads:
                 thread.join(30)
             for layer in (one.model.layers[0].self_attn.q_proj for one in models):
-                assert len(layer.siblings.members) == 3  # they still share their requests
+                assert len(layer.siblings.members) == 3  # siblings still share their requests
         return worst
 
     async with symbiosis.Executor(base) as executor:

@@ -1,4 +1,6 @@
-"""Policies and transports are found by name: built in, installed, or an error that lists the known ones."""
+"""Policies and transports are found by name, built in or installed. An unknown name gives an error that lists the known
+ones.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ def test_waits_by_kind_keep_the_others() -> None:
     assert policy.wait_ms == {"decode": 1, "prefill": 2, "finetune": 2}
 
 
-def test_one_around_another() -> None:
+def test_a_policy_around_another() -> None:
     policy = make_policy(
         "rate-limit:tokens_per_s=9+fair:quantum=1e+2,weights.alice=2,weights.bob=0.5+co-serving:slo_ms=50"
     )
@@ -65,7 +67,7 @@ def test_one_around_another() -> None:
     assert isinstance(make_policy("priority").policy, Opportunistic)  # type: ignore[attr-defined]
 
 
-def test_an_object_is_itself() -> None:
+def test_an_object_is_returned_unchanged() -> None:
     policy = NoLockstep()
     assert make_policy(policy) is policy
 

@@ -1,5 +1,6 @@
-"""The scheduler: queues, slices, cancellation, who is thinking, and what it refuses. Random scripts against it are in
-``test_policies.py``, decisions that it must refuse in ``test_policy_kit.py``."""
+"""Tests of the scheduler: queues, slices, cancellation, thinking clients, and refused calls. Random scripts against it
+are in ``test_policies.py``, decisions that it must refuse in ``test_policy_kit.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ F0, F1, B0 = Key((0,), Pass.FORWARD), Key((1,), Pass.FORWARD), Key((0,), Pass.BA
 
 
 class Told(Policy):
-    """Does what it is told."""
+    """A policy that returns a preset decision."""
 
     name = "told"
 
@@ -59,13 +60,13 @@ def test_idle_when_nothing_is_queued() -> None:
     assert scheduler.next_action(0.0) == Idle()
 
 
-def test_slices_come_in_order_and_answer_once() -> None:
+def test_slices_run_in_order_and_give_one_answer() -> None:
     scheduler, policy = make("a")
     r = request(0, "a", rows=10)
     scheduler.submit(r)
     batches = [run(scheduler, policy, (r, count)) for count in (4, 1, 5)]
     assert [(b.slices[0].start, b.slices[0].stop) for b in batches] == [(0, 4), (4, 5), (5, 10)]
-    # They may end in any order; the last one answers.
+    # The slices may end in any order; the last one answers.
     assert scheduler.completed(batches[2], 1e-3, 0.0) == []
     assert scheduler.completed(batches[0], 1e-3, 0.0) == []
     assert scheduler.completed(batches[1], 1e-3, 0.0) == [r]
@@ -95,7 +96,7 @@ def test_take() -> None:
     assert queue.take(3) == [(requests[0], 3)]
     assert queue.take(5, first=requests[1]) == [(requests[1], 3), (requests[0], 2)]
     assert queue.take(2, first=requests[1]) == [(requests[1], 2)]
-    # b's second request cannot go before its first: it waits its turn.
+    # b's second request cannot run before its first.
     assert queue.take(5, first=requests[3]) == [(requests[0], 3), (requests[1], 2)]
     assert queue.take(100) == [(r, 3) for r in requests]
 
@@ -115,10 +116,10 @@ def test_cancel(moment: str) -> None:
     if moment == "answered":
         assert scheduler.completed(batches.pop(), 1e-3, 0.0) == [r]
     scheduler.cancel(0, 0.0)
-    scheduler.cancel(0, 0.0)  # twice is harmless
+    scheduler.cancel(0, 0.0)  # cancelling twice has no effect
     scheduler.validate()
     assert scheduler.outstanding == 1
-    assert scheduler.thinking == 1  # a is free again
+    assert scheduler.thinking == 1  # the cancelled request no longer blocks a
     for batch in batches:
         assert scheduler.completed(batch, 1e-3, 0.0) == []
     assert scheduler.completed(run(scheduler, policy, (other, other.remaining)), 1e-3, 0.0) == [other]
@@ -126,7 +127,7 @@ def test_cancel(moment: str) -> None:
     scheduler.validate()
 
 
-def test_leaving_with_rows_everywhere() -> None:
+def test_a_client_leaves_with_rows_queued_and_running() -> None:
     scheduler, policy = make("a", "b")
     mine = [request(0, "a", F0, 4), request(1, "a", F1, 4), request(2, "a", B0, 4)]
     other = request(3, "b", F0, 4)
@@ -138,7 +139,7 @@ def test_leaving_with_rows_everywhere() -> None:
     assert all(r.cancelled for r in mine)
     scheduler.validate()
     assert scheduler.completed(running, 1e-3, 0.0) == []
-    scheduler.client_joined("a")  # the name is free at once
+    scheduler.client_joined("a")  # the name can be used again at once
     scheduler.submit(request(4, "a"))
     scheduler.validate()
     assert scheduler.outstanding == 2
@@ -155,13 +156,13 @@ def test_thinking() -> None:
     first, second = request(0, "a"), request(1, "a", F1)
     scheduler.submit(first)
     scheduler.submit(second)
-    assert scheduler.thinking == 0  # blocked
+    assert scheduler.thinking == 0  # a is blocked
     scheduler.completed(run(scheduler, policy, (first, 3)), 1e-3, 0.0)
-    assert scheduler.thinking == 0  # by the second
+    assert scheduler.thinking == 0  # a is blocked by the second request
     scheduler.walk_ended("a")
     scheduler.walk_ended("a")
     scheduler.completed(run(scheduler, policy, (second, 3)), 1e-3, 0.0)
-    assert scheduler.thinking == 0  # out of its walk
+    assert scheduler.thinking == 0  # a has ended its walk
     scheduler.walk_began("a", 0.0)
     assert scheduler.thinking == 1
     scheduler.client_left("a", 0.0)
@@ -178,12 +179,12 @@ def test_waits() -> None:
     assert not scheduler.policy_errors
     scheduler.client_left("thinker", 0.0)
     policy.decision = Wait(math.inf)
-    assert isinstance(scheduler.next_action(0.2), Batch)  # no client is thinking: not for ever
+    assert isinstance(scheduler.next_action(0.2), Batch)  # no client is thinking, so an endless wait is refused
     assert "waits" in str(scheduler.policy_errors[0])
 
 
-def test_a_client_that_asks_for_nothing_has_stopped() -> None:
-    """It counts as thinking for a while only, until it asks again."""
+def test_a_client_without_requests_counts_as_stopped() -> None:
+    """It counts as thinking for a limited time, and again after its next request."""
     scheduler, policy = make("a", "stopped")
     scheduler.submit(request(0, "a"))
     policy.decision = Wait(None)
@@ -220,17 +221,17 @@ def test_a_request_that_finds_the_executor_idle_runs_at_once() -> None:
     assert scheduler.offer_alone(request(4, "a", rows=9), 0.0) is None  # more rows than a batch may have
     assert scheduler.offer_alone(request(5, "b"), 0.0) is None  # a is thinking
     assert scheduler.client_left("a", 0.0) == []
-    assert scheduler.offer_alone(request(6, "a"), 0.0) is None  # its thread does not know yet that it has left
+    assert scheduler.offer_alone(request(6, "a"), 0.0) is None  # its thread may still send after it left
     scheduler.validate()
 
 
-def test_the_drivers_other_work_gets_its_turn() -> None:
+def test_other_work_of_the_driver_runs_between_batches() -> None:
     scheduler = Scheduler(NoLockstep(), layers=2, max_rows=8)
     for client in ("a", "b"):
         scheduler.client_joined(client)
     scheduler.turned(1.0)
     scheduler.walk_began("a", 1.0)
-    assert scheduler.offer(request(0, "a"), 1.0) is None  # another client may be about to begin
+    assert scheduler.offer(request(0, "a"), 1.0) is None  # another client may begin a walk
     assert not scheduler.hurries(1.0)
     scheduler.turned(1.0)
     assert scheduler.hurries(1.0)
@@ -248,7 +249,7 @@ def test_the_drivers_other_work_gets_its_turn() -> None:
 
 
 def test_takes_that_can_be_read_once() -> None:
-    """A generator for ``takes`` is no reason to run an empty batch."""
+    """A generator for ``takes`` must not lead to an empty batch."""
     scheduler, policy = make("a")
     r = request(0, "a")
     scheduler.submit(r)
@@ -296,7 +297,7 @@ def test_view_is_read_only() -> None:
         scheduler.queues[F1] = scheduler.queues[F0]  # type: ignore[index]
 
 
-def test_validate_can_fail() -> None:
+def test_validate_detects_an_error() -> None:
     scheduler, _ = make("a")
     scheduler.submit(request(0, "a"))
     scheduler.queues[F0].rows += 1
@@ -306,7 +307,7 @@ def test_validate_can_fail() -> None:
 
 @pytest.mark.parametrize("policy", [NoLockstep, Lockstep, Opportunistic])
 def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep]) -> None:
-    """One request, 1000 clients or 10: the same order of time (a factor of 8 leaves room for a busy machine)."""
+    """A request takes about as long with 1000 clients as with 10. A factor of 8 leaves room for a busy machine."""
 
     def seconds_a_request(clients: int) -> float:
         scheduler = Scheduler(policy(), layers=32, max_rows=4096)
@@ -330,7 +331,7 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), GeneratorExit(), SystemExit(1), BaseException("base")])
-def test_whatever_a_policy_raises_requests_are_served(error: BaseException) -> None:
+def test_requests_are_served_after_any_error_of_a_policy(error: BaseException) -> None:
     class Raises(NoLockstep):
         def decide(self, view: View, now: float) -> Decision:
             raise error
@@ -352,7 +353,7 @@ def test_whatever_a_policy_raises_requests_are_served(error: BaseException) -> N
         assert f"policy 'no-lockstep' raised in {name}(): {error!r}" in "".join(map(str, scheduler.policy_errors))
 
 
-def test_an_interrupt_is_no_fault_of_the_policy() -> None:
+def test_an_interrupt_is_not_an_error_of_the_policy() -> None:
     class Interrupted(NoLockstep):
         def decide(self, view: View, now: float) -> Decision:
             raise KeyboardInterrupt
@@ -363,7 +364,7 @@ def test_an_interrupt_is_no_fault_of_the_policy() -> None:
         world.scheduler.next_action(0.0)
 
 
-def test_an_error_that_cannot_be_said_is_reported_all_the_same() -> None:
+def test_an_error_without_a_message_is_reported() -> None:
     class UnspeakableError(Exception):
         def __repr__(self) -> str:
             raise RuntimeError("no words")

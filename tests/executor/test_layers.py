@@ -1,4 +1,4 @@
-"""Base layers: forward and backward against autograd, and what cannot be one."""
+"""Base layers: forward and backward passes compared with autograd, and modules that cannot be base layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODULES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", MODULES)
 def test_forward_and_backward(kind: str, dtype: torch.dtype) -> None:
-    """Bit-equal to the module on a matrix of rows, and to its gradient."""
+    """Results are bit-equal to those of the module on a matrix of rows, and to its gradient."""
     module = MODULES[kind]().to(dtype).requires_grad_(False)
     layer = base_layer(3, "name", module)
     assert layer.spec == LayerSpec(3, "name", 5, 7, dtype, kind in ("linear", "conv1d"), kind != "mlp")
@@ -80,7 +80,7 @@ def test_is_linear(module: nn.Module, answer: bool) -> None:
 
 
 class Centred(nn.Module):
-    """Rows depend on one another."""
+    """A module whose rows depend on one another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class NeedsMore(Centred):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_what_cannot_be_served_whole(module: nn.Module, complaint: str) -> None:
+def test_modules_that_cannot_be_served_whole(module: nn.Module, complaint: str) -> None:
     with pytest.raises(SplitError, match=complaint) as caught:
         base_layer(0, "block.mlp", module)
     assert "block.mlp" in str(caught.value)
@@ -136,7 +136,7 @@ def test_probing_draws_no_random_numbers_and_keeps_the_mode() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["linear", "linear-no-bias", "conv1d"])
 def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in fp32 times the weight as it is served, whatever its type, in blocks of any size."""
+    """Rows in fp32 are multiplied by the weight as it is served, of any dtype, in blocks of any size."""
     monkeypatch.setattr(fp32_products, "_BLOCK", block)
     module: Any = MODULES[kind]().to(dtype).requires_grad_(False)
     layer = base_layer(0, "name", module)
@@ -154,7 +154,7 @@ def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: 
             assert torch.allclose(result.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_modules_have_no_pass_in_fp32() -> None:
+def test_modules_without_a_pass_in_fp32() -> None:
     layer = base_layer(0, "mlp", MODULES["mlp"]())
     for pass_ in (Pass.FORWARD, Pass.BACKWARD):
         with pytest.raises(SplitError, match="no pass in fp32"):

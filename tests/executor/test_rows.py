@@ -1,4 +1,6 @@
-"""Merge and split, alone and through the runner with real layers: any cut of any requests gives each its own back."""
+"""Merge and split, alone and through the runner with real layers: every request gets its own rows back, however
+requests are cut.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def test_one_part_is_not_copied() -> None:
 
 
 def test_several_parts_share_no_storage() -> None:
-    """Tenants must not see one another's rows through the storage behind their own."""
+    """A tenant must not reach the rows of another tenant through the storage of its own rows."""
     whole = torch.randn(5, 4)
     storages = {part.untyped_storage().data_ptr() for part in split(whole, [2, 2, 1])}
     assert len(storages) == 3
@@ -51,7 +53,7 @@ def test_several_parts_share_no_storage() -> None:
 @pytest.mark.parametrize("wrong", [[2, 2], [6], []])
 def test_counts_must_add_up(wrong: list[int]) -> None:
     if len(wrong) == 1:
-        pytest.skip("one part is passed through as it is")
+        pytest.skip("a single part is passed through unchanged")
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         assert len(split(torch.randn(5, 4), wrong)) == -1
 
@@ -83,7 +85,9 @@ KEYS = [
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[Key, list[int], list[list[tuple[int, int]]]]:
-    """A key, the rows of each request, and batches of (request, rows): any order that keeps each request's own."""
+    """Return a key, the rows of each request, and batches of (request, rows) in any order that keeps each request's own
+    order.
+    """
     key = draw(st.sampled_from(KEYS))
     rows = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
     left = dict(enumerate(rows))
@@ -102,7 +106,9 @@ def cuts(draw: st.DrawFn) -> tuple[Key, list[int], list[list[tuple[int, int]]]]:
 @settings(max_examples=200)
 @given(cut=cuts(), seed=st.integers(0, 99))
 def test_any_cut_gives_each_request_its_own(cut: tuple[Key, list[int], list[list[tuple[int, int]]]], seed: int) -> None:
-    """In float64, where blocking does not show at 1e-12, against the modules themselves and autograd."""
+    """Results are compared with the modules themselves and autograd, in float64, where blocking changes less than
+    1e-12.
+    """
     key, rows, batches = cut
     generator = torch.Generator().manual_seed(seed)
     spec = LAYERS[key.layers[0]].spec
@@ -134,7 +140,7 @@ def test_any_cut_gives_each_request_its_own(cut: tuple[Key, list[int], list[list
 
 
 def expected(key: Key, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """From the modules themselves."""
+    """Compute the expected results with the modules themselves."""
     results = []
     for index in key.layers:
         module = LAYERS[index].module

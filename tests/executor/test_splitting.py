@@ -1,4 +1,6 @@
-"""What is served and what stays with the client; nothing is copied, nothing of a base layer reaches a client."""
+"""The executor serves base layers, and a client gets all other modules. No weight is copied, and none of a base layer
+reaches a client.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import ARCHITECTURES, tiny_model
 
 BLOCK = 7
-"""Linear layers in a Llama block."""
+"""Number of linear layers in a Llama block."""
 
 
 def skeleton_of(split: SplitModel, link: Requester | None = None) -> Any:
@@ -56,7 +58,7 @@ def test_patterns(base: Any, patterns: Any, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_layer_table(architecture: str) -> None:
-    """Indices count up in the order in which the model defines its layers; widths are the modules' own."""
+    """Indices follow the order in which the model defines its layers. Widths are those of the modules."""
     model = tiny_model(architecture)
     split = SplitModel(model)
     assert [spec.layer for spec in split.specs] == list(range(len(split.specs)))
@@ -104,7 +106,7 @@ def test_skeleton_shares_memory_and_holds_no_base_weight(architecture: str, base
     assert type(skeleton).__name__ == type(model).__name__
 
 
-def test_virt_layers_are_what_they_replace() -> None:
+def test_virt_layers_resemble_the_layers_that_they_replace() -> None:
     llama = skeleton_of(SplitModel(tiny_model("llama")))
     gpt2 = skeleton_of(SplitModel(tiny_model("gpt2")))
     assert isinstance(llama.lm_head, nn.Linear)
@@ -146,7 +148,7 @@ def test_bad_choices(base: Any, base_layers: Any, error: type[Exception], compla
         SplitModel(base, base_layers)
 
 
-def test_a_model_with_no_base_layers() -> None:
+def test_a_model_without_base_layers() -> None:
     model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
     for base_layers in ("linear", "mlp"):
         with pytest.raises(SplitError, match=r"Sequential has no base layers to serve.*nn\.Linear"):
@@ -159,11 +161,11 @@ def test_a_skeleton_cannot_be_saved(base: Any, tmp_path: Any) -> None:
         with pytest.raises(PlaceholderError, match=r"client\.save_adapter"):
             getattr(skeleton, method)(str(tmp_path))
     assert not list(tmp_path.iterdir())
-    base.save_pretrained(str(tmp_path))  # the provider's own model still can
+    base.save_pretrained(str(tmp_path))  # the provider's own model can still be saved
 
 
 def test_layers_inside_a_whole_module_are_served_too(base: Any) -> None:
-    """With "mlp", a tenant with an adapter inside an MLP gets its linear layers from the executor."""
+    """With "mlp", the executor also serves the linear layers inside an MLP, to tenants with an adapter there."""
     inside = [name for name in names(base, "mlp") if ".mlp." in name]
     assert len(inside) == 6
 
@@ -179,7 +181,7 @@ def test_shared_modules_are_served_once() -> None:
     assert copy.deepcopy(skeleton)[0] is not skeleton[0]
 
 
-def test_what_every_token_goes_through(base: Any) -> None:
+def test_layers_of_every_walk(base: Any) -> None:
     linear = SplitModel(base, "linear")
     assert linear.token_layers() == list(range(2 * BLOCK + 1))
     whole = SplitModel(base, "mlp")
@@ -189,5 +191,5 @@ def test_what_every_token_goes_through(base: Any) -> None:
     assert "model.layers.0.mlp.gate_proj" not in names_
 
 
-def test_where_that_is_not_to_be_told() -> None:
+def test_layers_of_every_walk_are_unknown_for_another_model() -> None:
     assert SplitModel(nn.Sequential(nn.Linear(2, 2))).token_layers() == []

@@ -1,4 +1,4 @@
-"""A trace of what ran when."""
+"""Tests of traces, which record when batches and clients ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers import BATCH, IDS, adamw, lora
 
 
 def lines(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Events by the name of their line."""
+    """Return events by the name of their line."""
     names = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
     for event in events:
@@ -50,11 +50,11 @@ async def test_batches_and_clients(base: Any, tmp_path: Path) -> None:
         assert {event["cat"] for event in mine} >= {"thinking", "running"}
         assert sum(event["args"]["rows"] for event in mine if event["cat"] == "running") > 0
         assert all(event["dur"] >= 0 for event in mine)
-        for before, after in pairwise(mine):  # one thing at a time
+        for before, after in pairwise(mine):  # batches do not overlap
             assert after["ts"] >= before["ts"] + before["dur"] - 1.0
 
 
-async def test_lone_requests_too(base: Any, tmp_path: Path) -> None:
+async def test_lone_requests_are_traced(base: Any, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         await client.forward(input_ids=IDS)
@@ -67,7 +67,7 @@ async def test_lone_requests_too(base: Any, tmp_path: Path) -> None:
     assert {event["args"]["reason"] for event in batches} >= {"lone"}
 
 
-async def test_one_at_a_time_and_where_it_can_be_written(base: Any, tmp_path: Path) -> None:
+async def test_one_trace_at_a_time_in_a_writable_file(base: Any, tmp_path: Path) -> None:
     async with symbiosis.Executor(base) as executor:
         with pytest.raises(UsageError, match="cannot write a trace"), executor.trace(tmp_path / "nowhere" / "t.json"):
             pass
@@ -96,8 +96,8 @@ def test_waits_between_the_slices_of_a_request(tmp_path: Path) -> None:
     assert waits == [(1.0, 1.0), (3.0, 2.0), (6.0, 0.0)]
 
 
-def test_what_was_going_on_when_it_began_is_cut_there(tmp_path: Path) -> None:
-    """One request was queued before, in a batch that ran by then; another was queued before and ran later."""
+def test_events_from_before_the_trace_are_cut_at_its_start(tmp_path: Path) -> None:
+    """One request was queued before and in a batch that was running. Another one was queued before and ran later."""
     timeline = Timeline(tmp_path / "t.json", ["layer"], 10.0)
     for client, began in (("alice", 9.5), ("bob", 12.0)):
         _ran(timeline, Request(0, client, Key((0,), Pass.FORWARD), 8, Kind.DECODE, 7.0), 0, 8, began)
@@ -114,7 +114,7 @@ def test_what_was_going_on_when_it_began_is_cut_there(tmp_path: Path) -> None:
     }
 
 
-def test_a_full_trace_says_so(
+def test_a_full_trace_is_marked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
@@ -128,7 +128,7 @@ def test_a_full_trace_says_so(
     assert caplog.text.count("later events are not in it") == 1
 
 
-def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_leave_free_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timelines, "MAX_CLIENTS", 10)
     timeline = Timeline(tmp_path / "t.json", ["layer"], 0.0)
     for number in range(100):
@@ -140,10 +140,10 @@ def test_clients_that_come_and_go_leave_nothing_behind(tmp_path: Path, monkeypat
     assert max(len(timeline._lines), len(timeline._cut), len(timeline._thinks_since)) <= 10
     events = json.loads((tmp_path / "t.json").read_text())
     numbers = [event["tid"] for event in events if event.get("name") == "thread_name"]
-    assert len(set(numbers)) == 201  # no line is two clients'
+    assert len(set(numbers)) == 201  # no two clients share a line
 
 
-async def test_a_full_disk_ends_the_trace_and_nothing_else(base: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_ends_the_trace_only(base: Any, caplog: pytest.LogCaptureFixture) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         with executor.trace("/dev/full"):
             for _ in range(6):

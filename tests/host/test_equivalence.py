@@ -1,7 +1,7 @@
-"""The same numbers as plain transformers + PEFT: logits, generated tokens, gradients, trained adapters.
+"""Results equal those of plain transformers + PEFT: logits, generated tokens, gradients and trained adapters.
 
-A client alone is bit-equal in fp32. Beside others a matrix product may be blocked in another way for another number of
-rows; ``helpers.py`` has the tolerances. Generated tokens are the same.
+A client alone is bit-equal in fp32. Among others, a matrix product of another number of rows may be blocked in another
+way; ``helpers.py`` has the tolerances. Generated tokens are equal.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ async def test_alone_bit_equal(architecture: str, method: str | None, base_layer
 @pytest.mark.parametrize("base_layers", ["linear", "mlp"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_among_seven_others(architecture: str, base_layers: str) -> None:
-    """Three tenants are watched, LoRA, IA3 and prefix tuning; each has the other two and five more beside it."""
+    """Three tenants are compared, with LoRA, IA3 and prefix tuning. Each of them runs beside the other two and five
+    more.
+    """
     model = tiny_model(architecture)
     configs = [make(architecture) for make in METHODS.values()]
     expected = [run_job_plain(model, config, seed=seed) for seed, config in enumerate(configs)]
@@ -59,7 +61,7 @@ async def test_among_seven_others(architecture: str, base_layers: str) -> None:
 
     async with symbiosis.Executor(model, base_layers=base_layers) as executor, crowd(executor, others):
         outcomes = await asyncio.gather(*[watched(seed, config) for seed, config in enumerate(configs)])
-    assert executor.statistics().mean_batch > 1.2  # they did meet
+    assert executor.statistics().mean_batch > 1.2  # batches had several clients
     for outcome, plain in zip(outcomes, expected, strict=True):
         assert_close(outcome, plain)
 
@@ -76,7 +78,7 @@ async def test_among_others_under_every_policy(policy: str) -> None:
 
 @pytest.mark.parametrize("others", [[], [(lora(), "train"), (None, "generate")]], ids=["alone", "beside-others"])
 async def test_requests_in_slices(others: list[Any]) -> None:
-    """Batches of at most 4 rows: every request of training (18 rows) is served in slices."""
+    """Batches have at most 4 rows, so every training request (18 rows) is served in slices."""
     model = tiny_model()
     expected = run_job_plain(model, lora(), seed=3)
     async with symbiosis.Executor(model, max_rows=4) as executor, crowd(executor, others):
@@ -130,14 +132,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any] | None]] = {
     ),
     "trainable-tokens": ({"trainable_token_indices": [3, 4, 5]}, None),
 }
-"""LoRA options and what to do with the model afterwards."""
+"""LoRA options, and changes of the model after it was made."""
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("variant", VARIANTS)
 async def test_variants(variant: str, tied: bool) -> None:
-    """What tenants change beside their adapter: bit-equal alone, close to plain PEFT among others."""
+    """Tenants change more than their adapter: results are bit-equal alone, and close to plain PEFT among others."""
     options, prepare = VARIANTS[variant]
     model = tiny_model(tie_word_embeddings=tied)
     job = Job(prepare=prepare, steps=6)
@@ -153,7 +155,7 @@ async def test_variants(variant: str, tied: bool) -> None:
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 @pytest.mark.parametrize("architecture", ["gpt2", "gpt_bigcode"])
 async def test_trainable_biases(architecture: str, bias: str) -> None:
-    """Conv1D and Linear with biases of the tenant's own, which the executor must then leave out."""
+    """The tenant has biases of Conv1D and Linear of its own, which the executor must then omit."""
     model = tiny_model(architecture)
     comparison = await compare(model, lora(architecture, bias=bias), seed=5)
     assert comparison.worst() <= TRAINED, comparison
@@ -164,7 +166,7 @@ async def test_trainable_biases(architecture: str, bias: str) -> None:
 @pytest.mark.parametrize("base_layers", ["linear", "mlp"])
 @pytest.mark.parametrize("target", [["q_proj", "v_proj"], ["gate_proj"], ["q_proj", "down_proj"]], ids="+".join)
 async def test_partly_adapted(target: list[str], base_layers: str) -> None:
-    """An MLP is served whole for a tenant who has no adapter inside it, and layer by layer for one who has."""
+    """An MLP is served whole to a tenant without an adapter inside it, and layer by layer to a tenant with one."""
     model = tiny_model()
     comparison = await compare(model, lora(target_modules=target), base_layers=base_layers)
     assert comparison.bit_equal, comparison
@@ -181,7 +183,7 @@ async def test_chosen_base_layers(base_layers: Any) -> None:
 @pytest.mark.parametrize("base_layers", ["linear", "mlp"])
 @pytest.mark.parametrize("method", [*METHODS, None])
 async def test_bf16_model(method: str | None, base_layers: str) -> None:
-    """Alone, even bf16 gives the same bits."""
+    """A client alone is bit-equal in bf16 too."""
     config = METHODS[method]() if method else None
     comparison = await compare(tiny_model(dtype=torch.bfloat16), config, base_layers=base_layers)
     assert comparison.bit_equal, comparison
@@ -189,7 +191,7 @@ async def test_bf16_model(method: str | None, base_layers: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_bf16_model_among_others(method: str) -> None:
-    """bf16 has 8 bits of mantissa; a sum taken in another order may round to the next."""
+    """bf16 has 8 bits of mantissa, so a sum in another order may round to the next number."""
     model = tiny_model(dtype=torch.bfloat16)
     config = METHODS[method]()
     job = Job(steps=4)
@@ -204,7 +206,9 @@ async def test_bf16_model_among_others(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_autocast(method: str) -> None:
-    """bf16 autocast over a model served in fp32: base layers run in fp32 here and in bf16 there, so roughly equal."""
+    """With bf16 autocast over a model in fp32, base layers run in fp32 here and in bf16 in plain PEFT: results are
+    close.
+    """
 
     def autocast(model: Any) -> None:
         forward = model.forward
@@ -219,11 +223,11 @@ async def test_autocast(method: str) -> None:
     assert comparison.worst("logits") <= 0.03, comparison
     assert comparison.worst("gradient") <= 0.06, comparison
     assert comparison.worst("losses") <= 0.01, comparison
-    assert comparison.worst("logits") > 1e-5  # it was on
+    assert comparison.worst("logits") > 1e-5  # autocast was on
 
 
 async def test_dtype_option(base: Any) -> None:
-    """Executor(dtype=...) serves in that precision."""
+    """Executor(dtype=...) serves the model in that precision."""
     expected = run_job_plain(copy.deepcopy(base).to(torch.bfloat16), lora(), Job(steps=2))
     async with symbiosis.Executor(base, dtype=torch.bfloat16) as executor, executor.client(lora(), seed=0) as client:
         assert (await client.forward(input_ids=IDS)).logits.dtype is torch.bfloat16
@@ -233,7 +237,7 @@ async def test_dtype_option(base: Any) -> None:
 
 
 async def test_dropout_streams_among_others() -> None:
-    """Dropout in LoRA, in GPT-2 itself, and in recomputed blocks: every tenant draws from its own stream."""
+    """Dropout runs in LoRA, in GPT-2 itself, and in recomputed blocks. Every tenant draws from its own stream."""
     model = tiny_model("gpt2")
     jobs = [
         Job(seed=1, steps=8, prepare=checkpointing(use_reentrant=False)),
@@ -253,8 +257,10 @@ async def test_dropout_streams_among_others() -> None:
         assert_close(outcome, plain)
 
 
-async def test_seed_means_what_it_means_to_torch(base: Any) -> None:
-    """client(seed=s) starts as torch.manual_seed(s) and get_peft_model do; without a seed, as torch's stream stands."""
+async def test_a_seed_works_as_in_torch(base: Any) -> None:
+    """client(seed=s) starts like torch.manual_seed(s) and get_peft_model. A client without a seed continues torch's
+    stream.
+    """
     async with symbiosis.Executor(base) as executor:
         torch.manual_seed(11)
         plain = get_peft_model(copy.deepcopy(base), lora()).state_dict()
@@ -270,7 +276,7 @@ async def test_seed_means_what_it_means_to_torch(base: Any) -> None:
 
 
 async def test_custom_code(base: Any) -> None:
-    """run(fn) is for any synchronous model code: here a decoder of the tenant's own and hidden states."""
+    """run(fn) runs any synchronous code of the model: here the tenant's own decoder, and hidden states."""
 
     def decode(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache = None
@@ -293,7 +299,7 @@ async def test_custom_code(base: Any) -> None:
 
 @pytest.mark.parametrize("how", ["beams", "beam-sampling", "contrastive-length", "left-padded", "scores", "num-return"])
 async def test_generation_options(base: Any, how: str) -> None:
-    """transformers' generate with all its options."""
+    """Options of transformers' generate work as without Symbiosis."""
     options: dict[str, Any] = {
         "beams": {"num_beams": 3},
         "beam-sampling": {"num_beams": 2, "do_sample": True, "top_p": 0.9},
@@ -320,8 +326,8 @@ async def test_generation_options(base: Any, how: str) -> None:
     assert torch.equal(got, expected)
 
 
-async def test_what_one_tenant_unfreezes_no_other_sees(base: Any) -> None:
-    """One tenant trains norms, embedding, lm_head and biases hard; a neighbour's logits stay the same bit for bit."""
+async def test_parameters_that_a_tenant_unfreezes_stay_its_own(base: Any) -> None:
+    """A tenant trains norms, embedding, lm_head and biases, and the logits of another tenant stay bit-equal."""
     gpt = tiny_model("gpt2")
     for model, architecture, options in (
         (base, "llama", {"modules_to_save": ["embed_tokens", "lm_head", "norm"]}),
@@ -350,8 +356,8 @@ async def test_what_one_tenant_unfreezes_no_other_sees(base: Any) -> None:
             assert torch.equal(value, before[name]), name
 
 
-async def test_adapters_travel_both_ways(base: Any, tmp_path: Any) -> None:
-    """Saved by a client, loaded by plain PEFT, and the other way round: equal logits."""
+async def test_adapters_can_be_exchanged_with_plain_peft(base: Any, tmp_path: Any) -> None:
+    """A client saves adapters that plain PEFT loads, and the other way round, with equal logits."""
     from peft import PeftModel
 
     for method, make in METHODS.items():
@@ -382,7 +388,7 @@ async def test_adapters_travel_both_ways(base: Any, tmp_path: Any) -> None:
 
 
 async def test_several_adapters_in_one_client(base: Any) -> None:
-    """PEFT's own multi-adapter calls work on a client's model: add, set, disable."""
+    """PEFT's calls for several adapters, such as add, set and disable, work on a client's model."""
     torch.manual_seed(0)
     plain = get_peft_model(copy.deepcopy(base), lora())
     plain.add_adapter("other", lora(r=2))
@@ -404,8 +410,8 @@ async def test_several_adapters_in_one_client(base: Any) -> None:
             assert torch.equal(await client.run(logits, client.model, how), logits(plain, how)), how
 
 
-async def test_mixed_adapter_batch(base: Any) -> None:
-    """adapter_names: one batch, another adapter for each sequence."""
+async def test_a_batch_of_several_adapters(base: Any) -> None:
+    """With adapter_names, each sequence of a batch has another adapter."""
     config = LoraConfig(task_type=CAUSAL, r=4, init_lora_weights=False)
     torch.manual_seed(0)
     plain = get_peft_model(copy.deepcopy(base), config)
@@ -419,9 +425,9 @@ async def test_mixed_adapter_batch(base: Any) -> None:
 
 
 class TestTheComparisonItself:
-    """A comparison that cannot fail proves nothing."""
+    """The comparison must detect differences: otherwise it would prove nothing."""
 
-    def test_another_seed_is_seen(self) -> None:
+    def test_another_seed_is_detected(self) -> None:
         model = tiny_model()
         one, two = (run_job_plain(model, lora(), Job(steps=2), seed=seed) for seed in (0, 1))
         comparison = Comparison.of(one, two)
@@ -429,22 +435,22 @@ class TestTheComparisonItself:
         assert comparison.worst("logits") > 0.01
         assert comparison.worst("adapter") > 0.01
 
-    def test_the_adapter_matters(self) -> None:
+    def test_another_adapter_is_detected(self) -> None:
         model = tiny_model()
         plain = run_job_plain(model, None)
         for make in METHODS.values():
             adapted = run_job_plain(model, make(), Job(steps=0))
             assert Comparison.of(adapted, plain).worst("logits") > 1e-3
 
-    def test_missing_and_not_finite(self) -> None:
+    def test_missing_and_infinite_values_are_detected(self) -> None:
         outcome = Outcome(logits=torch.ones(2), greedy=torch.ones(1))
         other = Outcome(logits=torch.tensor([1.0, float("nan")]))
         comparison = Comparison.of(outcome, other)
         assert comparison.differences == {"logits": float("inf"), "greedy": float("inf")}
         assert not comparison.bit_equal
 
-    async def test_swapped_rows_are_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """If split gave rows to the wrong tenant, the crowded test would fail."""
+    async def test_swapped_rows_are_detected(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """If split gave rows to the wrong tenant, the test among others would fail."""
         from symbiosis.executor import runner
 
         split = runner.split

@@ -1,4 +1,4 @@
-"""Wrong use: the message says what is wrong, which value, and what to do instead; nothing else is disturbed."""
+"""After wrong use, the message states the error, the value and what to do instead. No other client is disturbed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ async def client(base: Any) -> AsyncIterator[symbiosis.Client]:
         assert executor.engine.scheduler.thinking == 0
 
 
-def test_one_tree() -> None:
-    """Every public error has one root and one of three branches; each has a documentation of its own."""
+def test_errors_form_one_tree() -> None:
+    """Every public error has the same root and one of three branches, and a docstring of its own."""
     assert set(errors.__all__) == {
         name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, Exception)
     }
@@ -60,7 +60,7 @@ async def test_backward_inside_a_fiber(client: symbiosis.Client) -> None:
 
 
 async def test_operations_inside_a_fiber(client: symbiosis.Client) -> None:
-    """Awaiting in synchronous code by driving the coroutine by hand."""
+    """The function waits in synchronous code and drives the coroutine by hand."""
 
     def nested() -> None:
         coroutine = client._in_fiber(client.model, input_ids=IDS)
@@ -118,8 +118,8 @@ async def test_wrong_width(client: symbiosis.Client) -> None:
         await client.forward(inputs_embeds=torch.randn(1, 4, 31))
 
 
-async def test_half_of_the_model_converted(client: symbiosis.Client) -> None:
-    """client.model.bfloat16() converts what the client has; the executor still serves fp32 and says so."""
+async def test_a_model_that_was_converted_in_part(client: symbiosis.Client) -> None:
+    """client.model.bfloat16() converts the client's share. The executor still serves fp32, and the error says so."""
     client.model.to(torch.bfloat16)
     with pytest.raises(RequestError, match=r"torch\.bfloat16, but the base model is served in torch\.float32"):
         await client.forward(input_ids=IDS)
@@ -137,10 +137,10 @@ async def test_initialisations_that_factor_weights(client: symbiosis.Client, bas
     async with symbiosis.Executor(base) as executor:
         with pytest.raises(PlaceholderError, match=rf"init_lora_weights='{value}'.*use True, 'gaussian'"):
             async with executor.client(lora(init_lora_weights=value, lora_dropout=0)):
-                pytest.fail("opened")
+                pytest.fail("the client was opened")
 
 
-async def test_errors_of_transformers_come_through(client: symbiosis.Client) -> None:
+async def test_errors_of_transformers_are_raised_unchanged(client: symbiosis.Client) -> None:
     with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
         await client.forward()
     with pytest.raises(IndexError):
@@ -148,14 +148,14 @@ async def test_errors_of_transformers_come_through(client: symbiosis.Client) -> 
 
 
 @pytest.mark.parametrize("kind", ["decode", 2])
-async def test_kinds_that_are_none(base: Any, kind: Any) -> None:
+async def test_unknown_kinds(base: Any, kind: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         with pytest.raises(UsageError, match=rf"kind is {kind!r}; .*Kind\.DECODE, Kind\.PREFILL, Kind\.FINETUNE"):
             executor.client(kind=kind)
 
 
-async def test_messages_hold_no_rows(client: symbiosis.Client) -> None:
-    """A message may reach a log that others read: shapes and dtypes, never values."""
+async def test_messages_contain_no_rows(client: symbiosis.Client) -> None:
+    """A message may reach a log that other people read: it has shapes and dtypes, and never values."""
     with pytest.raises(RequestError) as caught:
         await client.forward(inputs_embeds=torch.full((1, 4, 32), 0.123456, dtype=torch.float64))
     assert "0.12" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The executor: statistics, policies by name and bad ones, loading, event loops, what happens between requests."""
+"""Tests of the executor: statistics, valid and invalid policies, loading, event loops, work between requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
 
 
 class Moody(Policy):
-    """Raises, or decides nonsense, every other time."""
+    """A policy of which every other call raises or returns an invalid decision."""
 
     name = "moody"
 
@@ -58,7 +58,7 @@ class Moody(Policy):
 
 
 @pytest.mark.parametrize("mood", ["raises", "raises when submitted", "nonsense", "waits", "takes too much"])
-async def test_a_bad_policy_is_named_and_everybody_is_served(
+async def test_a_bad_policy_is_named_and_every_request_is_served(
     base: Any, mood: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = run_job_plain(base, lora(), seed=3)
@@ -69,7 +69,7 @@ async def test_a_bad_policy_is_named_and_everybody_is_served(
     messages = [record.getMessage() for record in caplog.records]
     assert messages
     assert all("policy 'moody'" in message for message in messages), messages
-    assert len(messages) < 30  # it does not flood the log
+    assert len(messages) < 30  # few messages are logged
     if mood == "raises":
         assert "not today" in caplog.text
         assert caplog.records[0].exc_info
@@ -100,7 +100,7 @@ async def test_statistics(base: Any) -> None:
         assert executor.statistics() == empty
 
 
-async def test_lockstep_shares_every_batch(base: Any) -> None:
+async def test_lockstep_puts_all_clients_in_every_batch(base: Any) -> None:
     """Four equal clients that start together walk together."""
     async with symbiosis.Executor(base, policy=Lockstep()) as executor:
         clients = [await executor.client().open() for _ in range(4)]
@@ -110,7 +110,7 @@ async def test_lockstep_shares_every_batch(base: Any) -> None:
             await client.close()
 
 
-async def test_no_lockstep_shares_none(base: Any) -> None:
+async def test_no_lockstep_puts_one_client_in_every_batch(base: Any) -> None:
     async with symbiosis.Executor(base, policy=NoLockstep()) as executor:
         clients = [await executor.client().open() for _ in range(4)]
         await asyncio.gather(*[client.forward(input_ids=IDS) for client in clients])
@@ -119,8 +119,8 @@ async def test_no_lockstep_shares_none(base: Any) -> None:
             await client.close()
 
 
-async def test_opportunistic_brings_drifted_clients_together(base: Any) -> None:
-    """Clients that start at different layers meet; most batches then have all of them."""
+async def test_opportunistic_brings_desynchronized_clients_together(base: Any) -> None:
+    """Clients start at different layers and synchronize: most batches then have all of them."""
     async with symbiosis.Executor(base, policy="opportunistic") as executor:
 
         async def job(delay: int) -> None:
@@ -129,7 +129,7 @@ async def test_opportunistic_brings_drifted_clients_together(base: Any) -> None:
                 def late() -> None:
                     fiber = current_fiber()
                     assert fiber is not None
-                    for _ in range(delay):  # thinking all the while: nobody else is alone
+                    for _ in range(delay):  # the client is thinking meanwhile, so no other client is alone
                         fiber.wait(asyncio.sleep(0))
                     client.model.generate(input_ids=IDS[:, :4], max_new_tokens=12, min_new_tokens=12)
 
@@ -162,7 +162,7 @@ async def test_from_pretrained(base: Any, tmp_path: Any, name: str) -> None:
     torch.testing.assert_close(logits, expected, rtol=0 if name == "bf16" else 1e-5, atol=1e-5)
 
 
-async def test_from_pretrained_of_nothing(tmp_path: Any) -> None:
+async def test_from_pretrained_without_a_model(tmp_path: Any) -> None:
     with pytest.raises((OSError, ValueError), match=str(tmp_path)):
         symbiosis.Executor.from_pretrained(tmp_path)
 
@@ -189,7 +189,7 @@ def test_representation(base: Any) -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "asyncio-eager", "uvloop"])
 def test_event_loops(base: Any, loop: str) -> None:
-    """The whole of a tenant's day on every loop that people use."""
+    """A tenant trains and generates on each of the common event loops."""
     expected = run_job_plain(base, lora(), seed=1)
 
     async def main() -> None:
@@ -210,7 +210,7 @@ def test_event_loops(base: Any, loop: str) -> None:
 
 
 async def test_two_executors_in_one_process() -> None:
-    """Two models, side by side on one loop; their clients do not mix."""
+    """Two executors with different models run on one loop, and each serves its own clients."""
     one, two = tiny_model("llama", seed=1), tiny_model("llama", seed=2)
     plain = [model(input_ids=IDS).logits for model in (one, two)]
     async with symbiosis.Executor(one) as first, symbiosis.Executor(two) as second:
@@ -220,8 +220,8 @@ async def test_two_executors_in_one_process() -> None:
         assert torch.equal(output.logits, expected)
 
 
-async def test_the_loop_keeps_turning(base: Any) -> None:
-    """While a client computes without pause, timers and other tasks of the loop get their turn."""
+async def test_the_loop_runs_other_tasks(base: Any) -> None:
+    """While a client computes without a pause, timers and other tasks of the loop run."""
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
         turns = 0
 
@@ -241,7 +241,7 @@ async def test_the_loop_keeps_turning(base: Any) -> None:
         assert turns > 20
 
 
-async def test_the_model_is_frozen_and_left_as_it_was(base: Any) -> None:
+async def test_the_model_is_frozen_and_unchanged(base: Any) -> None:
     before = {name: value.clone() for name, value in base.state_dict().items()}
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
         await client.train_step(BATCH, adamw(client.model))
@@ -252,13 +252,13 @@ async def test_the_model_is_frozen_and_left_as_it_was(base: Any) -> None:
 
 
 class Asked(NoLockstep):
-    """Wants to be asked about every request, as one that rations would."""
+    """A policy that decides about every request, as a rate limit does."""
 
     lone_at_once = False
 
 
 @pytest.mark.parametrize(("policy", "reason"), [(NoLockstep(), "lone"), (Asked(), "at-once")])
-async def test_a_lone_request_runs_at_once_unless_the_policy_wants_to_be_asked(
+async def test_a_lone_request_runs_at_once_unless_the_policy_must_decide(
     base: Any, policy: NoLockstep, reason: str
 ) -> None:
     async with symbiosis.Executor(base, policy=policy) as executor, executor.client(LoraConfig(r=2)) as client:
@@ -271,7 +271,7 @@ async def test_a_lone_request_runs_at_once_unless_the_policy_wants_to_be_asked(
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
-async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_stay_out_of_base_layers(
+async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_do_not_affect_base_layers(
     base: Any, mode: Any
 ) -> None:
     seen = []
@@ -295,7 +295,7 @@ async def test_a_lone_request_in_torch_modes_is_queued_so_that_they_stay_out_of_
     assert set(seen) == {(False, False)}
 
 
-async def test_a_lone_client_leaves_the_loop_its_turns(base: Any) -> None:
+async def test_a_lone_client_lets_other_tasks_of_the_loop_run(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         turns = 0
 
@@ -312,7 +312,7 @@ async def test_a_lone_client_leaves_the_loop_its_turns(base: Any) -> None:
         assert executor.statistics().reasons["lone"] > 100
 
 
-async def test_a_lone_request_that_fails_says_so_and_the_next_one_is_served(
+async def test_a_lone_request_that_fails_raises_and_the_next_one_is_served(
     base: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with symbiosis.Executor(base) as executor, executor.client(LoraConfig(r=2)) as client:
@@ -327,8 +327,10 @@ async def test_a_lone_request_that_fails_says_so_and_the_next_one_is_served(
         await client.forward(input_ids=IDS)
 
 
-async def test_threads_of_the_users_own_share_batches(base: Any) -> None:
-    """Models called on threads are in no pass; still one lone request runs at a time and the others are queued."""
+async def test_threads_of_the_tenants_share_batches(base: Any) -> None:
+    """Models that are called on threads are not in a walk. Still, one lone request runs at a time and the others are
+    queued.
+    """
     async with symbiosis.Executor(base) as executor:
         clients = [await executor.client().open() for _ in range(4)]
         runner: Any = executor.engine.runner
@@ -351,13 +353,13 @@ async def test_threads_of_the_users_own_share_batches(base: Any) -> None:
                 client.model(input_ids=IDS)
 
         await asyncio.gather(*[asyncio.to_thread(forward, client) for client in clients])
-        assert most <= 2  # one lone, one from the queue
+        assert most <= 2  # one lone request, one from the queue
         for client in clients:
             await client.close()
 
 
-async def test_modes_of_one_tenant_stay_with_it_at_every_await(base: Any) -> None:
-    """Around train_step, around several operations of one client that wait for one another, around backward."""
+async def test_torch_modes_of_a_tenant_do_not_affect_others(base: Any) -> None:
+    """The modes surround train_step, several operations of one client that wait for one another, or backward."""
     async with symbiosis.Executor(base) as executor:
         async with executor.client(LoraConfig(r=2)) as alice, executor.client(LoraConfig(r=2)) as bob:
             optimizers = [torch.optim.AdamW([p for p in c.model.parameters() if p.requires_grad]) for c in (alice, bob)]
@@ -389,7 +391,7 @@ async def test_modes_of_one_tenant_stay_with_it_at_every_await(base: Any) -> Non
             assert modes() == (True, False, False)
 
 
-async def test_hooks_that_one_tenant_forbids_are_not_forbidden_to_others(base: Any) -> None:
+async def test_hooks_that_one_tenant_disables_work_for_others(base: Any) -> None:
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client() as alice, executor.client() as bob:
 
@@ -402,12 +404,14 @@ async def test_hooks_that_one_tenant_forbids_are_not_forbidden_to_others(base: A
                     bob.model(input_ids=IDS)
 
             await asyncio.gather(alice.run(forbidding), bob.run(hooked))
-            assert executor.statistics().mean_batch > 1  # they did run side by side
+            assert executor.statistics().mean_batch > 1  # the tenants ran at the same time
 
 
 @pytest.mark.parametrize("policy", ["lockstep", "no-lockstep", "opportunistic"])
 async def test_two_clients_in_one_operation(base: Any, policy: str) -> None:
-    """A reference model, or an assistant: who waits for another client's request is not waited for."""
+    """The second client is a reference or an assistant model. No batch waits for a client that waits for another
+    client's request.
+    """
     async with symbiosis.Executor(base, policy=policy) as executor:
         async with executor.client(LoraConfig(r=2, init_lora_weights=False)) as alice, executor.client() as reference:
 
@@ -428,7 +432,7 @@ async def test_a_joint_backward_pass_of_two_clients_is_refused(base: Any) -> Non
                 await asyncio.wait_for(alice.backward(one.loss + two.loss), 20)
 
 
-async def test_a_tensor_subclass_stays_with_its_tenant(base: Any) -> None:
+async def test_a_tensor_subclass_does_not_affect_other_tenants(base: Any) -> None:
     class Spy(torch.Tensor):
         seen: ClassVar[list[Any]] = []
 
@@ -453,7 +457,7 @@ async def test_vmap_over_the_model_is_refused(base: Any) -> None:
             await client.run(lambda: torch.func.vmap(lambda ids: client.model(input_ids=ids[None]).logits)(IDS))
 
 
-async def test_vmap_on_a_thread_is_refused_as_well(base: Any) -> None:
+async def test_vmap_on_a_thread_is_refused(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         layer = client.model.model.layers[0].self_attn.o_proj
         with pytest.raises(CannotWaitError, match=r"torch\.func"):
@@ -461,7 +465,7 @@ async def test_vmap_on_a_thread_is_refused_as_well(base: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-async def test_dual_tensors_do_not_reach_other_tenants(base: Any) -> None:
+async def test_dual_tensors_do_not_affect_other_tenants(base: Any) -> None:
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client() as alice, executor.client() as bob:
 
@@ -476,7 +480,7 @@ async def test_dual_tensors_do_not_reach_other_tenants(base: Any) -> None:
 
 
 @pytest.mark.parametrize("who", ["client", "executor"])
-async def test_closed_while_it_waits_for_another_clients_request(base: Any, who: str) -> None:
+async def test_closed_during_a_wait_for_another_clients_request(base: Any, who: str) -> None:
     executor = symbiosis.Executor(base)
     await executor.start()
     alice, bob = await executor.client().open(), await executor.client().open()
@@ -510,8 +514,8 @@ async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
         assert all(p.grad is not None for p in client.model.parameters() if p.requires_grad)
 
 
-async def test_who_has_stopped_in_the_middle_is_not_waited_for(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a debugger, or saying BEGIN and nothing else: others wait for it once, and not for ever."""
+async def test_a_client_that_stopped_in_a_walk_is_not_waited_for(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may be in a debugger, or send BEGIN and no request: others wait for it once, for a limited time."""
     monkeypatch.setattr("symbiosis.core.scheduler.STOPPED_S", 0.2)
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client(name="stopped") as stopped, executor.client(name="works") as works:
@@ -522,13 +526,12 @@ async def test_who_has_stopped_in_the_middle_is_not_waited_for(base: Any, monkey
             await asyncio.wait_for(works.forward(input_ids=IDS), 5)  # lockstep: each layer would wait for the other
             assert time.monotonic() - began > 0.15
             again = asyncio.create_task(works.forward(input_ids=IDS))
-            await asyncio.wait_for(stopped.forward(input_ids=IDS), 5)  # it goes on, and counts again
+            await asyncio.wait_for(stopped.forward(input_ids=IDS), 5)  # the client continues and counts again
             await asyncio.wait_for(again, 5)
 
 
-async def test_on_a_gpu_policies_are_told_what_the_device_took(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches return at once. Here with events that are passed when the test says so; tests/test_gpu.py has real
-    ones."""
+async def test_policies_get_the_time_of_the_gpu(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel launches return at once. Events here complete when the test says so; tests/test_gpu.py has real ones."""
 
     class Event:
         passed = False

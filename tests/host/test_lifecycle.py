@@ -1,8 +1,9 @@
-"""Clients come, go, fail and are cancelled at any moment; the others never notice, and nothing stays behind.
+"""Clients join, leave, fail and are cancelled at any moment. Other clients are not affected, and no state is left
+behind.
 
-Where a client can be: between operations; in a fiber, queued; in a fiber, its rows in a running batch; in backward, on
-its thread; in a plain thread; waiting for its own turn. Each test ends with the executor still serving the right
-numbers, and the fixture in ``conftest.py`` looks for tasks and threads left behind.
+A client can be between operations, in a fiber with queued or running rows, in backward on its thread, in a plain
+thread, or waiting for its previous operation. Each test ends with the executor still serving the right numbers, and the
+fixture in ``conftest.py`` looks for tasks and threads left behind.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora, par
 
 
 class Gate:
-    """Stops an executor's layer at the moment of its n-th batch, to act while something is queued or running.
+    """Stop an executor's layer at its n-th batch, so that a test can act while requests are queued or running.
 
-    ``during`` is called inside that batch, on the loop, as a base layer that takes long would let it happen elsewhere.
+    ``during`` is called inside that batch, on the loop, like another task during the batch of a slow base layer.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ async def train(client: symbiosis.Client) -> None:
 @pytest.mark.parametrize("moment", range(12))
 @pytest.mark.parametrize("what", OPERATIONS)
 async def test_cancelled_at_any_moment(base: Any, expected: torch.Tensor, what: str, moment: int) -> None:
-    """Cancel after so many turns of the loop. A neighbour who shares its batches, and the client itself, go on."""
+    """Cancel after a number of turns of the loop. The client, and another tenant in the same batches, continue."""
     async with symbiosis.Executor(base) as executor, executor.client() as neighbour:
         async with executor.client(lora(), seed=1) as client:
             before = (await client.forward(input_ids=IDS)).logits
@@ -122,7 +123,7 @@ async def test_cancelled_at_any_moment(base: Any, expected: torch.Tensor, what: 
 @pytest.mark.parametrize("how", ["cancel", "timeout", "taskgroup"])
 @pytest.mark.parametrize("what", OPERATIONS)
 async def test_cancellation_as_asyncio_does_it(base: Any, expected: torch.Tensor, what: str, how: str) -> None:
-    """task.cancel(), asyncio.timeout() and a failing TaskGroup all end an operation, whatever it does."""
+    """task.cancel(), asyncio.timeout() and a failing TaskGroup all end an operation in any state."""
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
         if how == "cancel":
             task = asyncio.create_task(OPERATIONS[what](client))
@@ -148,8 +149,8 @@ async def test_cancellation_as_asyncio_does_it(base: Any, expected: torch.Tensor
         await assert_serves(executor, expected)
 
 
-async def test_others_are_untouched_by_cancellations(base: Any) -> None:
-    """Four tenants are cancelled again and again at random moments; two train on and end with the plain adapters."""
+async def test_other_tenants_are_unaffected_by_cancellations(base: Any) -> None:
+    """Four tenants are cancelled repeatedly at random moments. Two others train and end with the plain adapters."""
     job = Job(steps=8, new_tokens=4)
     jobs = [(lora(), 1), (ia3(), 2)]
     plain = [run_job_plain(base, config, job, seed=seed) for config, seed in jobs]
@@ -183,7 +184,7 @@ async def test_others_are_untouched_by_cancellations(base: Any) -> None:
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.BACKWARD])
 @pytest.mark.parametrize("act", ["cancel", "close"])
 async def test_rows_in_a_running_batch(base: Any, expected: torch.Tensor, act: str, pass_: Pass) -> None:
-    """A client is cancelled, or closed, just when a batch with some of its rows runs and others are still queued."""
+    """A client is cancelled or closed while a batch with some of its rows runs and its other rows are queued."""
     async with symbiosis.Executor(base, max_rows=4) as executor:
         victim = executor.client(lora(), name="victim")
         await victim.open()
@@ -207,7 +208,7 @@ async def test_rows_in_a_running_batch(base: Any, expected: torch.Tensor, act: s
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 async def test_tenant_code_that_fails(base: Any, expected: torch.Tensor, stage: str) -> None:
-    """An exception from the tenant's own code comes out of the operation; the client and all others go on."""
+    """An exception from the tenant's own code is raised by the operation. This client and all others continue."""
 
     class ImpatienceError(Exception):
         pass
@@ -236,7 +237,7 @@ async def test_tenant_code_that_fails(base: Any, expected: torch.Tensor, stage: 
 
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.BACKWARD])
 async def test_base_layer_that_fails(base: Any, expected: torch.Tensor, pass_: Pass) -> None:
-    """It fails its own batch with LayerError, cause and name; the next batch is served as if nothing had happened."""
+    """The batch fails with LayerError, its cause and the name of the layer. The next batch is served."""
 
     def explode() -> None:
         raise MemoryError("no room for this batch")
@@ -252,8 +253,10 @@ async def test_base_layer_that_fails(base: Any, expected: torch.Tensor, pass_: P
         await assert_serves(executor, expected)
 
 
-async def test_no_tenant_reaches_anothers_rows_through_an_error(base: Any) -> None:
-    """The frames of a failed batch hold the rows of everybody in it; no exception that a tenant gets leads to them."""
+async def test_no_tenant_reaches_the_rows_of_another_tenant_through_an_error(base: Any) -> None:
+    """The frames of a failed batch hold the rows of all its tenants, and no exception that a tenant gets refers to
+    these frames.
+    """
 
     def explode() -> None:
         try:
@@ -273,7 +276,7 @@ async def test_no_tenant_reaches_anothers_rows_through_an_error(base: Any) -> No
 
 
 async def test_base_layer_that_fails_in_slices(base: Any, expected: torch.Tensor) -> None:
-    """The second of several slices fails: one error, the remaining slices are dropped."""
+    """The second of several slices fails: the request gets one error, and the remaining slices are dropped."""
 
     def explode() -> None:
         raise RuntimeError("bad memory")
@@ -288,8 +291,10 @@ async def test_base_layer_that_fails_in_slices(base: Any, expected: torch.Tensor
 
 
 @pytest.mark.parametrize("what", OPERATIONS)
-async def test_executor_shut_down_under_work(base: Any, what: str) -> None:
-    """Everyone who waits, in a fiber or on a thread, gets ExecutorClosedError, and later calls get it at once."""
+async def test_executor_shut_down_during_operations(base: Any, what: str) -> None:
+    """Every waiting operation, in a fiber or on a thread, raises ExecutorClosedError, and so does every later call at
+    once.
+    """
     async with symbiosis.Executor(base, name="soon-gone") as executor:
         clients = [await executor.client(lora()).open() for _ in range(3)]
         tasks = [asyncio.create_task(OPERATIONS[what](client)) for client in clients]
@@ -305,13 +310,13 @@ async def test_executor_shut_down_under_work(base: Any, what: str) -> None:
 
 
 async def test_executor_shut_down_while_backward_waits(base: Any) -> None:
-    """The backward thread is blocked for certain: its batch waits for a client who never comes."""
+    """The backward thread is certainly blocked: its batch waits for a client that never makes a request."""
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         client = await executor.client(lora()).open()
         sleeper = await executor.client().open()
         output = await client.forward(**BATCH)
         assert sleeper._channel is not None
-        sleeper._channel.begin_walk()  # thinks for ever
+        sleeper._channel.begin_walk()  # this client never makes a request
         task = asyncio.create_task(client.backward(output.loss))
         await until(lambda: executor.engine.scheduler.outstanding == 1)
         assert client_threads()
@@ -322,8 +327,8 @@ async def test_executor_shut_down_while_backward_waits(base: Any) -> None:
 
 
 @pytest.mark.parametrize("by", ["executor", "client"])
-async def test_plain_thread_that_waits(base: Any, by: str) -> None:
-    """asyncio.to_thread(model) ends with a clear error when the executor, or the client, is closed under it."""
+async def test_a_call_on_a_plain_thread_ends_with_an_error(base: Any, by: str) -> None:
+    """asyncio.to_thread(model) raises a clear error when the executor or the client is closed."""
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         client = await executor.client(lora()).open()
         sleeper = await executor.client().open()
@@ -343,12 +348,12 @@ async def test_plain_thread_that_waits(base: Any, by: str) -> None:
 
 
 @pytest.mark.parametrize("what", OPERATIONS)
-async def test_client_closed_under_work(base: Any, expected: torch.Tensor, what: str) -> None:
+async def test_client_closed_during_operations(base: Any, expected: torch.Tensor, what: str) -> None:
     async with symbiosis.Executor(base) as executor:
         client = await executor.client(lora(), name="brief").open()
         task = asyncio.create_task(OPERATIONS[what](client))
         await asyncio.sleep(0.02)
-        queued = asyncio.create_task(client.forward(input_ids=IDS))  # waits for its turn
+        queued = asyncio.create_task(client.forward(input_ids=IDS))  # waits for the previous operation
         await asyncio.sleep(0)
         await asyncio.wait_for(client.close(), 10)
         for waiting in (task, queued):
@@ -357,8 +362,8 @@ async def test_client_closed_under_work(base: Any, expected: torch.Tensor, what:
         await assert_serves(executor, expected)
 
 
-async def test_cancelled_while_another_closes_it(base: Any, expected: torch.Tensor) -> None:
-    """close() and cancel() at the same time: the cancellation is not swallowed, the thread ends."""
+async def test_cancelled_during_close(base: Any, expected: torch.Tensor) -> None:
+    """After close() and cancel() at the same time, the cancellation is raised and the thread ends."""
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         client = await executor.client(lora()).open()
         sleeper = await executor.client().open()
@@ -379,7 +384,7 @@ async def test_cancelled_while_another_closes_it(base: Any, expected: torch.Tens
 
 
 async def test_close_itself_cancelled(base: Any) -> None:
-    """Cancelling close() does not leak the client's thread: closing again finishes the job."""
+    """Cancelling close() does not leak the client's thread: the next close() ends it."""
     async with symbiosis.Executor(base) as executor:
         client = await executor.client(lora()).open()
         await client.train_step(BATCH, adamw(client.model))
@@ -405,12 +410,12 @@ async def hold_turn(client: symbiosis.Client, release: asyncio.Event) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 (what is waited for has no event)
+        while not condition():  # noqa: ASYNC110 (the condition has no event)
             await asyncio.sleep(0.001)
 
 
 async def test_cancelled_between_operations(base: Any, expected: torch.Tensor) -> None:
-    """A task that holds a graph and dies between forward and backward."""
+    """A task that holds a graph is cancelled between forward and backward."""
     async with symbiosis.Executor(base) as executor:
 
         async def job() -> None:
@@ -431,7 +436,7 @@ async def test_cancelled_between_operations(base: Any, expected: torch.Tensor) -
 
 
 async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
-    """A step that is cancelled in backward has not touched the adapter."""
+    """A step that is cancelled during backward leaves the adapter unchanged."""
     async with symbiosis.Executor(base, policy="lockstep") as executor, executor.client(lora()) as client:
         sleeper = await executor.client().open()
         assert sleeper._channel is not None
@@ -450,14 +455,14 @@ async def test_cancelled_train_step_changes_nothing(base: Any) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert executor.engine.scheduler.outstanding == 0  # its request is gone with it
+        assert executor.engine.scheduler.outstanding == 0  # its request was removed with it
         for name, value in parameters(client.model).items():
             assert torch.equal(value, before[name]), name
         await sleeper.close()
 
 
-async def test_cancelled_client_is_nobody_to_wait_for(base: Any) -> None:
-    """Under lockstep a cancelled, failed or closed client must not hold the others up."""
+async def test_a_cancelled_client_is_not_waited_for(base: Any) -> None:
+    """Under lockstep, a cancelled, failed or closed client must not delay the others."""
     async with symbiosis.Executor(base, policy="lockstep") as executor, executor.client(lora()) as client:
 
         def fails() -> None:
@@ -477,7 +482,7 @@ async def test_cancelled_client_is_nobody_to_wait_for(base: Any) -> None:
 
 
 async def test_a_tenant_that_ignores_cancellation(base: Any, expected: torch.Tensor) -> None:
-    """Code that swallows the CancelledError and asks again is served again; nobody hangs."""
+    """Code that catches CancelledError and sends another request is served, and no operation hangs."""
 
     def stubborn(model: Any) -> torch.Tensor:
         try:
@@ -495,8 +500,8 @@ async def test_a_tenant_that_ignores_cancellation(base: Any, expected: torch.Ten
         await assert_serves(executor, expected)
 
 
-async def test_operations_of_one_client_take_turns(base: Any) -> None:
-    """Started at once, they run one after another in the order of their start."""
+async def test_operations_of_one_client_run_in_order(base: Any) -> None:
+    """Operations that are started together run one after another, in the order of their start."""
     order: list[int] = []
 
     def work(number: int) -> None:
@@ -509,7 +514,7 @@ async def test_operations_of_one_client_take_turns(base: Any) -> None:
 
 
 async def test_clients_of_different_speed(base: Any) -> None:
-    """A tenant who thinks for long in the middle of a walk does not hold up a fast one (opportunistic batching)."""
+    """A tenant that thinks for long in the middle of a walk does not delay a fast one (opportunistic batching)."""
     async with symbiosis.Executor(base, policy="opportunistic:wait_ms=1,max_wait_ms=5") as executor:
         async with executor.client() as slow, executor.client() as fast:
 
@@ -528,8 +533,8 @@ async def test_clients_of_different_speed(base: Any) -> None:
                 await thinker
 
 
-async def test_many_clients_come_and_go(base: Any) -> None:
-    """After a hundred clients the executor holds nothing of any of them, save their statistics."""
+async def test_many_clients_join_and_leave(base: Any) -> None:
+    """After a hundred clients the executor keeps nothing of them but their statistics."""
     async with symbiosis.Executor(base) as executor:
         async with executor.client(lora(), name="first") as client:
             await client.train_step(BATCH, adamw(client.model))
@@ -549,7 +554,7 @@ async def test_many_clients_come_and_go(base: Any) -> None:
             pass
 
 
-async def test_duplicate_name_is_refused_and_leaves_the_first_alone(base: Any) -> None:
+async def test_a_duplicate_name_is_refused_and_the_first_client_is_unaffected(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client(name="alice") as alice:
         with pytest.raises(UsageError, match=r"'alice'.*choose another name"):
             await executor.client(name="alice").open()
@@ -565,11 +570,11 @@ async def test_a_client_cannot_be_opened_twice(base: Any) -> None:
             await client.forward(input_ids=IDS)
         with pytest.raises(UsageError, match="'again' was opened before"):
             await client.open()
-        await client.close()  # closing twice is fine
+        await client.close()  # closing twice is allowed
 
 
 async def test_failed_opening_leaves_nothing(base: Any) -> None:
-    """An adapter that PEFT refuses: the error comes out, and the name is free again."""
+    """PEFT refuses an adapter: the error is raised, and the name can be used again."""
     async with symbiosis.Executor(base) as executor:
         with pytest.raises(ValueError, match="nowhere"):
             await executor.client(lora(target_modules=["nowhere"]), name="bob").open()
@@ -592,12 +597,12 @@ async def test_executor_lifecycle_errors(base: Any) -> None:
     await executor.close()
     with pytest.raises(ExecutorClosedError, match=r"mine.*was shut down"):
         await executor.client().open()
-    async with symbiosis.Executor(base, name="mine") as again, again.client() as client:  # the name is free again
+    async with symbiosis.Executor(base, name="mine") as again, again.client() as client:  # the name can be used again
         await client.forward(input_ids=IDS)
 
 
-def test_error_in_the_body_comes_out_alone(base: Any) -> None:
-    """async with executor, async with client: an error of the user's is not buried under the clean-up."""
+def test_an_error_in_the_body_is_raised_alone(base: Any) -> None:
+    """An error of the user's code in ``async with`` is not hidden by errors of the clean-up."""
 
     async def main() -> None:
         async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
@@ -609,8 +614,8 @@ def test_error_in_the_body_comes_out_alone(base: Any) -> None:
     assert not client_threads()
 
 
-def test_the_program_may_end_in_the_middle(base: Any) -> None:
-    """asyncio.run cancels what is left: operations end, no warning, no thread."""
+def test_the_program_may_end_during_operations(base: Any) -> None:
+    """asyncio.run cancels the remaining tasks: operations end, without a warning or a remaining thread."""
 
     async def main() -> None:
         executor = await symbiosis.Executor(base).__aenter__()

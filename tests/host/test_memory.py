@@ -1,4 +1,4 @@
-"""Who holds which memory: the executor nothing of a tenant between requests, a client no base weight."""
+"""Memory of each side: the executor holds nothing of a tenant between requests, and a client holds no base weight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers import BATCH, IDS, adamw, lora, prefix, until
 
 
 def tensor_bytes() -> int:
-    """Bytes of all tensor storages that anything still reaches, each once."""
+    """Return the bytes of all tensor storages that are still referenced, each counted once."""
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -34,8 +34,8 @@ def tensor_bytes() -> int:
 
 @pytest.mark.parametrize("max_rows", [8192, 4], ids=["whole", "sliced"])
 @pytest.mark.parametrize("how", ["loop", "thread"])
-async def test_what_was_sent_and_answered_is_let_go(base: Any, how: str, max_rows: int) -> None:
-    """Weak references to a client's rows and to the results: gone as soon as the client has let go of them."""
+async def test_rows_and_results_are_freed(base: Any, how: str, max_rows: int) -> None:
+    """Weak references show that rows and results are freed as soon as the client has released them."""
     async with symbiosis.Executor(base, max_rows=max_rows) as executor, executor.client() as client:
         channel = client._channel
         assert channel is not None
@@ -46,13 +46,13 @@ async def test_what_was_sent_and_answered_is_let_go(base: Any, how: str, max_row
         storages = [weakref.ref(tensor.untyped_storage()) for tensor in (rows, *results)]
         assert all(reference() is not None for reference in references)
         del rows, call, results
-        # A thread that has handed over its result may hold it for a moment yet.
+        # A thread that has handed over its result may refer to it a moment longer.
         await until(lambda: all(gone() is None for gone in [*references, *storages]), 5)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
-async def test_rows_of_requests_that_came_to_nothing(base: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # pytest keeps log records, these the traceback, and that the frames of the layer that failed.
+async def test_rows_of_requests_without_a_result(base: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest keeps log records, which refer to the traceback and so to the frames of the layer that failed.
     monkeypatch.setattr(logging.getLogger("symbiosis.executor.engine"), "disabled", True)
     async with symbiosis.Executor(base) as executor:
         client = await executor.client().open()
@@ -85,8 +85,8 @@ def explode(*args: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic", "co-serving"])
-async def test_nothing_grows_from_step_to_step(policy: str) -> None:
-    """Bytes of all tensors in the process are the same after 3 steps and after 12."""
+async def test_memory_does_not_grow_from_step_to_step(policy: str) -> None:
+    """The bytes of all tensors in the process are equal after 3 steps and after 12."""
     model = tiny_model()
     async with symbiosis.Executor(model, policy=policy) as executor:
         async with executor.client(lora()) as a, executor.client(prefix()) as b:
@@ -104,7 +104,7 @@ async def test_nothing_grows_from_step_to_step(policy: str) -> None:
 
 
 async def test_executor_alone_holds_its_weights_only() -> None:
-    """After clients have come and gone, no byte more than before."""
+    """After clients have joined and left, the executor holds as many bytes as before."""
     model = tiny_model()
     async with symbiosis.Executor(model) as executor:
         before = tensor_bytes()
@@ -117,7 +117,7 @@ async def test_executor_alone_holds_its_weights_only() -> None:
 
 
 async def test_a_client_costs_its_adapter_and_no_base_layer() -> None:
-    """Bytes of a second client: adapter, buffers and random stream, far less than one copy of the base layers."""
+    """A second client takes adapter, buffers and a random stream, far less than one copy of the base layers."""
     model = tiny_model(hidden_size=64, intermediate_size=256)
     base_bytes = sum(p.numel() * 4 for name, p in model.named_parameters() if "proj" in name or "lm_head" in name)
     config = lora(r=1, target_modules=["q_proj"])
@@ -141,7 +141,7 @@ async def test_frozen_parameters_are_shared_between_clients(base: Any) -> None:
 
 
 async def test_large_requests_are_bounded_by_max_rows(base: Any) -> None:
-    """No batch is larger than max_rows, whatever the sequence length."""
+    """No batch is larger than max_rows, for any sequence length."""
     seen: list[int] = []
     async with symbiosis.Executor(base, max_rows=16) as executor, executor.client() as client:
         for layer in executor.engine.layers:

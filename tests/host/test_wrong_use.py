@@ -1,4 +1,4 @@
-"""Likely mistakes of a tenant or a provider, each answered by what to do; and writes that stay the writer's own."""
+"""Common mistakes of a tenant or a provider each give an error that says what to do. Writes affect the writer only."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class _Patient(Conformance):
 
 
 class _Rude(Policy):
-    """Wait, whatever is queued."""
+    """Wait, for any queued requests."""
 
     name = "rude"
 
@@ -55,7 +55,7 @@ class _Rude(Policy):
 
 @pytest.mark.parametrize("until", [None, math.inf, math.nan, 1e300, -1.0])
 @pytest.mark.parametrize("wrapper", [Fair, Priority, RateLimit])
-def test_waits_that_must_be_refused_are_not_hidden(wrapper: type[Admission], until: float | None) -> None:
+def test_waits_that_must_be_refused_are_passed_on(wrapper: type[Admission], until: float | None) -> None:
     """No client is thinking, and requests of another tenant are held back."""
     scheduler = Scheduler(wrapper(_Rude(until)), layers=2, max_rows=8)
     for number, client in enumerate(["a", "b"]):
@@ -67,7 +67,7 @@ def test_waits_that_must_be_refused_are_not_hidden(wrapper: type[Admission], unt
     assert "rude" in str(scheduler.policy_errors[0])
 
 
-def test_who_raises_when_it_is_told_of_the_machine_is_named() -> None:
+def test_a_policy_that_raises_at_its_first_measurement_is_named() -> None:
     with pytest.raises(PolicyError, match=r"policy 'fair\+rude' raised in unloaded\(\): RuntimeError\('boom'\)"):
         symbiosis.Executor(tiny_model(), policy=Fair(_Rude(None)))
 
@@ -152,9 +152,10 @@ def test_the_bound(
     works: list[tuple[int, Kind, int]], quantum: float, inner: type, weights: list[float], huge: int
 ) -> None:
     """The counters of two tenants that always have a request queued differ by at most U at any time: the quantum and
-    the largest request of the two; what they are served, by weight, by 2 · U (VTC, lemma 1 and theorem 1). Counted here
-    by the rows that ran, of which no more than a batch, and a request, is under way. One more tenant, with one huge
-    request, does not change this."""
+    the largest request of the two. Their service by weight differs by at most 2 · U (VTC, lemma 1 and theorem 1).
+    Service is counted here by the rows that ran: at most one batch and one request are in progress. A third tenant with
+    one huge request does not change this.
+    """
     shares = {f"tenant-{tenant}": weight for tenant, weight in enumerate(weights)}
     policy = Fair(inner(), quantum=quantum, weights=shares)
     names = [f"tenant-{tenant}/{client}" for tenant, work in enumerate(works) for client in range(work[2])]
@@ -165,7 +166,7 @@ def test_the_bound(
     if huge:
         world.submit("huge", F0, huge, Kind.PREFILL)
         world.decide()
-    for name in names:  # each has two requests queued: always one more when one is answered
+    for name in names:  # each tenant has two requests queued: a new one is made for each answer
         rows, kind, _ = works[int(name[7])]
         for _ in range(2):
             world.submit(name, F0, rows, kind)
@@ -193,8 +194,8 @@ def test_the_bound(
         assert max(gaps) - min(gaps) <= 2 * (quantum + max(charge[a], charge[b])) + under_way
 
 
-def test_one_huge_request_raises_nobodys_credit() -> None:
-    """A tenant that returns is no further behind than before, whatever other tenants were served long ago."""
+def test_one_huge_request_raises_no_credit() -> None:
+    """A tenant that returns is no further behind than before, for any earlier service of other tenants."""
     policy = Fair(NoLockstep(), quantum=4)
     world = world_of(policy, "huge", "busy", "late")
     world.submit("huge", F0, 4000)
@@ -207,7 +208,7 @@ def test_one_huge_request_raises_nobodys_credit() -> None:
     assert policy.served("busy") - policy.served("late") <= 4 + 2 * 8 / 4
 
 
-def test_what_others_have_let_in_takes_no_room() -> None:
+def test_admitted_rows_of_a_tenant_take_no_room_from_others() -> None:
     """While a prompt of 40 batches is read, a row of another tenant runs in the next batch."""
     world = world_of(Fair(CoServing(), quantum=64), "prompt", "polite")
     world.submit("prompt", F0, 40 * 8, Kind.PREFILL)
@@ -216,7 +217,7 @@ def test_what_others_have_let_in_takes_no_room() -> None:
     assert [request.client for request in world.complete(_run(world))] == ["polite"]
 
 
-def test_of_each_no_more_is_let_in_than_fills_a_batch() -> None:
+def test_a_tenant_has_at_most_a_batch_of_admitted_requests() -> None:
     """A later request does not wait behind all requests of one tenant, even if the inner policy serves in order. That
     tenant's requests are admitted as it is served."""
     flood = [f"flood/{number}" for number in range(100)]
@@ -233,7 +234,7 @@ def test_of_each_no_more_is_let_in_than_fills_a_batch() -> None:
     assert len(answered) == 101
 
 
-def test_a_flood_and_a_polite_tenant_get_the_same() -> None:
+def test_a_flood_and_a_polite_tenant_get_equal_shares() -> None:
     flood = [f"flood/{number}" for number in range(20)]
     world = world_of(Fair(NoLockstep(), quantum=4), *flood, "polite")
     for name in [*flood, "polite", "polite"]:
@@ -248,7 +249,7 @@ def test_a_flood_and_a_polite_tenant_get_the_same() -> None:
     assert served["polite"] == pytest.approx(served["flood"], rel=0.05)
 
 
-def test_no_time_is_wasted_on_fairness() -> None:
+def test_an_idle_executor_serves_a_tenant_that_is_ahead() -> None:
     """A tenant that is far ahead runs while no other tenant has a request queued."""
     world = world_of(Fair(NoLockstep(), quantum=1), "busy", "idle")
     for _ in range(100):
@@ -258,7 +259,7 @@ def test_no_time_is_wasted_on_fairness() -> None:
         world.complete(action)
 
 
-def test_nothing_is_saved_up_while_away() -> None:
+def test_no_credit_is_saved_during_absence() -> None:
     policy = Fair(NoLockstep(), quantum=4)
     world = world_of(policy, "busy", "late")
     for _ in range(1000):
@@ -290,7 +291,7 @@ def test_weights() -> None:
     assert served["gold"] / served["plain"] == pytest.approx(3.0, rel=0.1)
 
 
-def test_many_tenants_come_and_go() -> None:
+def test_many_tenants_join_and_leave() -> None:
     policy = Fair(NoLockstep())
     world = World(policy, layers=4, max_rows=8)
     world.check = lambda: None  # type: ignore[method-assign]
@@ -306,7 +307,7 @@ def test_many_tenants_come_and_go() -> None:
 
 
 def _with_priorities(policy: Priority, **priorities: int) -> World:
-    """Return local clients with a request each, in this order. A name's underscore stands for a slash."""
+    """Return a world of local clients, each with one request, in this order. A name's underscore stands for a slash."""
     terms = {name.replace("_", "/"): Terms(priority=priority) for name, priority in priorities.items()}
     world = world_of(policy, *terms, terms=terms, local=True)
     for name in terms:
@@ -314,7 +315,7 @@ def _with_priorities(policy: Priority, **priorities: int) -> World:
     return world
 
 
-def test_the_urgent_go_first() -> None:
+def test_urgent_clients_are_served_first() -> None:
     world = _with_priorities(Priority(NoLockstep()), low=-1, middle=0, high=5)
     order = []
     for _ in range(3):
@@ -322,7 +323,7 @@ def test_the_urgent_go_first() -> None:
     assert order == ["high", "middle", "low"]
 
 
-def test_nobody_is_held_back_for_ever() -> None:
+def test_no_client_is_delayed_without_limit() -> None:
     world = _with_priorities(Priority(NoLockstep(), max_wait_ms=50), low=0, high=1)
     for batches in range(1000):
         (answered,) = world.complete(_run(world))
@@ -353,7 +354,7 @@ class _Notes(NoLockstep):
         self.seen.setdefault(request.client, set()).add((request.terms, request.kind))
 
 
-async def test_a_policy_is_told_of_terms(base: Any) -> None:
+async def test_a_policy_receives_the_terms(base: Any) -> None:
     terms = {"priority": 3, "slo_ms": 50.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
     async with symbiosis.Executor(base, policy=(notes := _Notes())) as executor:
         async with executor.client(name="a", **terms) as a, executor.client(name="b") as b:
@@ -365,9 +366,9 @@ async def test_a_policy_is_told_of_terms(base: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "dist"])
 async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path) -> None:
-    """The terms are sent as the client asks for them, and again after the connection was lost."""
+    """The client sends its terms when it joins, and again after the connection was lost."""
     terms = {"priority": -3, "slo_ms": 500.0, "ttft_ms": 900.0, "kind": Kind.PREFILL}
-    asked = {(Terms(**terms), Kind.FINETUNE)}  # requests with gradients are fine-tuning, whatever the client states
+    asked = {(Terms(**terms), Kind.FINETUNE)}  # requests with gradients are fine-tuning, for any stated kind
 
     def synchronous(address: str) -> None:
         with symbiosis.open_model(address, name="blocking", **terms) as model:
@@ -391,7 +392,7 @@ async def test_terms_from_another_process(base: Any, scheme: str, tmp_path: Path
             assert notes.seen == {"coroutine": asked}
 
 
-def test_terms_from_elsewhere_are_lowered_once() -> None:
+def test_terms_from_another_process_are_lowered_once() -> None:
     """Untrusted terms may lower the priority and lengthen the targets, never the opposite."""
     granted = Terms(2, 50.0, 900.0)
     assert effective(Terms(9, 10.0, 100.0), granted, trusted=False) == granted
@@ -401,7 +402,7 @@ def test_terms_from_elsewhere_are_lowered_once() -> None:
     assert effective(Terms(slo_ms=10.0), NO_TERMS, trusted=False) == Terms(slo_ms=10.0)  # the policy has no default
 
 
-def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
+def test_a_client_in_another_process_cannot_raise_its_priority() -> None:
     terms = {"modest": Terms(priority=-1), "pushy": Terms(priority=1000), "gold": NO_TERMS}
     world = world_of(Priority(NoLockstep(), tenants={"gold": 2}), *terms, terms=terms)
     for name in terms:
@@ -422,19 +423,19 @@ def test_nobody_makes_itself_urgent_from_elsewhere() -> None:
         (True, Kind.DECODE, Kind.DECODE, False, Kind.FINETUNE),
     ],
 )
-def test_what_rows_are_for(backward: bool, looks: Kind, says: Kind | None, trusted: bool, is_: Kind) -> None:
-    """The provider may state any kind; a client elsewhere may only state a more patient one."""
+def test_stated_kinds_of_rows(backward: bool, looks: Kind, says: Kind | None, trusted: bool, is_: Kind) -> None:
+    """The provider may state any kind; a client in another process may only state a more patient one."""
     assert kind_of(Terms(kind=says), looks, 3, backward=backward, trusted=trusted) is is_
 
 
 @pytest.mark.parametrize(("rows", "local", "is_"), [(64, False, 0), (65, False, 1), (4096, False, 1), (4096, True, 0)])
-def test_a_token_each_of_how_many_texts_is_believed(rows: int, local: bool, is_: int) -> None:
+def test_decode_rows_are_believed_up_to_a_number_of_texts(rows: int, local: bool, is_: int) -> None:
     """Decode rows run first, so a prompt that is stated to be decode rows would delay all other clients."""
     assert kind_of(NO_TERMS, Kind.DECODE, rows, backward=False, trusted=local) is Kind(is_)
 
 
-def test_a_loose_slo_from_elsewhere_delays_no_client() -> None:
-    """The client stops in the middle of a token, which is given up as soon as one with the default SLO."""
+def test_a_loose_slo_in_another_process_delays_no_client() -> None:
+    """The client stops in the middle of a token. The policy gives this token up as soon as one with the default SLO."""
     policy = CoServing(slo_ms=100)
     world = world_of(policy, "gone", "job", terms={"gone": Terms(slo_ms=20_000.0)})
     world.submit("gone", F0, 1)
@@ -444,7 +445,9 @@ def test_a_loose_slo_from_elsewhere_delays_no_client() -> None:
 
 
 @pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
-def test_a_client_elsewhere_cannot_stop_fine_tuning_with_a_tight_slo(asked: float | None, slack: float) -> None:
+def test_a_client_in_another_process_cannot_stop_fine_tuning_with_a_tight_slo(
+    asked: float | None, slack: float
+) -> None:
     policy = CoServing(slo_ms=200)
     world_of(policy, "a", terms={"a": Terms(slo_ms=asked)}).submit("a", F0, 1)
     assert 0.4 * slack < policy.tokens.slack.for_prefill(0.0) < slack
@@ -453,7 +456,7 @@ def test_a_client_elsewhere_cannot_stop_fine_tuning_with_a_tight_slo(asked: floa
 @pytest.mark.parametrize(
     "terms", [{"priority": 1.5}, {"priority": 10**6}, {"slo_ms": 0}, {"ttft_ms": float("nan")}, {"kind": "decode"}]
 )
-def test_terms_that_mean_nothing(base: Any, terms: dict[str, Any]) -> None:
+def test_invalid_terms(base: Any, terms: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(terms))):
         symbiosis.Executor(base).client(**terms)
 
@@ -469,7 +472,7 @@ def test_a_client_with_an_slo_of_its_own() -> None:
     assert slack[20.0] < 0.02 < slack[None]
 
 
-def test_what_was_served_in_part_is_still_let_in() -> None:
+def test_a_request_that_was_served_in_part_is_still_admitted() -> None:
     """The inner policy fails once, and the scheduler serves a part of the oldest request, which is held back."""
 
     class Moody(NoLockstep):
@@ -495,7 +498,7 @@ def test_what_was_served_in_part_is_still_let_in() -> None:
 
 
 class Unreliable(NoLockstep):
-    """Raise an error in some of the calls. The policy has no records, so errors in records are the wrapper's."""
+    """A policy that raises an error in some calls. It has no records, so errors in records are the wrapper's."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -535,7 +538,7 @@ class Unreliable(NoLockstep):
 )
 @settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
-def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataObject) -> None:
+def test_records_are_right_after_any_error_of_the_inner_policy(around: Any, data: st.DataObject) -> None:
     """All requests are served, no error is raised but the inner policy's own, and no request stays in the records."""
     wrapper = around(Unreliable(data.draw(st.integers(1, 6), label="every")))
     scheduler = Scheduler(wrapper, layers=3, max_rows=data.draw(st.sampled_from([1, 4, 24]), label="max_rows"))
@@ -581,7 +584,7 @@ def test_books_hold_whatever_the_inner_policy_raises(around: Any, data: st.DataO
 
 
 def test_a_rate() -> None:
-    """100 tokens per second and a burst of one second: 400 requests in 3 s, of 4 rows through one of 4 layers each."""
+    """The rate is 100 tokens per second, the burst one second. In 3 s, 400 requests of 4 rows pass one of 4 layers."""
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=100), "a/1", "a/2")
     world.submit("a/1", F0, 4)
     count = 0
@@ -592,7 +595,7 @@ def test_a_rate() -> None:
     assert count == pytest.approx(400, abs=5)
 
 
-def test_a_debt_of_hours_is_waited_for() -> None:
+def test_a_debt_of_hours_is_paid() -> None:
     """The policy waits in parts: the scheduler allows an hour at most while no client is thinking."""
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=0.05), "a/1", "a/2", layers=4)
     for name in ("a/1", "a/2"):
@@ -609,7 +612,7 @@ def test_a_debt_of_hours_is_waited_for() -> None:
     assert not world.scheduler.policy_errors
 
 
-def test_others_have_buckets_of_their_own() -> None:
+def test_other_tenants_have_buckets_of_their_own() -> None:
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=1, tenants={"quick": 1e6}), "slow", "quick")
     for name in ("slow", "quick"):
         world.submit(name, F0, 8)
@@ -621,7 +624,7 @@ def test_others_have_buckets_of_their_own() -> None:
     assert served["slow"] < 5 < 190 < served["quick"]
 
 
-def test_whoever_is_new_is_not_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_tenant_is_not_forgotten_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limit, "_MAX_TENANTS", 1)
     world = world_of(RateLimit(NoLockstep(), tokens_per_s=100), "old", "new")
     for name in ("old", "new"):
@@ -631,11 +634,11 @@ def test_whoever_is_new_is_not_forgotten_at_once(monkeypatch: pytest.MonkeyPatch
     assert not world.scheduler.policy_errors
 
 
-def test_requests_that_are_taken_back_leave_nothing_behind() -> None:
+def test_cancelled_requests_leave_nothing_behind() -> None:
     policy = RateLimit(NoLockstep(), tokens_per_s=1, burst_s=1)
     world = world_of(policy, "a", "b")
     world.submit("a", F0, 8)
-    world.complete(_run(world))  # in debt now
+    world.complete(_run(world))  # the tenant is in debt now
     for _ in range(50):
         world.cancel(world.submit("a", F0, 8))
     assert policy.visits <= 1

@@ -40,7 +40,7 @@ class TestDefaultsConform(Conformance):
 
 class Outcome(NamedTuple):
     slow_s: float
-    """The 99th percentile of the time per token."""
+    """99th percentile of the time per token, in seconds."""
     steps: int
 
 
@@ -66,31 +66,31 @@ def test_inference_keeps_its_slo_and_tuning_goes_on(decoding: int, slo_ms: float
     both = simulate(CoServing(slo_ms=slo_ms), decoding, 2)
     assert alone.slow_s < slo_ms / 1e3
     assert both.slow_s <= 1.02 * slo_ms / 1e3
-    spare = 1 - alone.slow_s * 1e3 / slo_ms  # part of the time that tokens leave
+    spare = 1 - alone.slow_s * 1e3 / slo_ms  # tokens leave part of the time to fine-tuning
     assert both.steps >= 0.5 * spare * peak.steps
 
 
-def test_others_do_not_keep_it() -> None:
+def test_other_policies_do_not_keep_the_slo() -> None:
     """Policies without SLOs do not keep them on this load."""
     for policy in (NoLockstep(), Opportunistic()):
         assert simulate(policy, 8, 2).slow_s > 0.3
 
 
-def test_a_client_may_be_promised_more_than_others() -> None:
+def test_a_client_may_have_a_tighter_slo() -> None:
     loose = simulate(CoServing(slo_ms=200), 2, 2)
     tight = simulate(CoServing(slo_ms=200, clients={"text-1": (60.0, 1000.0)}), 2, 2)
     assert loose.slow_s > 0.1
     assert tight.slow_s <= 0.0612
 
 
-def test_what_is_over_is_forgotten() -> None:
+def test_finished_tokens_are_forgotten() -> None:
     """A client with a short SLO stays at the top of the heaps; finished tokens below it are removed."""
     policy = CoServing(slo_ms=200, clients={"text-0": (50.0, 1000.0)})
     simulate(policy, 4, 0, seconds=60)
     assert len(policy.tokens.slack) <= 2 * 4 + 65
 
 
-def test_without_inference_nothing_is_held_back() -> None:
+def test_without_inference_no_request_is_delayed() -> None:
     best = simulate(Opportunistic(), 0, 2)
     assert simulate(CoServing(slo_ms=60), 0, 2).steps >= 0.95 * best.steps
 
@@ -117,7 +117,7 @@ def rows_of(batch: Batch) -> dict[str, int]:
     return {request.client: stop - start for request, start, stop in batch.slices}
 
 
-def test_decode_before_prefill_before_tuning_in_one_batch() -> None:
+def test_decode_prefill_and_tuning_in_this_order_in_one_batch() -> None:
     w = world()
     w.policy.latency[F0].learn(1, 1e-3)  # type: ignore[attr-defined]
     w.policy.latency[F0].learn(100, 2e-3)  # type: ignore[attr-defined]
@@ -130,7 +130,7 @@ def test_decode_before_prefill_before_tuning_in_one_batch() -> None:
     assert rows_of(batch) == {"text": 1, "prompt": 30, "job": 225}  # cut to the largest batch
 
 
-def test_rows_are_cut_to_what_the_slack_has_time_for() -> None:
+def test_rows_are_limited_by_the_slack() -> None:
     w = world(CoServing(slo_ms=10))
     for rows in (1, 100):
         w.policy.latency[F0].learn(rows, 1e-3 + 1e-4 * rows)  # type: ignore[attr-defined]
@@ -148,15 +148,15 @@ def test_rows_are_cut_to_what_the_slack_has_time_for() -> None:
 
 
 def _token(w: World, seconds: float) -> None:
-    """Let the text's client walk through all four layers, in so many seconds."""
+    """Let the text's client walk through all four layers, within ``seconds``."""
     for layer in range(4):
         request = w.submit("text", Key((layer,), Pass.FORWARD), 1, Kind.DECODE)
         while request.remaining:
             run(w, seconds=seconds / 4)
 
 
-def test_a_text_makes_up_for_tokens_that_were_late() -> None:
-    """The SLO is a mean over a text: early tokens leave time for later ones, up to a bound, and late tokens take it."""
+def test_a_text_compensates_for_late_tokens() -> None:
+    """The SLO is a mean over a text: early tokens leave time for later ones, up to a bound, late tokens reduce it."""
     slacks = {}
     for name, seconds in (("early", 0.02), ("on time", 0.092), ("late", 0.11), ("hopeless", 0.35)):
         w = world(CoServing(slo_ms=100, wait_ms=1e-6))
@@ -166,14 +166,14 @@ def test_a_text_makes_up_for_tokens_that_were_late() -> None:
         w.submit("text", F0, 1, Kind.DECODE)
         token = w.policy.tokens.of("text")  # type: ignore[attr-defined]
         slacks[name] = token.due - token.began
-    assert slacks["early"] == pytest.approx(2 * 0.092)  # no more than two tokens' time for one
+    assert slacks["early"] == pytest.approx(2 * 0.092)  # a token gets at most the time of two tokens
     assert slacks["on time"] == pytest.approx(0.092, abs=2e-3)
     assert slacks["late"] == pytest.approx(4 * 0.092 - 3 * 0.11, abs=2e-3)
-    assert slacks["hopeless"] < 0  # the text is late, whatever is done for this token
+    assert slacks["hopeless"] < 0  # the text remains late after this token
 
 
-def test_a_prefill_goes_first_while_there_is_time() -> None:
-    """Fine-tuning waits for it."""
+def test_a_prefill_is_served_before_tuning_while_its_target_allows() -> None:
+    """Fine-tuning waits for the prefill."""
     w = world(CoServing(slo_ms=100, ttft_ms=1000))
     for key in (F0, F1):
         for rows in (1, 100):
@@ -184,7 +184,7 @@ def test_a_prefill_goes_first_while_there_is_time() -> None:
     assert rows_of(run(w)) == {"prompt": 100, "job": 64}
 
 
-def test_a_prefill_without_time_waits_until_it_has_to_hurry() -> None:
+def test_a_prefill_waits_for_tokens_until_its_target_is_near() -> None:
     w = world(CoServing(slo_ms=10, ttft_ms=1000, wait_ms=1e-6))
     w.end_walk("job")
     for rows in (1, 100):
@@ -200,7 +200,7 @@ def test_a_prefill_without_time_waits_until_it_has_to_hurry() -> None:
     assert 0.4 <= w.clock.now <= 0.45
 
 
-def test_backward_rows_are_tuning_too() -> None:
+def test_backward_rows_are_fine_tuning() -> None:
     w = world()
     w.end_walk("text")
     w.end_walk("prompt")
@@ -223,14 +223,14 @@ def test_from_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("spec", ["co-serving:slo_ms=0.001", "fair+co-serving:slo_ms=0.001"])
-def test_what_cannot_be_kept_is_refused(base: Any, spec: str) -> None:
+def test_an_impossible_slo_is_refused(base: Any, spec: str) -> None:
     """One row through all base layers takes longer than the SLO."""
     with pytest.raises(UsageError, match=r"slo_ms is 0\.001, but one token takes .* ms in base layers alone"):
         symbiosis.Executor(base, policy=spec)
     symbiosis.Executor(base, policy=spec.replace("0.001", "5000"))
 
 
-def test_nor_to_one_client(base: Any) -> None:
+def test_an_impossible_slo_of_one_client_is_refused(base: Any) -> None:
     with pytest.raises(UsageError, match=r"slo_ms of 'alice' is 0\.001"):
         symbiosis.Executor(base, policy=CoServing(slo_ms=5000, clients={"alice": (0.001, 100.0)}))
 
@@ -251,7 +251,7 @@ def _steps(w: World, own: float) -> CoServing:
     return policy
 
 
-def test_what_clients_here_compute_themselves_is_part_of_what_their_batches_cost() -> None:
+def test_own_work_of_local_clients_is_part_of_the_cost_of_their_batches() -> None:
     w = world(CoServing(slo_ms=100), local=True)
     policy = _steps(w, 5e-3)
     request = Request(1, "job", F0, 64, Kind.FINETUNE, 0.0, local=True)
@@ -264,12 +264,12 @@ def test_what_clients_here_compute_themselves_is_part_of_what_their_batches_cost
     assert before - policy.tokens.slack.for_prefill(w.clock.now) == pytest.approx(7e-3)
 
 
-def test_what_clients_elsewhere_compute_costs_nobody_here_anything() -> None:
+def test_own_work_of_clients_in_other_processes_costs_nothing() -> None:
     policy = _steps(world(CoServing(slo_ms=100)), 5e-3)
     assert policy.own_work.seconds(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
 
 
-def test_fine_tuning_waits_where_its_clients_own_work_would_be_too_long() -> None:
+def test_fine_tuning_waits_if_the_own_work_of_its_clients_is_too_long() -> None:
     taken = {}
     for own in (1e-3, 15e-3):
         w = world(CoServing(slo_ms=100, wait_ms=1e-6), local=True)
@@ -280,7 +280,7 @@ def test_fine_tuning_waits_where_its_clients_own_work_would_be_too_long() -> Non
     assert taken == {1e-3: {"job": 64}, 15e-3: {"text": 1}}  # 8 of 42 ms of slack may be spent at once
 
 
-def test_fine_tuning_does_not_hold_prefills_up_for_long() -> None:
+def test_fine_tuning_does_not_delay_prefills_for_long() -> None:
     """Fine-tuning lengthens a prefill by at most half of its usual time, even if its target is far away."""
     policy = CoServing(slo_ms=100, ttft_ms=5000)
     w = world(policy)
@@ -291,15 +291,15 @@ def test_fine_tuning_does_not_hold_prefills_up_for_long() -> None:
                 run(w, seconds=1e-3 * rows / 4)
         w.submit("text", F0, 1, Kind.DECODE)
         run(w)
-        w.clock.advance(60)  # the text is over
+        w.clock.advance(60)  # the text has ended
     w.submit("prompt", F0, 80, Kind.PREFILL)
     assert policy.tokens.slack.for_prefill(w.clock.now) > 4
     assert policy.tokens.slack.for_tuning(w.clock.now) == pytest.approx(0.5 * 0.08, rel=0.1)
 
 
 @pytest.mark.parametrize("what", ["slo_ms", "ttft_ms"])
-def test_what_no_machine_can_keep_is_refused(what: str) -> None:
-    """Targets are checked for all clients, for a client by name, and for a client that is made."""
+def test_impossible_targets_are_refused(what: str) -> None:
+    """Targets are checked for all clients, for a client by its name, and for a new client."""
     base = tiny_model()
     with pytest.raises(UsageError, match=rf"co-serving: {what} is 1e-06, but one token takes"):
         symbiosis.Executor(base, policy=CoServing(**{what: 1e-6}))
@@ -311,7 +311,7 @@ def test_what_no_machine_can_keep_is_refused(what: str) -> None:
         executor.client(name="alice", **{what: 1e-6})
 
 
-def test_prefills_that_are_late_are_not_cut_for_each_others_sake() -> None:
+def test_late_prefills_are_not_cut_for_one_another() -> None:
     """No other requests wait, so cutting the prefills would only delay them."""
     w = world(CoServing(slo_ms=100, ttft_ms=50, wait_ms=1e-6))
     w.submit("prompt", F0, 120, Kind.PREFILL)
@@ -322,8 +322,8 @@ def test_prefills_that_are_late_are_not_cut_for_each_others_sake() -> None:
 
 @pytest.mark.parametrize("own", [0.9, 1.2, 1.5])
 @pytest.mark.parametrize("others", [0, 4])
-def test_a_client_that_misses_its_slo_anyway_does_not_stop_tuning(own: float, others: int) -> None:
-    """A client elsewhere computes for longer than its SLO. The SLOs of other clients are kept."""
+def test_a_client_that_misses_its_slo_does_not_stop_tuning(own: float, others: int) -> None:
+    """A client in another process computes for longer than its SLO. The SLOs of other clients are kept."""
 
     def played(policy: Policy) -> tuple[float, float]:
         simulation = Simulation(policy, layers=LAYERS, cost=Cost(5e-4, 2e-5).of)
@@ -350,7 +350,7 @@ def test_a_client_that_misses_its_slo_anyway_does_not_stop_tuning(own: float, ot
         ({"clients": {"a": (80.0, 1e5)}, "wait_ms": 90}, "wait_ms is 90, more than an SLO of 80"),
     ],
 )
-def test_waits_that_no_slo_can_be_kept_with(options: dict[str, Any], why: str) -> None:
+def test_waits_that_are_longer_than_an_slo(options: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         symbiosis.Executor(tiny_model(), policy=CoServing(**options))
 

@@ -36,7 +36,7 @@ def test_noise_is_averaged() -> None:
     assert line.predict(1000) == pytest.approx(12e-3, rel=0.2)
 
 
-def test_one_size_only_makes_larger_batches_look_dear() -> None:
+def test_equal_sizes_make_larger_batches_look_expensive() -> None:
     line = learned(1e-3, 1e-7, [4] * 20)
     assert line.predict(4) == pytest.approx(1e-3, rel=0.01)
     assert line.predict(40) == pytest.approx(10e-3, rel=0.01)
@@ -53,7 +53,7 @@ garbage = st.one_of(
 
 
 @given(st.lists(st.tuples(st.integers(-5, 10_000), garbage), max_size=60), st.integers(1, 8192), st.floats(0, 10))
-def test_garbage_never_makes_nonsense(measured: list[tuple[int, float]], rows: int, budget: float) -> None:
+def test_invalid_measurements_give_valid_estimates(measured: list[tuple[int, float]], rows: int, budget: float) -> None:
     line = Fit()
     for size, seconds in measured:
         line.learn(size, seconds)
@@ -64,7 +64,7 @@ def test_garbage_never_makes_nonsense(measured: list[tuple[int, float]], rows: i
     assert 0 <= line.rows_within(budget, rows) <= rows
 
 
-def test_outliers_pass_and_changes_are_followed() -> None:
+def test_outliers_are_ignored_and_changes_are_followed() -> None:
     line = learned(1e-3, 1e-5, [1, 16, 256] * 30)
     before = line.predict(100)
     line.learn(100, 60.0)  # the machine was suspended
@@ -78,7 +78,7 @@ def test_outliers_pass_and_changes_are_followed() -> None:
 @pytest.mark.parametrize("factor", [1000.0, 1e-3])
 @pytest.mark.parametrize("sizes", [[1, 16, 256], [8]])
 def test_an_outlier_among_the_first_is_forgotten(when: int, factor: float, sizes: list[int]) -> None:
-    """A slow first batch, as on a GPU or a busy machine, does not count after eight batches."""
+    """A slow first batch, as on a GPU or a busy machine, has no effect after eight batches."""
     line = Fit()
     for count, rows in zip(range(8), itertools.cycle(sizes), strict=False):
         line.learn(rows, (1e-3 + 1e-5 * rows) * (factor if count == when else 1.0))
@@ -96,7 +96,7 @@ def test_rows_within_is_the_inverse(start: float, slope: float, budget: float, m
         assert line.predict(rows + 1) >= budget * (1 - 1e-6)
 
 
-def test_keys_are_apart_and_bounded() -> None:
+def test_keys_are_separate_and_their_number_is_bounded() -> None:
     model = LatencyModel()
     model[KEY].learn(1, 1.0)
     assert model[KEY].predict(1) == 1.0

@@ -49,21 +49,21 @@ def symbiosis(installed: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_it_is_listed_with_its_options(installed: Path) -> None:
+def test_the_policy_is_listed_with_its_options(installed: Path) -> None:
     done = symbiosis(installed, "policies")
     assert done.returncode == 0, done.stderr
     assert "patient-tuning" in done.stdout
     assert "patience_ms=800.0, rows=64" in done.stdout
 
 
-def test_its_options_are_checked(installed: Path) -> None:
+def test_the_options_of_the_policy_are_checked(installed: Path) -> None:
     done = symbiosis(installed, "serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--policy", "patient-tuning:row=3")
     assert done.returncode != 0
     assert "patience_ms, rows" in done.stderr
 
 
-def test_it_passes_its_own_tests(installed: Path) -> None:
-    """The conformance kit is one of them."""
+def test_the_policy_passes_its_own_tests(installed: Path) -> None:
+    """The conformance kit is one of these tests."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PACKAGE / "test_patient_tuning.py")],
         env={**os.environ, "PYTHONPATH": search_path(installed)},
@@ -76,7 +76,7 @@ def test_it_passes_its_own_tests(installed: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:]
 
 
-def test_it_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_policy_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", search_path(installed))
     address, trace = f"shm://{tmp_path}/s.sock", tmp_path / "batches.json"
     options = ["--policy", "patient-tuning:rows=32", "--trace", str(trace)]
@@ -89,7 +89,7 @@ def test_it_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = AutoModelForCausalLM.from_pretrained(folder)(input_ids=IDS).logits
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     batches = [event for event in json.loads(trace.read_text()) if event.get("cat") == "batch"]
-    assert "tuning" in {event["args"]["reason"] for event in batches}  # a reason of this policy
+    assert "tuning" in {event["args"]["reason"] for event in batches}  # only this policy gives this reason
 
 
 def test_the_tutorial_shows_this_code() -> None:

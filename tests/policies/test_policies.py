@@ -96,7 +96,7 @@ class TestLockstep:
         w.submit("c", F0, 1)
         assert members(run(w)) == [("a", 1), ("b", 1), ("c", 1)]
 
-    def test_does_not_wait_for_those_who_cannot_come(self) -> None:
+    def test_does_not_wait_for_idle_clients(self) -> None:
         w = world_of(Lockstep(), "a", "b")
         w.join("idle")
         w.submit("a", F0, 1)
@@ -107,7 +107,7 @@ class TestLockstep:
         w.leave("b")
         assert members(run(w)) == [("a", 1)]
 
-    def test_those_behind_catch_up(self) -> None:
+    def test_clients_that_are_behind_catch_up(self) -> None:
         w = world_of(Lockstep(), "ahead", "behind")
         w.submit("ahead", Key((2,), Pass.FORWARD), 1)
         w.submit("behind", F0, 1)
@@ -124,12 +124,12 @@ class TestLockstep:
             if members(run(w)) != [("b", 1)]:
                 break
         else:
-            pytest.fail("never served")
+            pytest.fail("the request is never served")
         assert w.batches == 2 * 2 + 1
 
     @pytest.mark.parametrize("every_s", [0.05, 0.9])
-    def test_rows_of_layer_0_now_and_then_delay_a_walk_once(self, every_s: float) -> None:
-        """15 calls took 22 s, and 380 s with longer pauses, when both bounds were for each call."""
+    def test_occasional_rows_of_layer_0_delay_a_walk_once(self, every_s: float) -> None:
+        """When both bounds were for each call, 15 calls took 22 s, and 380 s with longer pauses."""
         w = world_of(Lockstep(), "mallory", "victim", layers=16)
         for layer in range(1, 16):
             request = w.submit("victim", Key((layer,), Pass.FORWARD), 1)
@@ -145,7 +145,7 @@ class TestLockstep:
         assert w.clock.now <= STOPPED_S + HELD_S
         assert w.batches <= 2 * 16 + 2 * 15
 
-    def test_a_new_walk_begins_to_count_again(self) -> None:
+    def test_a_new_walk_has_a_new_bound(self) -> None:
         w = world_of(Lockstep(), "a", "b", layers=2)
         for _ in range(2):
             w.begin_walk("a")
@@ -156,7 +156,7 @@ class TestLockstep:
             w.clock.advance(HELD_S)
             assert members(run(w)) == [("a", 1)]
             w.submit("a", F1, 1)
-            assert members(run(w)) == [("a", 1)]  # at once: the walk was held up for long enough
+            assert members(run(w)) == [("a", 1)]  # at once: the walk was delayed for long enough
             w.end_walk("a")
 
 
@@ -167,9 +167,9 @@ class TestOpportunistic:
         assert w.decide() == WaitUntil(pytest.approx(0.006))
         w.cancel(request)
         w.submit("a", F0, 7)
-        assert w.decide() == WaitUntil(pytest.approx(0.010))  # capped
+        assert w.decide() == WaitUntil(pytest.approx(0.010))  # the wait has an upper limit
 
-    def test_when_due_it_runs_with_whatever_came(self) -> None:
+    def test_a_due_request_runs_with_all_requests_of_its_key(self) -> None:
         w = world_of(Opportunistic(wait_ms=2, adaptive=False), "a", "b", "thinker")
         w.submit("a", F0, 1)
         w.clock.advance(0.001)
@@ -179,7 +179,7 @@ class TestOpportunistic:
         batch = run(w)
         assert (members(batch), batch.reason) == ([("a", 1), ("b", 3)], "deadline")
 
-    def test_runs_at_once_when_nobody_thinks(self) -> None:
+    def test_runs_at_once_when_no_client_is_thinking(self) -> None:
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000, adaptive=False), "a", "b")
         w.submit("a", F0, 1)
         assert isinstance(w.decide(), WaitUntil)
@@ -196,8 +196,8 @@ class TestOpportunistic:
         assert (members(batch), batch.reason) == ([("a", 5), ("b", 3)], "full")
         assert isinstance(w.decide(), WaitUntil)  # two rows of b are left
 
-    def test_the_urgent_come_before_the_many(self) -> None:
-        """A due request runs before a fuller queue; longest queue first would starve it."""
+    def test_a_due_request_runs_before_a_fuller_queue(self) -> None:
+        """A policy that always runs the longest queue would starve the due request."""
         w = world_of(Opportunistic(wait_ms=2), "small", "a", "b", "thinker", max_rows=64)
         w.submit("small", F1, 1)
         w.submit("a", F0, 20)
@@ -205,8 +205,8 @@ class TestOpportunistic:
         w.clock.advance(0.002)
         assert members(run(w)) == [("small", 1)]
 
-    def test_the_urgent_rides_in_the_batch_that_it_causes(self) -> None:
-        """A due request is in its batch although older, larger requests have the same key."""
+    def test_a_due_request_is_in_the_batch_that_it_causes(self) -> None:
+        """Its batch includes it although older, larger requests have the same key."""
         w = world_of(Opportunistic(wait_ms=2), "large", "small", "thinker", max_rows=8)
         w.submit("large", F0, 7)
         w.submit("small", F0, 2)
@@ -215,7 +215,7 @@ class TestOpportunistic:
         w.clock.advance(0.004)
         assert members(run(w)) == [("small", 1)]
 
-    def test_until_somebody_is_due_those_behind_catch_up(self) -> None:
+    def test_clients_that_are_behind_catch_up_until_a_request_is_due(self) -> None:
         w = world_of(Opportunistic(wait_ms=10), "ahead", "behind", "thinker", max_rows=64)
         w.submit("ahead", F1, 2)
         w.submit("behind", F0, 2)
@@ -223,7 +223,7 @@ class TestOpportunistic:
         w.submit("behind", F1, 2)
         assert members(run(w)) == [("ahead", 2), ("behind", 2)]
 
-    def test_what_the_same_client_asked_before_does_not_let_others_pass(self) -> None:
+    def test_an_earlier_request_of_the_same_client_lets_no_other_client_overtake(self) -> None:
         w = world_of(Opportunistic(wait_ms={"decode": 0.2, "prefill": 1000}), "a", "b", "thinker", max_rows=16)
         for _ in range(4):
             w.submit("a", F0, 40, Kind.PREFILL)
@@ -233,7 +233,7 @@ class TestOpportunistic:
         served = [members(run(w)) for _ in range(4)]
         assert served == [[("b", 16)], [("b", 16)], [("b", 8), ("a", 8)], [("b", 1), ("a", 15)]]
 
-    def test_nobody_is_waited_for_who_is_elsewhere(self) -> None:
+    def test_a_client_that_uses_other_layers_is_not_waited_for(self) -> None:
         """Two clients stay together while a third one is thinking and uses other layers."""
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "elsewhere", layers=8, max_rows=64)
         for walk in range(30):
@@ -250,8 +250,8 @@ class TestOpportunistic:
                     w.begin_walk("elsewhere")
 
     @pytest.mark.parametrize("other", ["stuck", "slow"])
-    def test_nobody_is_waited_for_who_has_left(self, other: str) -> None:
-        """Three clients shared batches and left, or are idle; another one thinks for ever, or for 50 ms."""
+    def test_clients_that_have_left_are_not_waited_for(self, other: str) -> None:
+        """Three clients shared batches and left, or are idle. Another one thinks without end, or for 50 ms."""
 
         def stuck() -> Iterator[Think | InWalk]:
             yield InWalk(True)
@@ -270,7 +270,7 @@ class TestOpportunistic:
 
         assert token_s(Opportunistic) < 1.1 * token_s(NoLockstep)
 
-    def test_who_is_due_is_passed_over_by_nobody(self) -> None:
+    def test_no_request_is_served_before_a_due_one(self) -> None:
         w = world_of(Opportunistic(wait_ms=10), "ahead", "behind", "thinker")
         w.submit("ahead", F1, 1)
         for _ in range(5):
@@ -287,7 +287,7 @@ class TestOpportunistic:
         with pytest.raises(UsageError, match=rf"opportunistic: {option} is {value!r}; it must be a number"):
             Opportunistic(**{option: value})  # type: ignore[arg-type]
 
-    def test_kinds_that_are_none(self) -> None:
+    def test_unknown_kinds(self) -> None:
         with pytest.raises(UsageError, match=r"wait_ms has '?\w+'?; kinds are"):
             Opportunistic(wait_ms={"bogus": 1, 3: 2})  # type: ignore[dict-item]
 
@@ -335,7 +335,7 @@ class TestDeadlines:
 
     @settings(max_examples=examples(60), deadline=None)
     @given(st.integers(2, 6), st.integers(0, 10**6))
-    def test_where_one_batch_serves_all_who_are_due(self, clients: int, seed: int) -> None:
+    def test_one_batch_serves_all_due_requests(self, clients: int, seed: int) -> None:
         """If batches are large enough, no deadline is missed by more than one batch."""
         random = Random(seed)
         policy = Opportunistic({"decode": 3, "prefill": 1000}, max_wait_ms=1000)
@@ -359,7 +359,7 @@ class TestDeadlines:
 
 
 class TestFurthestBehind:
-    def test_directions_apart(self) -> None:
+    def test_forward_and_backward_are_separate(self) -> None:
         w = world_of(NoLockstep(), "a", layers=4)
         order = FurthestBehind()
         for key in (Key((2,), Pass.FORWARD), F1, B0, B1):
@@ -368,7 +368,7 @@ class TestFurthestBehind:
         assert order.candidates({Key((2,), Pass.FORWARD), B0}) == [Key((2,), Pass.FORWARD), B0]
         assert order.candidates(set()) == []
 
-    def test_a_key_may_come_back(self) -> None:
+    def test_a_key_may_be_added_again(self) -> None:
         w = world_of(NoLockstep(), "a")
         order = FurthestBehind()
         order.add(w.submit("a", F0, 1))
@@ -385,12 +385,13 @@ def test_names_and_representations(policy: Policy) -> None:
 
 
 class TestAdaptive:
-    """Opportunistic batching waits where waiting is expected to pay."""
+    """Opportunistic batching waits if it expects a gain from waiting."""
 
     @staticmethod
     def taught(start: float, row: float, together: bool, gap: float) -> tuple[World, Opportunistic]:
         """Return a world with two clients whose requests arrive ``gap`` seconds apart. Batches of several sizes have
-        run and took start + row · rows seconds."""
+        run and took start + row · rows seconds.
+        """
         policy = Opportunistic(wait_ms=1000, max_wait_ms=1000)
         w = world_of(policy, "a", "b", "thinks", max_rows=64)
         for rows in [1, 2, 3, 4] * 20:
@@ -406,7 +407,7 @@ class TestAdaptive:
                 w.begin_walk(client)
         return w, policy
 
-    def test_company_that_comes_soon_is_waited_for(self) -> None:
+    def test_waits_for_a_request_that_is_expected_soon(self) -> None:
         w, _ = self.taught(start=10e-3, row=1e-5, together=True, gap=1e-3)
         began = w.clock.now
         w.submit("a", F0, 1)
@@ -417,7 +418,7 @@ class TestAdaptive:
         w.submit("b", F0, 1)
         assert isinstance(w.decide(), Batch)  # no other client is on the way to this layer
 
-    def test_company_that_does_not_come_is_not_waited_for_any_longer(self) -> None:
+    def test_gives_up_a_wait_for_a_request_that_does_not_arrive(self) -> None:
         w, _ = self.taught(start=10e-3, row=1e-5, together=True, gap=1e-3)
         w.submit("a", F0, 1)
         action = w.decide()
@@ -427,39 +428,39 @@ class TestAdaptive:
         assert isinstance(batch, Batch)
         assert batch.reason == "gave-up"
 
-    def test_company_that_comes_late_is_not(self) -> None:
+    def test_does_not_wait_for_a_request_that_is_expected_late(self) -> None:
         w, _ = self.taught(start=1e-4, row=1e-5, together=False, gap=0.1)
         w.submit("a", F0, 1)
         batch = w.decide()
         assert isinstance(batch, Batch)
         assert batch.reason == "no-gain"
 
-    def test_what_grows_with_the_rows_is_not_saved_by_company(self) -> None:
+    def test_does_not_wait_if_larger_batches_save_no_time(self) -> None:
         w, _ = self.taught(start=0.0, row=0.1, together=True, gap=1e-3)
         w.submit("a", F0, 1)
         assert isinstance(w.decide(), Batch)
 
-    def test_without_it_the_deadline_counts(self) -> None:
+    def test_without_adaptive_waits_the_deadline_counts(self) -> None:
         policy = Opportunistic(wait_ms=1000, max_wait_ms=1000, adaptive=False)
         w = world_of(policy, "a", "b")
         for _ in range(30):
             w.submit("a", F0, 1)
             w.clock.advance(1.0)
             w.complete(run_now(w), 1e-9)
-        w.begin_walk("b")  # it had stopped
+        w.begin_walk("b")  # b had stopped
         w.submit("a", F0, 1)
         action = w.decide()
         assert isinstance(action, WaitUntil)
         assert action.time == w.clock.now + 1
 
-    def test_each_kind_has_its_wait(self) -> None:
+    def test_each_kind_has_its_own_wait(self) -> None:
         policy = Opportunistic(wait_ms={"decode": 1, "finetune": 5})
         w = world_of(policy, "a", "b")
         due = [policy.deadline(w.submit("a", F0, 2, kind)) - w.clock.now for kind in Kind]
-        assert due == pytest.approx([0.002, 0.004, 0.01])  # prefills as by default
+        assert due == pytest.approx([0.002, 0.004, 0.01])  # the default of prefills
 
     def test_too_many_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The policy forgets what it has learned, and goes on."""
+        """The policy drops what it has learned, and continues."""
         monkeypatch.setattr(arrivals, "_MAX_KEYS", 2)
         w = world_of(Opportunistic(wait_ms=1000, max_wait_ms=1000), "a", "b", "thinker")
         for layer in range(4):

@@ -64,17 +64,18 @@ def simulate(policy: Policy, decoding: int, tuning: int, seconds: float = 30.0) 
 
 
 @pytest.mark.parametrize("every", [2, 8, 64])
-def test_turns_are_as_often_as_said(every: int) -> None:
+def test_turns_are_as_frequent_as_stated(every: int) -> None:
     gaps, _, steps = simulate(TemporalSharing(every=every), 1, 1, seconds=60)
     iterations = len(gaps)
     assert steps == pytest.approx(iterations / every, rel=0.25, abs=1)
-    slow = sum(gap > 0.1 for gap in gaps)  # a token in which a turn fell
+    slow = sum(gap > 0.1 for gap in gaps)  # a turn fell into this token
     assert slow <= 1.3 * iterations / every + 2
 
 
 def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
-    """Return the reasons of batches. The client "chat" requests the first layer again and again, the other clients walk
-    four layers forward and back, and one client requested four more layers before."""
+    """Return the reasons of batches. The client "chat" requests the first layer repeatedly, the other clients walk
+    through four layers forward and backward, and one client requested four more layers before.
+    """
     walk = [Key((layer,), Pass.FORWARD) for layer in range(4)]
     walk += [Key((layer,), Pass.BACKWARD) for layer in reversed(range(4))]
     walks = {name: itertools.cycle(walk) for name in tuning}
@@ -107,7 +108,7 @@ def play(policy: Policy, batches: int, *tuning: str) -> list[str]:
 
 
 @pytest.mark.parametrize("tuning", [("job",), ("job", "other")])
-def test_a_turn_is_one_walk_whatever_was_asked_for_before(tuning: tuple[str, ...]) -> None:
+def test_a_turn_is_one_walk_after_any_earlier_request(tuning: tuple[str, ...]) -> None:
     reasons = play(TemporalSharing(every=3), 110, *tuning)
     lengths = [(reason, len(list(run))) for reason, run in itertools.groupby(reasons)]
     assert lengths[:2] == [("inference", 3), ("turn", 8)]
@@ -115,20 +116,20 @@ def test_a_turn_is_one_walk_whatever_was_asked_for_before(tuning: tuple[str, ...
 
 
 @pytest.mark.parametrize("make", [lambda: TemporalSharing(every=2), DynamicTemporalSharing])
-def test_without_fine_tuning_there_are_no_turns_and_nothing_is_kept(make: Any) -> None:
+def test_without_fine_tuning_there_are_no_turns_and_no_state(make: Any) -> None:
     policy = make()
     assert set(play(policy, 2000)) == {"inference"}
     assert getattr(policy, "recorded", 0) <= 512
 
 
-def test_rare_turns_leave_inference_alone_and_frequent_ones_do_not() -> None:
+def test_rare_turns_do_not_delay_inference_and_frequent_ones_do() -> None:
     rare = simulate(TemporalSharing(every=512), 8, 2)
     often = simulate(TemporalSharing(every=2), 8, 2)
     assert rare[1] > 1.5 * often[1]
     assert rare[2] < often[2]
 
 
-def test_without_inference_tuning_has_all_turns() -> None:
+def test_without_inference_fine_tuning_has_all_turns() -> None:
     best = simulate(CoServing(), 0, 2)
     assert simulate(TemporalSharing(every=64), 0, 2)[2] >= 0.8 * best[2]
 

@@ -53,7 +53,7 @@ class Direct:
         self.checks.append(check)
 
     def reconnect(self, instance: str) -> None:
-        """Find another executor at the address, as a transport does that has lost an executor."""
+        """Find another executor at the address, like a transport whose executor was replaced."""
         for check in self.checks:
             check(self.identity()._replace(instance=instance))
         self.instance = instance
@@ -68,7 +68,7 @@ class Direct:
         self.seen.append(Call(call.key, call.kind, tuple(tensor.clone() for tensor in call.tensors)))
         if self.fails(call):
             raise ExecutorClosedError("gone")
-        with modes_aside(), torch.no_grad():  # an executor does not have a tenant's torch modes
+        with modes_aside(), torch.no_grad():  # an executor does not share a tenant's torch modes
             return tuple(self.table[layer].run(call.key, call.tensors) for layer in call.key.layers)
 
     def interrupt(self, error: BaseException) -> None:
@@ -94,7 +94,7 @@ class Layers(nn.Module):
         self.config = PreTrainedConfig(vocab_size=out)
 
     def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
-        """Let typical sizes be measured."""
+        """Wait until typical sizes were measured."""
         waves = torch.arange(1, self.first.in_features + 1) * input_ids[..., None]
         x = waves.sin().to(self.first.weight.dtype)
         return (self.first(x) + self.second(x)[..., : self.first.out_features] + self.third(x),)
@@ -111,7 +111,7 @@ all_schemes = pytest.mark.parametrize("name", SCHEMES)
 
 
 class Masking:
-    """A masked channel over direct channels: one, or two for shares."""
+    """A masked channel over direct channels: one of them, or two for shares."""
 
     def __init__(self, scheme: Scheme, model: nn.Module, other: nn.Module | None = None) -> None:
         self.channels = [Direct(model, f"executor {n}") for n in range(2 if scheme.name == "secret-shares" else 1)]
@@ -158,7 +158,7 @@ class Masking:
         size = max(x.double().norm(dim=1).amax().item(), largest) * self.weight_rms(layer) * math.sqrt(wanted.numel())
         error = (result.double() - wanted).norm()
         work = torch.float64 if result.dtype is torch.float64 else torch.float32
-        # Rounding of the result itself, and of a sum that begins with the bias and adds term after term at its size.
+        # Rounding of the result itself, and of a sum that begins with the bias and then adds each term.
         rounding = wanted.norm() * (2 * torch.finfo(result.dtype).eps + math.sqrt(x.shape[1]) * torch.finfo(work).eps)
         rounding += math.sqrt(wanted.numel()) * torch.finfo(result.dtype).tiny * torch.finfo(result.dtype).eps
         unit = error_per_scale(x.shape[1], result.dtype)
@@ -178,7 +178,7 @@ class Masking:
         return weight.double().square().mean().sqrt().item()
 
     def masked(self, number: int = 0) -> list[torch.Tensor]:
-        """Return the masked rows that one executor was sent. For pools, without noise vectors."""
+        """Return the masked rows that one executor received, for noise pools, without noise vectors."""
         return [
             call.tensors[0]
             for call in self.channels[number].seen

@@ -54,7 +54,7 @@ def test_students_t() -> None:
 
 
 def test_tail_of_choices() -> None:
-    """As many right choices as at random are likely, ten times as many are not, and at least none is certain."""
+    """As many right choices as by chance are likely, ten times as many are not, and at least none is certain."""
     assert _choices_tail(0, 100, 20, 2000) == pytest.approx(1.0)
     assert _choices_tail(1, 100, 20, 2000) == pytest.approx(1 - 0.99**100, abs=0.03)
     assert _choices_tail(10, 100, 20, 2000) < 1e-5
@@ -76,7 +76,7 @@ def test_a_limit_is_rarely_exceeded_by_random_scores() -> None:
         Limit([Score(0.0, 0.0)], 0.01)
 
 
-def test_many_right_choices_are_a_find() -> None:
+def test_many_right_choices_are_a_finding() -> None:
     sets = [Score(0.01 * (number % 3), 0.01 * (number % 2), choices=100) for number in range(12)]
     assert not Limit(sets, 0.01).exceeded_by(Score(0.01, 0.02, choices=100))
     assert Limit(sets, 0.01).exceeded_by(Score(0.01, 0.3, choices=100))
@@ -108,7 +108,7 @@ def _rows(*shape: int, seed: int = 1) -> torch.Tensor:
 
 
 def test_calls_are_sorted() -> None:
-    """Calls are sorted by place. Matrices that no row was sent as are noise, whatever their number of rows."""
+    """Calls are sorted by place. Matrices that were never the rows of a request are noise, for any number of rows."""
     x = _rows(5, 8)
     evidence = collect(
         [
@@ -125,7 +125,7 @@ def test_calls_are_sorted() -> None:
     assert torch.equal(forward.noise, x[:3])
     assert torch.equal(backward.rows, x[2:])
     assert torch.equal(backward.noise, x[:3])
-    assert torch.equal(evidence[Place((2,), False)].rows, x)  # the second executor of shares gets all calls so
+    assert torch.equal(evidence[Place((2,), False)].rows, x)  # the second executor of shares receives such calls
     assert forward.request.tolist() == [0, 0]
 
 
@@ -285,7 +285,7 @@ async def test_which_schemes_hold(tmp_path: Path) -> None:
     assert _observation(result, one).scores["difference"]["tokens"].recovered >= 0.99
     assert not result.holds(one)
 
-    first_sizes = {("first sizes", "links")}  # with the weights at hand, first requests show no sizes
+    first_sizes = {("first sizes", "links")}  # with access to the weights, first requests show no sizes
     for scheme in ("none", pool, several, one):
         assert first_sizes <= _found(result, scheme)
     assert _found(result, "local-pads") == set()
@@ -320,8 +320,8 @@ async def test_which_schemes_hold(tmp_path: Path) -> None:
     assert top[1].cosine >= 0.99
 
 
-async def test_vectors_are_told_from_rows_by_more_than_their_number() -> None:
-    """A layer gets as many vectors as a training step has rows."""
+async def test_noise_vectors_and_rows_are_told_apart_by_more_than_their_number() -> None:
+    """A layer receives as many vectors as a training step has rows."""
     plan = replace(SMALL, prompts=3, length=16, repeats=2, steps=1)
     base = build(plan)
     async with Executor(base) as one, Executor(build(plan)) as two:
@@ -342,7 +342,7 @@ def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]
     return Audit(SMALL, observations, observations[0], dict.fromkeys(schemes, cost), limits, 1e-5, 12, 0.9, schemes)
 
 
-def test_costs_that_were_not_measured_have_a_dash() -> None:
+def test_costs_that_were_not_measured_are_a_dash() -> None:
     scores = {"as is": {"activations": Score(0.99, 0.98, 1e-6)}}
     headings, rows = cost_table(_audit(scores, scores, [Score(0.01 * (n % 3), 0.0) for n in range(12)]))
     assert rows[1][: headings.index("traffic") + 1] == ["masks", "1.00×", "–", "1.00×"]
@@ -389,7 +389,7 @@ def test_limits_that_no_score_can_exceed_are_marked() -> None:
 
 
 def test_a_page_without_a_place_for_the_tables(tmp_path: Path) -> None:
-    """It is an error before the work begins."""
+    """The error is raised before the work begins."""
     page = tmp_path / "page.md"
     for why in ("cannot be read", "no place for the tables"):
         done = CliRunner().invoke(app, ["audit", "--into", str(page)])
@@ -427,7 +427,7 @@ def test_files_and_widths_are_checked_before_the_work(
 
 
 @pytest.mark.parametrize("hidden", [32, 40])
-def test_widths_that_are_allowed_make_a_model(hidden: int) -> None:
+def test_allowed_widths_make_a_model(hidden: int) -> None:
     assert build(replace(SMALL, hidden=hidden)).config.hidden_size == hidden
 
 

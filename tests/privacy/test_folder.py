@@ -1,4 +1,4 @@
-"""One-time pads in a folder: no pad is used twice, whatever happens to the process, the files or the disk."""
+"""One-time pads in a folder: no pad is used twice, after any failure of the process, the files or the disk."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_pads_survive_a_restart(folder: Path) -> None:
     assert sum(map(len, noise)) == 45
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in folder.iterdir())
-    # After an orderly end, pads that were ready are ready again: none is skipped, and none has to be made.
+    # After an orderly end, pads that were ready are ready again: no pad is skipped, and none is made again.
     with opened(folder, when_out="error") as masking:
         for _ in range(2):
             masking.assert_forward(x)
@@ -72,7 +72,7 @@ def test_pads_of_a_process_that_died_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_damaged_counter(folder: Path) -> None:
-    """It is unknown which pads were used, so none is used: an empty file must not mean that all are unused."""
+    """The used pads are unknown, so no pad is used. An empty file must not mean that all pads are unused."""
     for _ in range(2):
         with opened(folder) as masking:
             for _ in range(5):
@@ -129,7 +129,7 @@ def test_damaged_effects_are_computed_again(folder: Path) -> None:
             masking.assert_forward(X)
 
 
-def test_counters_only_go_up(tmp_path: Path) -> None:
+def test_counters_never_decrease(tmp_path: Path) -> None:
     counter = PadCounter(tmp_path / "counter")
     for value in (5, 3, 9, 7):
         counter.reach(value)
@@ -161,7 +161,7 @@ def test_a_full_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pads_are_recorded_as_used_before_a_request_needs_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request then need not wait for the disk."""
+    """A request then does not wait for the disk."""
     threads = []
     fsync = os.fsync
 
@@ -190,7 +190,7 @@ def test_pads_keep_no_files_open(folder: Path) -> None:
 
 
 def test_a_folder_is_free_while_a_forked_child_lives(folder: Path) -> None:
-    """The child shares the lock, whatever it does."""
+    """The child shares the lock in any case."""
     read, write = os.pipe()
     with opened(folder):
         child = fork()
@@ -208,7 +208,7 @@ def test_a_folder_is_free_while_a_forked_child_lives(folder: Path) -> None:
 
 
 def test_a_forked_child_does_not_use_its_parents_pads(folder: Path) -> None:
-    """It gets an error, also if a thread held the lock of the pads when the process was forked."""
+    """The child gets an error, also if a thread held the lock of the pads when the process was forked."""
     held, release = threading.Event(), threading.Event()
 
     def hold_lock() -> None:

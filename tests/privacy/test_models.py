@@ -1,4 +1,4 @@
-"""Masked clients against plain transformers + PEFT, and what their executors receive.
+"""Masked clients compared with plain transformers + PEFT, and the rows that their executors receive.
 
 Tolerances are relative to the largest element of each tensor. They follow from the scale of the noise: a product in
 fp32 has an error of at most 1.5e-6 · scale (tests/privacy/masking.py), and a model a few times as much. Noise comes
@@ -121,7 +121,7 @@ async def test_at_the_default_scale(name: str) -> None:
 @ALL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 async def test_narrow_models(dtype: torch.dtype, name: str) -> None:
-    """Rows are masked in fp32, so results are closer to those of exact products than the model's own dtype is."""
+    """Rows are masked in fp32, so results are closer to exact products than the rounding of the model's own dtype."""
     model = tiny_model("llama", dtype=dtype)
     exact = run_job_plain(tiny_model("llama", dtype=dtype).float(), None, Job(steps=0, new_tokens=0))
     plain = run_job_plain(model, None, Job(steps=0, new_tokens=0))
@@ -146,7 +146,7 @@ async def test_training_in_bf16(name: str) -> None:
 
 @ALL
 async def test_mlps_served_whole_run_on_the_client(name: str) -> None:
-    """Their linear layers are requested; the module itself, which is not linear, never is."""
+    """The linear layers of the MLP are requested. The module itself, which is not linear, is never requested."""
     model = tiny_model("llama")
     expected = run_job_plain(model, lora(target_modules=["q_proj"]), JOB)
     async with executors(model, name, base_layers="mlp") as (one, *others):
@@ -159,12 +159,12 @@ async def test_mlps_served_whole_run_on_the_client(name: str) -> None:
             assert all(one.layers[layer].linear for seen in tap.seen for layer in seen.key.layers)
 
 
-async def test_layers_that_are_not_linear_and_have_no_weights_here_are_refused(base: Any) -> None:
+async def test_nonlinear_layers_without_weights_at_the_client_are_refused(base: Any) -> None:
     """A tenant in another process lacks the weights of an MLP that is served whole, without its linear layers."""
     async with symbiosis.Executor(base, base_layers=["*.mlp", "*_proj"]) as executor:
         listener = await executor.listen("tcp://127.0.0.1:0")
         async with symbiosis.connect(listener.address, privacy="noise-pool") as remote, remote.client() as client:
-            await client.forward(input_ids=IDS)  # its linear layers are served
+            await client.forward(input_ids=IDS)  # the linear layers of the MLP are served
     async with symbiosis.Executor(base, base_layers=["*.mlp"]) as executor:
         listener = await executor.listen("tcp://127.0.0.1:0")
         with Wiretap(executor) as tap:
@@ -216,7 +216,7 @@ async def test_windows_and_checkpoints(name: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-# What executors receive.
+# Rows that executors receive.
 
 
 def of_rows(seen: list[Seen], name: str) -> list[Seen]:
@@ -251,7 +251,7 @@ def assert_masked(sent: torch.Tensor, own: torch.Tensor) -> None:
 
 
 def assert_uniform(sent: torch.Tensor, own: torch.Tensor) -> None:
-    """Check that sent rows [n, w] do not depend on their true rows, however large these are.
+    """Check that sent rows [n, w] do not depend on their true rows, for rows of any size.
 
     No column correlates with the true one, and no part of a row is near that part of a true row.
     """
@@ -280,7 +280,7 @@ def assert_far(sent: torch.Tensor, own: torch.Tensor, least: float) -> None:
 
 
 def test_rows_that_are_not_uniform_are_detected() -> None:
-    """These are a bare row, a bare column, and noise that is added without wrapping and is as large as the rows."""
+    """The rows are a bare row, a bare column, and noise as large as the rows that is added without wrapping."""
     generator = torch.Generator().manual_seed(0)
     own = torch.randn(2000, 64, generator=generator)
     noise = 2 * torch.rand(2000, 64, generator=generator) - 1
@@ -307,17 +307,17 @@ def test_bare_columns_are_detected() -> None:
         with pytest.raises(AssertionError):
             assert_masked(own + masks, own)
     with pytest.raises(AssertionError):
-        assert_masked(own + noise, own.roll(1, 0) + 0.7 * noise)  # the true row of another row is in it
+        assert_masked(own + noise, own.roll(1, 0) + 0.7 * noise)  # the row contains the true row of another row
 
 
 @ALL
 @pytest.mark.parametrize(
     ("architecture", "dtype"), [("llama", torch.float32), ("gpt2", torch.float32), ("llama", torch.bfloat16)], ids=str
 )
-async def test_nothing_unmasked_arrives(architecture: str, dtype: torch.dtype, name: str) -> None:
+async def test_no_bare_row_arrives(architecture: str, dtype: torch.dtype, name: str) -> None:
     """Every row that an executor receives in fine-tuning and generation is compared with its true row.
 
-    It correlates with the true row no more than noise of this size allows, which the mean over thousands of rows shows.
+    Its correlation with the true row is at most that of noise of this size, as the mean over thousands of rows shows.
     """
     model = tiny_model(architecture, dtype=dtype)
     exact = name in ("local-pads", "wrapped-shares")
@@ -374,7 +374,7 @@ def with_outliers(model: Any) -> Any:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "outliers"])
 @pytest.mark.parametrize("name", ["local-pads", "wrapped-shares"])
 async def test_first_requests_show_no_sizes(architecture: str, name: str) -> None:
-    """With a client for each text, amplitudes would tell which texts are equal. They are the same for all texts."""
+    """With a client for each text, different amplitudes would identify equal texts. All texts have the same one."""
     if architecture == "outliers":
         model = with_outliers(tiny_model("llama", hidden_size=64, num_hidden_layers=4, intermediate_size=128))
     else:
@@ -417,7 +417,7 @@ def test_typical_sizes(architecture: str) -> None:
             assert usual.size(Key((index,), pass_)) > 0
 
 
-async def test_the_wiretap_sees_what_a_client_sends(base: Any) -> None:
+async def test_the_wiretap_records_requests_of_a_client(base: Any) -> None:
     async with symbiosis.Executor(base) as executor:
         async with executor.client(name="before") as before:
             with Wiretap(executor) as tap:
@@ -456,7 +456,7 @@ async def test_precomputed_pools_request_no_more_effects(base: Any) -> None:
             noise = [seen for seen in tap.seen if seen.key.pass_ is Pass.BACKWARD and seen.tensors[0].shape[0] == 8]
             assert len(noise) == len(executor.layers)
         async with executor.client(lora()) as client:
-            await client.precompute()  # does nothing
+            await client.precompute()  # has no effect
 
 
 async def test_precomputed_pads_are_ready(base: Any) -> None:

@@ -1,4 +1,4 @@
-"""Noise of privacy schemes: its amplitudes, its random numbers, how often a pool uses it, and how sums wrap around."""
+"""Noise of privacy schemes: its amplitudes, its random numbers, how often a pool uses it, and sums that wrap around."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from tests.privacy.masking import SCHEMES, Layers, Masking, assert_uniform, norm
 
 
 def test_amplitudes_stay_while_they_are_acceptable() -> None:
-    """Amplitudes that follow requests would identify requests for the same text. Kinds of work have their own."""
+    """Amplitudes that follow requests would identify requests for the same text. Each kind of work has its own
+    amplitude.
+    """
     amplitudes = Amplitudes(256)
     key = Key((1,), Pass.FORWARD)
     assert amplitudes.choose(key, Kind.DECODE, 1, 0.0) == 256
@@ -93,17 +95,17 @@ def test_vectors_of_a_pool_are_used_as_often_as_stated(size: int, rotate: int, r
     known = masking.vectors()
     noise = (torch.cat(masking.masked()) - x.repeat(12, 1)) / amplitude
     nearest, which = torch.cdist(noise.double(), torch.cat(known).double()).min(dim=1)
-    assert nearest.max() < 1e-2  # the noise of each row is one of the vectors, as the provider can find out too
+    assert nearest.max() < 1e-2  # the noise of each row is one of the vectors, which the provider can detect too
     assert max(Counter(which.tolist()).values()) <= refresh
     assert all(matrix.shape == (size, 32) for matrix in known)
     needed = math.ceil(12 * rows / (size * refresh))
-    assert needed <= len(known) <= needed + 1  # requested in time, and not more often
+    assert needed <= len(known) <= needed + 1  # effects are requested in time, and not more often
     if rotate > 1:
         assert all(which[n] == which[n + 1] for n in range(0, 12 * rows - 1, rotate) if n % rotate == 0)
 
 
 def test_a_pool_is_requested_ahead_of_time() -> None:
-    """The first pool is as urgent as the rows that need it, and the next one is not."""
+    """The first pool is as urgent as the rows that need it, and the next one is less urgent."""
     model = Layers()
     with Masking(NoisePool(size=4, refresh=4), model) as masking:
         for _ in range(12):
@@ -174,7 +176,7 @@ def test_normal_numbers() -> None:
 @pytest.mark.parametrize("width", [1, 4, 7, 33])
 @pytest.mark.parametrize("dtype", BITS)
 def test_integers_can_begin_at_any_row(dtype: torch.dtype, width: int) -> None:
-    """A row takes whole blocks of the cipher, so that a pad is found by its number."""
+    """A row takes whole blocks of the cipher, so the number of a pad determines its position."""
     whole = Keystream(bytes(32)).integers(6, width, dtype)
     assert whole.shape == (6, width)
     part = Keystream(bytes(32), 4 * blocks(width, dtype)).integers(2, width, dtype)

@@ -1,4 +1,4 @@
-"""Options of privacy schemes, and what schemes refuse: other models, other executors, layers that are not linear."""
+"""Options of privacy schemes, and inputs that schemes refuse: other models, other executors, nonlinear layers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_shares_need_two_executors_of_one_model() -> None:
         for channel, other in ((one, "another"), (one, "executor 1"), (two, "executor 0")):
             with pytest.raises(PrivacyError, match="lead to the same executor"):
                 channel.reconnect(other)
-        two.reconnect("executor 1")  # a channel may return to an executor that it has led to before
+        two.reconnect("executor 1")  # a channel may return to an executor that it was connected to before
 
 
 def test_pads_need_the_executors_model(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ class Mlp(nn.Sequential):
 
 @pytest.mark.parametrize("name", ["noise-pool", "secret-shares"])
 @pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.BACKWARD])
-def test_layers_that_are_not_linear_are_never_sent(name: str, pass_: Pass) -> None:
+def test_nonlinear_layers_are_never_sent(name: str, pass_: Pass) -> None:
     model = nn.Module()
     model.mlp = Mlp(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     with Masking(SCHEMES[name](model), model) as masking:

@@ -31,7 +31,7 @@ def test_pads_are_used_once(rows: int) -> None:
 
 
 def test_a_request_that_needs_more_pads_than_are_ready() -> None:
-    """It waits, or raises an error before anything is sent."""
+    """The request waits, or raises an error before rows are sent."""
     with Masking(LocalPads(MODEL, rows=4, when_out="error"), MODEL) as masking:
         masking.prepare()
         with pytest.raises(
@@ -51,7 +51,7 @@ def test_a_request_that_needs_more_pads_than_are_ready() -> None:
 
 
 @pytest.mark.parametrize("folder", [False, True], ids=["memory", "folder"])
-def test_a_draw_that_is_interrupted(folder: bool, tmp_path: Path) -> None:
+def test_an_interrupted_draw(folder: bool, tmp_path: Path) -> None:
     """After a Ctrl-C at any line of a draw, later results are right, and no pad is used twice."""
     files = (local_pads.__file__, pad_stock.__file__, keystream.__file__)
     left = 0
@@ -90,8 +90,8 @@ def test_a_draw_that_is_interrupted(folder: bool, tmp_path: Path) -> None:
         assert_all_different(masking.pads(x))
 
 
-def test_a_thread_of_lower_priority_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may not let it return to a higher priority. Pads are made nevertheless."""
+def test_a_thread_keeps_its_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may not let the thread return to a higher priority. Pads are made nevertheless."""
     requested: list[int] = []
 
     def refused(which: int, who: int, niceness: int) -> None:
@@ -106,7 +106,7 @@ def test_a_thread_of_lower_priority_stays_there(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_thread_that_makes_pads_uses_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads keep their number of cores, also threads that start later."""
+    """Other threads keep their number of cores, including threads that start later."""
     effects, threads = OwnWeights.effects, set()
 
     def watched(*arguments: Any) -> Any:
@@ -140,7 +140,7 @@ def test_a_thread_that_fails_at_its_start(function: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("work", ["request", "preparation"])
 def test_effects_that_cannot_be_computed(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first wait gets the error, and later ones get an error that says so."""
+    """The first wait raises the error, and later ones raise an error that refers to it."""
     monkeypatch.setattr(OwnWeights, "effects", lambda *_: 1 / 0)
     with Masking(LocalPads(MODEL, rows=8), MODEL) as masking:
 

@@ -1,4 +1,4 @@
-"""Rows under each privacy scheme: results are those of the bare rows, and what is sent does not show them."""
+"""Rows under each privacy scheme: results equal those of the bare rows, and the rows that are sent do not show them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_rows_near_the_ends_of_the_range(name: str, magnitude: float) -> None:
 @all_schemes
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 def test_rows_that_are_not_finite(name: str, bad: float) -> None:
-    """They are not sent. Their results are NaN, as a loss scaler expects, and other rows have right results."""
+    """Such rows are not sent. Their results are NaN, as a loss scaler expects, and other rows have right results."""
     model = Layers()
     x = normal_rows(3, 24)
     x[1, 5] = bad
@@ -145,7 +145,7 @@ def test_threads_share_a_channel(name: str) -> None:
         try:
             for _ in range(20):
                 masking.assert_forward(torch.randn(2, 24, generator=generator))
-        except BaseException as error:  # noqa: BLE001 (the main thread reports it)
+        except BaseException as error:  # noqa: BLE001 (the main thread reports the error)
             failures.append(error)
 
     with Masking(SCHEMES[name](model), model) as masking:
@@ -226,7 +226,7 @@ def test_accuracy_is_kept_by_wide_layers(name: str, width: int) -> None:
         for rows in (1, 4, 20):
             x = torch.randn(rows, width, generator=generator)
             size = x.double().norm(dim=1).amax().item() * masking.weight_rms(1)
-            assert 1e-5 * size < _error(masking, x) <= 1e-3 * size  # a much smaller error would hide less
+            assert 1e-5 * size < _error(masking, x) <= 1e-3 * size  # a much smaller error would mean less noise
 
 
 def _error(masking: Masking, x: torch.Tensor) -> float:
@@ -250,7 +250,7 @@ def test_accuracy_depends_on_the_dtype_of_rows() -> None:
     assert repr(fine).endswith("accuracy=1e-09")
 
 
-# What is sent.
+# Rows that are sent.
 
 
 @all_schemes
@@ -270,7 +270,7 @@ def test_no_bare_row_is_sent(name: str) -> None:
 
 @all_schemes
 def test_amplitudes_are_powers_of_two(name: str) -> None:
-    """So the size of a request is visible up to a factor of two, or of 16 with the public weights."""
+    """The size of a request is therefore visible up to a factor of two, or of 16 with the public weights."""
     model = Layers(64, 64)
     for magnitude in (0.9, 1.1, 3.0):
         x = normal_rows(1, 64)
@@ -312,7 +312,7 @@ def test_pads_leave_nothing_of_the_rows() -> None:
     _assert_low_bits_uniform(units)
 
 
-def test_gaussian_shares_add_up_to_the_row_and_hide_its_last_bits() -> None:
+def test_gaussian_shares_sum_to_the_row_and_hide_its_last_bits() -> None:
     """Each share is half a row plus Gaussian noise, and the last bits of a share are noise."""
     model = Layers(64, 8)
     x = normal_rows(50, 64)
@@ -330,7 +330,7 @@ def test_gaussian_shares_add_up_to_the_row_and_hide_its_last_bits() -> None:
         assert abs(unit.pow(4).mean() - 3) < 5 * math.sqrt(96 / 3200)  # uniform numbers would have 1.8
 
 
-def test_pairs_of_normal_numbers_do_not_give_shares_away() -> None:
+def test_pairs_of_normal_numbers_do_not_identify_shares() -> None:
     """Box and Muller's method makes two normal numbers from a size and an angle.
 
     If sizes had 24 bits, exp(-(a² + b²) / 2) would be a multiple of 2^-24 for the right row and for no other. Where it

@@ -1,4 +1,4 @@
-"""Masked clients over every transport, in synchronous code, with executors that die, and on the command line."""
+"""Masked clients over every transport, in synchronous code, with executors that end, and on the command line."""
 
 from __future__ import annotations
 
@@ -137,13 +137,13 @@ async def test_synchronous_code_can_precompute(name: str, base: Any) -> None:
             with pytest.raises(ClientClosedError, match="was closed"):
                 model.precompute()
             with symbiosis.open_model(addresses[0]) as model:
-                model.precompute()  # does nothing
+                model.precompute()  # has no effect
 
         await in_thread(tenant)
 
 
 async def test_precompute_beside_a_forward_pass(base: Any) -> None:
-    """Only the pass of ``precompute()`` gets zeros for results, and not a pass on another thread at the same time."""
+    """Only the walk of ``precompute()`` gets zeros for results, and not a walk on another thread at the same time."""
     async with symbiosis.Executor(copy.deepcopy(base)) as executor:
         address = (await executor.listen("tcp://127.0.0.1:0")).address
 
@@ -172,7 +172,7 @@ async def test_precompute_beside_a_forward_pass(base: Any) -> None:
 
 @pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
 async def test_precompute_draws_no_random_numbers(synchronous: bool, base: Any) -> None:
-    """Dropout is the same with and without it."""
+    """Dropout is the same with precomputation and without."""
     config = lora(lora_dropout=0.3)
 
     def synchronous_tenant(address: str, ready: bool) -> list[float]:
@@ -208,7 +208,7 @@ async def test_precompute_draws_no_random_numbers(synchronous: bool, base: Any) 
 
 
 def test_trust_is_stated_for_each_address() -> None:
-    """The client's key and ``insecure`` hold for its own executor only."""
+    """The client's key and ``insecure`` apply to its own executor only."""
     own = {"key": "one.secret", "insecure": True, "retry": 5.0}
     shares = SecretShares(with_="tcp://other:7000")
     plain: Any = shares._transport("tcp://other:7000", {"retry": 5.0})
@@ -226,7 +226,7 @@ def _settings(transport: Any) -> dict[str, Any]:
 
 
 def once(seen: list[Seen]) -> list[Seen]:
-    """Return calls without those that are equal to an earlier one to the last bit: they were sent again."""
+    """Return calls without those that are bit-equal to an earlier one: these were sent again."""
     kept: list[Seen] = []
     found: set[tuple[Any, bytes]] = set()
     for one in seen:
@@ -291,7 +291,7 @@ def test_noise_that_is_used_twice_is_detected() -> None:
 
 @ALL
 @pytest.mark.parametrize("synchronous", [False, True], ids=["coroutines", "synchronous"])
-async def test_calls_that_are_sent_again_are_equal(
+async def test_repeated_calls_are_equal(
     name: str, synchronous: bool, base: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Executors are restarted in the middle of requests, and rows are not masked again.
@@ -381,7 +381,7 @@ async def test_shares_survive_either_executor(base: Any) -> None:
 
 
 def never_answering(executor: symbiosis.Executor) -> list[Call]:
-    """Have an executor accept calls of clients that join from now on, and never answer them."""
+    """From now on, an executor accepts calls of clients that join, and never answers them."""
     taken: list[Call] = []
 
     def tap(session: Any) -> Any:
@@ -401,7 +401,7 @@ def never_answering(executor: symbiosis.Executor) -> list[Call]:
 async def test_shares_never_reach_one_executor(transport: str, synchronous: bool, base: Any, tmp_path: Path) -> None:
     """An executor ends while it has shares of a call, and the other executor appears at its address.
 
-    The other executor gets neither the outstanding shares nor later ones.
+    The other executor receives neither the outstanding shares nor later ones.
     """
     addresses = []
     for number in ("one", "two"):
@@ -534,6 +534,6 @@ def test_bench(tmp_path: Path) -> None:
     assert [row["scheme"] for row in report["rows"]][:2] == ["none", "noise-pool"]
     assert {"overhead_shares", "logit_error_local_pads"} <= report["headline"].keys()
     parts = [report["headline"][f"overhead_noise_pool_{job}"] for job in ("decode", "training")]
-    assert report["headline"]["overhead_noise_pool"] == pytest.approx(sum(parts) / 2)  # of one round, the median
+    assert report["headline"]["overhead_noise_pool"] == pytest.approx(sum(parts) / 2)  # the median of one round
     errors = [value for key, value in report["headline"].items() if key.startswith("logit_error")]
     assert all(0 < error < 1e-2 for error in errors)

@@ -1,4 +1,4 @@
-"""Made-up costs and traces for tests of the simulator and its command."""
+"""Synthetic costs and traces for tests of the simulator and its command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces and replays."""
+"""Tests of traces and replays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_bad_trace(tmp_path: Path, line: str, why: str) -> None:
         read_trace(trace_file(tmp_path, "1,1,1", line))
 
 
-def test_a_trace_as_others_write_it(tmp_path: Path) -> None:
+def test_a_trace_in_another_notation(tmp_path: Path) -> None:
     """Names and values may have spaces around them, and whole numbers may have a decimal point."""
     file = trace_file(tmp_path, "0.0, 7.0 ,3", "1.5 ,1, 2e1", header='arrival_s , ContextTokens,  "GeneratedTokens"')
     assert read_trace(file) == [Arrival(0.0, 7, 3), Arrival(1.5, 1, 20)]
@@ -71,7 +71,7 @@ def test_a_trace_with_dates_as_azures(tmp_path: Path) -> None:
     assert [arrival.at for arrival in read_trace(both)] == [0.0, 1.0]
 
 
-def test_a_trace_below_empty_lines(tmp_path: Path) -> None:
+def test_a_trace_after_empty_lines(tmp_path: Path) -> None:
     file = tmp_path / "trace.csv"
     file.write_text("\n  \n" + trace_file(tmp_path, "0,7,3", "x,1,1").read_text())
     with pytest.raises(UsageError, match="line 5: arrival_s is 'x'"):
@@ -98,9 +98,10 @@ def test_no_trace(tmp_path: Path) -> None:
         read_trace(tmp_path / "binary")
 
 
-def test_a_made_up_trace_has_the_shape_of_azures() -> None:
-    """Means and medians of the original: 1,155 and 1,020 tokens of prompt, 211 and 129 generated, 5.53 a second, and a
-    variance of 4.0 times the mean among arrivals in 10 s."""
+def test_a_synthetic_trace_resembles_azures() -> None:
+    """Means and medians are those of the original: 1,155 and 1,020 tokens of prompt, 211 and 129 generated, 5.53
+    requests a second. The number of arrivals in 10 s has a variance of 4.0 times its mean.
+    """
     trace = synthetic(20_000)
     assert trace == synthetic(20_000)
     assert trace != synthetic(20_000, seed=1)
@@ -121,8 +122,10 @@ def test_scaled() -> None:
 # ------------------------------------------------------------------------------------------------------------- replays
 
 
-def test_one_request_takes_what_it_must() -> None:
-    """4 layers of 1 ms + 10 us a row, and 1 ms of its own before each: 8.4 ms for a prompt of 10, then 8.04 a token."""
+def test_one_request_takes_the_sum_of_its_costs() -> None:
+    """Each of 4 layers takes 1 ms + 10 us a row, and 1 ms of own work: 8.4 ms for a prompt of 10 tokens, then 8.04 ms a
+    token.
+    """
     found = replay(NoLockstep, costs(), Load([Arrival(2.0, 10, 5)]), PATIENT)
     assert found.first_mean == pytest.approx(8.4)
     assert found.token_p50 == found.token_p99 == pytest.approx(8.04)
@@ -130,7 +133,7 @@ def test_one_request_takes_what_it_must() -> None:
     assert (found.finished, found.slo_attainment, found.fairness, found.mean_batch) == (1, 1.0, 1.0, 1.0)
 
 
-def test_clients_take_turns_and_paces() -> None:
+def test_clients_serve_one_request_at_a_time() -> None:
     trace = [Arrival(0.0, 1, 2), Arrival(0.0, 1, 2), Arrival(9.0, 1, 2)]
     assert replay(NoLockstep, costs(), Load(trace, clients=1, paced=False), PATIENT).seconds < 0.06
     paced = replay(NoLockstep, costs(), Load(trace, clients=1), PATIENT)
@@ -138,28 +141,28 @@ def test_clients_take_turns_and_paces() -> None:
     assert paced.first_mean == pytest.approx((8.04 + 24.12 + 8.04) / 3)  # the second waits for the first
 
 
-def test_two_executors_serve_twice_as_much() -> None:
+def test_two_executors_serve_twice_as_many_requests() -> None:
     load = Load([Arrival(0.0, 1, 50)] * 16)
     times = costs(think=1e-5)
     one, two = (replay(NoLockstep, times, load, PATIENT, executors=count) for count in (1, 2))
     assert two.tokens_per_s == pytest.approx(2 * one.tokens_per_s, rel=0.05)
 
 
-def test_fine_tuning_goes_on_until_the_last_text() -> None:
+def test_fine_tuning_runs_until_the_last_text() -> None:
     found = replay(Opportunistic, costs(), Load([Arrival(0.0, 1, 200)], tuning=2, rows=64), PATIENT)
     assert found.finished == 1
     assert found.finetune_per_s > 0
 
 
-def test_batching_pays_where_starting_costs() -> None:
+def test_batching_pays_if_the_cost_of_a_batch_is_fixed() -> None:
     load = Load([Arrival(0.0, 1, 20)] * 8)
     alone, together = (replay(policy, costs(think=1e-4), load, PATIENT) for policy in (NoLockstep, Lockstep))
     assert together.tokens_per_s > 4 * alone.tokens_per_s
     assert together.mean_batch == pytest.approx(8)
 
 
-def test_local_clients_take_each_others_time() -> None:
-    """8 clients that think for 1 ms before each of 4 layers: apart that is 4 ms a token, in one process 32."""
+def test_local_clients_share_one_processor() -> None:
+    """8 clients think for 1 ms before each of 4 layers: 4 ms a token in separate processes, 32 ms in one process."""
     load = Load([Arrival(0.0, 1, 20)] * 8)
     apart, local = (replay(Lockstep, costs(start=1e-6, local=here), load, PATIENT) for here in (False, True))
     assert apart.token_mean == pytest.approx(4, rel=0.2)
@@ -183,7 +186,7 @@ def test_figures() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
 
 
-def test_a_walk_back_asks_for_siblings_one_by_one() -> None:
+def test_a_backward_pass_requests_siblings_one_by_one() -> None:
     walk = [Key((0, 1), Pass.FORWARD), Key((2,), Pass.FORWARD)]
     assert backward(walk) == [Key((layer,), Pass.BACKWARD) for layer in (2, 1, 0)]
 
@@ -193,7 +196,7 @@ def _batch(key: Key, rows: int) -> Batch:
 
 
 def test_a_roofline() -> None:
-    """An 8B model on an A100: a token's walk reads 2 bytes of each of its 6.98 billion linear weights."""
+    """An 8B model runs on an A100: a token's walk reads 2 bytes of each of its 6.98 billion linear weights."""
     costs = roofline("a100", "llama-3.1-8b")
     walk = sum(costs.batch(_batch(key, 1)) for key in costs.walk)
     assert len(costs.walk) == 4 * 32
@@ -210,7 +213,7 @@ def test_thousands_of_clients() -> None:
     assert found.finished == 3000
 
 
-def test_old_ways_of_asking() -> None:
+def test_own_work_in_seconds_per_walk() -> None:
     """A client's own work may be given in seconds per walk."""
     simulation = Simulation(NoLockstep(), layers=4, cost=Cost(0.0, 0.0).of)
     done = Done()
@@ -221,13 +224,13 @@ def test_old_ways_of_asking() -> None:
 
 
 def test_a_trace_may_begin_at_any_time(tmp_path: Path) -> None:
-    """A trace may have been saved by a spreadsheet."""
+    """A spreadsheet may have saved the trace."""
     file = tmp_path / "trace.csv"
     file.write_text("arrival_s,ContextTokens,GeneratedTokens\n100000.5,3,4\n100001.5,5,6\n", encoding="utf-8-sig")
     assert read_trace(file) == [Arrival(0.0, 3, 4), Arrival(1.0, 5, 6)]
 
 
-def test_the_head_is_asked_for_a_prompts_last_token_alone() -> None:
+def test_the_head_is_requested_for_the_last_token_of_a_prompt() -> None:
     seen: list[tuple[Key, int]] = []
 
     class Notes(NoLockstep):

@@ -1,7 +1,6 @@
 """The conformance kit catches policies with one error each, and names the error.
 
-Where the scheduler refuses what they decide, the policy is named and requests are served all the same, in the order in
-which they came.
+If the scheduler refuses a decision, it names the policy, and serves requests in the order of their arrival.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pruned activations: less is kept for backward, and the gradients are the same."""
+"""Pruned activations keep less memory for backward, and the gradients are the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from tests.training.test_windows import Gradients, difference, plain, quiet, und
 
 
 def held_bytes(packed: list[Any], model: nn.Module | None = None) -> int:
-    """Bytes of what the hooks hold, each storage once, and the model's parameters apart."""
+    """Return the bytes of tensors that the hooks hold. Each storage counts once, and the model's parameters do not
+    count.
+    """
     storages: dict[int, int] = {}
     parameters = set() if model is None else {p.untyped_storage().data_ptr() for p in model.parameters()}
     for thing in packed:
@@ -38,7 +40,7 @@ def held_bytes(packed: list[Any], model: nn.Module | None = None) -> int:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the hooks of a forward pass have made of saved tensors."""
+    """Saved tensors of a forward pass in the form that the hooks gave them."""
     seen: list[Any] = []
     pack = pruning._Graph.pack
 
@@ -51,7 +53,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def plainly_saved(fn: Callable[[], Any], model: nn.Module) -> int:
-    """Bytes that autograd saves for ``fn`` by itself."""
+    """Return the bytes that autograd saves for ``fn`` without hooks."""
     seen: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +68,7 @@ def plainly_saved(fn: Callable[[], Any], model: nn.Module) -> int:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_gradients_of_a_training_step(architecture: str, method: str) -> None:
-    """Bit-equal, where no LayerNorm's output is computed again from its statistics."""
+    """Gradients are bit-equal, except where a LayerNorm's output is computed again from its statistics."""
     model, config = quiet(architecture), undropped(method, architecture)
     expected = plain(model, config, BATCH)
     async with symbiosis.Executor(model) as executor, executor.client(copy.deepcopy(config), seed=0) as client:
@@ -93,7 +95,7 @@ async def test_bf16_and_dropout(base_layers: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 0.65), (torch.bfloat16, 0.46)])
 def test_fewer_bytes_are_kept(packed: list[Any], dtype: torch.dtype, most: float) -> None:
-    """Of a Llama with LoRA in every layer: gate and up instead of these, SiLU and product; no norm; no copy in fp32."""
+    """A Llama with LoRA in every layer keeps gate and up instead of SiLU and product, no norm, and no copy in fp32."""
     model = tiny_model(dtype=dtype, hidden_size=64, intermediate_size=192, num_key_value_heads=4)
     adapted = peft.get_peft_model(model, lora(lora_dropout=0.0, r=1)).train()
     ids = torch.randint(3, 64, (1, 60))
@@ -109,12 +111,12 @@ def test_relu_is_kept_as_bits(packed: list[Any]) -> None:
     with pruned():
         loss = (functional.relu(x * 2) * 3).sum()
     assert held_bytes([thing for thing in packed if isinstance(thing, pruning._Bits)]) == -(-33 * 65 // 8)
-    assert held_bytes(packed) < 33 * 65  # nothing else of that size
+    assert held_bytes(packed) < 33 * 65  # no other tensor has that size
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
 def test_a_mask_is_kept_once(packed: list[Any]) -> None:
-    """However many layers share it, and however often it is expanded."""
+    """This holds for any number of layers that share the mask, and after any number of expansions."""
     x, mask, row = torch.randn(16, 64, requires_grad=True), torch.rand(16, 64) > 0.5, torch.rand(1, 64) > 0.5
 
     def loss() -> torch.Tensor:
@@ -126,7 +128,7 @@ def test_a_mask_is_kept_once(packed: list[Any]) -> None:
     expected = torch.autograd.grad(loss(), x)[0]
     with pruned():
         found = loss()
-    assert held_bytes(packed) == 16 * 64 // 8 + 64  # the expanded one as it is
+    assert held_bytes(packed) == 16 * 64 // 8 + 64  # the expanded mask is kept unchanged
     assert torch.equal(torch.autograd.grad(found, x)[0], expected)
 
 
@@ -139,7 +141,7 @@ def test_a_mask_that_changes_is_kept_again() -> None:
     assert torch.equal(torch.autograd.grad(y, x)[0], torch.tensor([[1.0], [2.0]]).expand(2, 8))
 
 
-def test_relu_whose_values_are_wanted_as_well() -> None:
+def test_relu_whose_values_are_needed_too() -> None:
     x, w = torch.randn(7, 5, requires_grad=True), torch.randn(3, 5, requires_grad=True)
 
     def loss() -> torch.Tensor:
@@ -183,7 +185,7 @@ NETWORKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_any_graph(name: str) -> None:
-    """What is recomputed is right, and what is not understood is kept."""
+    """Recomputed tensors are right, and tensors of unknown operations are kept."""
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(8, 6, generator=generator, requires_grad=True)
     w = torch.randn(6 if name == "split" else 1 if "attention" in name else 4, 6, generator=generator)
@@ -200,7 +202,7 @@ def test_any_graph(name: str) -> None:
 
 
 def test_changes_after_saving_are_noticed() -> None:
-    """As torch notices them without hooks."""
+    """The error is the one that torch raises without hooks."""
     x = torch.randn(4, requires_grad=True)
     with pruned():
         y = x + 1
@@ -211,8 +213,8 @@ def test_changes_after_saving_are_noticed() -> None:
         loss.backward()
 
 
-async def test_everything_is_let_go_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cycle: neither of a node that saves its own output, nor of what recomputes one."""
+async def test_tensors_are_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no reference cycle: neither through a node that saves its own output, nor through recomputation."""
     held: list[weakref.ref[Any]] = []
     start = pruning._Kept.__init__
 

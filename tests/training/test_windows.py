@@ -1,4 +1,4 @@
-"""Training steps in windows: the gradients of the whole sequence, as plain transformers + PEFT computes them."""
+"""Training steps in windows give the gradients of the whole sequence, as plain transformers + PEFT computes them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ TEXTS = torch.randint(3, 64, (2, LENGTH), generator=torch.Generator().manual_see
 
 
 def batch(kind: str = "plain") -> dict[str, torch.Tensor]:
-    """Two texts; some tokens without a label; with padding on a side if asked for."""
+    """Return two texts, with some tokens without a label, and with padding on one side if requested."""
     made = {"input_ids": TEXTS, "labels": TEXTS.clone()}
     made["labels"][0, 6:9] = -100
-    made["labels"][1, 12:] = -100  # whole windows may have none
+    made["labels"][1, 12:] = -100  # some windows have no label at all
     if kind != "plain":
         made["attention_mask"] = torch.ones_like(TEXTS)
         padding = slice(0, 3) if kind == "left" else slice(LENGTH - 3, LENGTH)
         made["attention_mask"][0, padding] = 0
         made["labels"][0, padding] = -100
         if kind == "left":
-            made["labels"][0, 3] = -100  # or the last padding token would be asked for it
+            made["labels"][0, 3] = -100  # otherwise the last padding token would have to predict this one
             made["position_ids"] = (made["attention_mask"].cumsum(1) - 1).clamp(min=0)
     return made
 
 
 class Gradients:
-    """Stands where an optimizer would and notes the gradients."""
+    """A replacement for an optimizer that records the gradients."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -58,7 +58,7 @@ class Gradients:
 
 
 def quiet(architecture: str, **options: Any) -> Any:
-    """A model without dropout of its own."""
+    """Return a model without dropout of its own."""
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture.startswith("gpt") else {}
     return tiny_model(architecture, **off, **options)
 
@@ -68,7 +68,7 @@ def undropped(method: str, architecture: str) -> Any:
 
 
 def plain(model: Any, config: Any, inputs: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of plain PEFT on the whole sequence."""
+    """Return the loss and gradients of plain PEFT on the whole sequence."""
     torch.manual_seed(0)
     adapted = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).train()
     loss = adapted(**inputs).loss
@@ -77,7 +77,7 @@ def plain(model: Any, config: Any, inputs: dict[str, Any]) -> tuple[float, dict[
 
 
 def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest, relative to the largest element of each tensor."""
+    """Return the largest difference, relative to the largest element of each tensor."""
     assert found.keys() == expected.keys()
     assert all(gradient.any() for gradient in expected.values())
     return max(float((found[name] - e).abs().max() / e.abs().max()) for name, e in expected.items())
@@ -86,7 +86,7 @@ def difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 async def in_windows(
     model: Any, config: Any, inputs: dict[str, Any], *sizes: int | None, **options: Any
 ) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    """Loss and gradients of a client, for each size of window."""
+    """Return the loss and gradients of a client for each size of window."""
     found = []
     async with symbiosis.Executor(model) as executor, executor.client(copy.deepcopy(config), seed=0) as client:
         gradients = Gradients(client.model)
@@ -99,8 +99,8 @@ async def in_windows(
 @pytest.mark.parametrize("kind", ["plain", "left", "right"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-async def test_the_gradients_are_those_of_the_whole_sequence(architecture: str, method: str, kind: str) -> None:
-    """Windows of one token, some that do not divide the length, all but one token. Gemma 2 slides over 8 of them."""
+async def test_gradients_equal_those_of_the_whole_sequence(architecture: str, method: str, kind: str) -> None:
+    """Windows have one token, numbers that do not divide the length, or all but one token. Gemma 2 sees 8 tokens."""
     model, config = quiet(architecture), undropped(method, architecture)
     expected = plain(model, config, batch(kind))
     for loss, gradients in await in_windows(model, config, batch(kind), 1, 5, 8, LENGTH - 1):
@@ -110,7 +110,7 @@ async def test_the_gradients_are_those_of_the_whole_sequence(architecture: str, 
 
 @pytest.mark.parametrize("window", [LENGTH, LENGTH + 1, 10**6])
 async def test_one_window_is_the_whole_sequence(window: int) -> None:
-    """Bit for bit."""
+    """The loss and gradients are bit-equal."""
     expected = plain(quiet("llama"), undropped("lora", "llama"), batch())
     [(loss, gradients)] = await in_windows(quiet("llama"), undropped("lora", "llama"), batch(), window)
     assert loss == expected[0]
@@ -155,13 +155,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-_IN_FP32 = ("Bloom, ALiBi", "GPT-OSS, sinks and experts")  # parts of these compute in nothing wider
+_IN_FP32 = ("Bloom, ALiBi", "GPT-OSS, sinks and experts")  # parts of these models compute in no wider dtype
 
 
 @pytest.mark.parametrize("name", MODELS)
 async def test_other_models(name: str) -> None:
-    """What knows nothing of this package: other norms, activations, positions, layouts. In fp64 where that is
-    possible, which shows that the gradients are the same but for rounding."""
+    """Models with other norms, activations, positions and layouts. They run in fp64 where possible, which shows that
+    the gradients are equal except for rounding.
+    """
     prefix_, options = MODELS[name]
     config = getattr(transformers, f"{prefix_}Config")(**options)
     torch.manual_seed(3)
@@ -187,7 +188,7 @@ async def test_attention_implementations(implementation: str) -> None:
 
 
 async def test_whole_mlps_as_base_layers() -> None:
-    """Which the executor runs backward from their inputs: those are kept, or computed again from the norm's."""
+    """The executor runs backward from the inputs of MLPs, which are kept or computed again from the norm's inputs."""
     model, config = quiet("llama"), lora(lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
     expected = plain(model, config, batch())
     async with symbiosis.Executor(model, base_layers="mlp") as executor, executor.client(config, seed=0) as client:
@@ -197,7 +198,7 @@ async def test_whole_mlps_as_base_layers() -> None:
 
 
 async def test_from_another_process_or_host() -> None:
-    """The same client over tcp://, whose executor cuts requests into slices of its own."""
+    """The same client runs over tcp://, and the executor cuts requests into slices."""
     model, config = quiet("llama"), undropped("lora", "llama")
     expected = plain(model, config, batch())
     async with symbiosis.Executor(model, max_rows=3) as executor:
@@ -217,7 +218,7 @@ async def test_items_in_the_batch() -> None:
     assert difference(gradients, expected[1]) <= GRADIENTS
 
 
-async def test_embeddings_in_place_of_tokens() -> None:
+async def test_embeddings_instead_of_tokens() -> None:
     model = quiet("llama")
     inputs = {**batch(), "inputs_embeds": model.get_input_embeddings()(TEXTS).detach()}
     del inputs["input_ids"]
@@ -228,7 +229,7 @@ async def test_embeddings_in_place_of_tokens() -> None:
 
 
 async def test_bf16() -> None:
-    """No further from fp32 than plain PEFT in bf16 is (mean over tensors of the relative error)."""
+    """The gradients are as close to fp32 as those of plain PEFT in bf16 (mean over tensors of the relative error)."""
     long = {"input_ids": torch.randint(3, 64, (1, 200)), "labels": torch.randint(3, 64, (1, 200))}
     model = tiny_model(dtype=torch.bfloat16, max_position_embeddings=256)
     config = undropped("lora", "llama")
@@ -245,7 +246,9 @@ async def test_bf16() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 async def test_dropout_is_the_same_when_a_window_is_run_again(architecture: str) -> None:
-    """Against plain PEFT that runs the same windows once, with the graph of all of them, and backward at the end."""
+    """Results are compared with plain PEFT that runs the same windows once, keeps all graphs, and runs backward at the
+    end.
+    """
     config = lora(architecture, lora_dropout=0.5)
     model = tiny_model(architecture)
     torch.manual_seed(0)
@@ -268,13 +271,13 @@ async def test_dropout_is_the_same_when_a_window_is_run_again(architecture: str)
         assert await client.train_step(batch(), gradients, window=5) == pytest.approx(  # type: ignore[arg-type]
             loss.item(), rel=1e-6
         )
-        assert torch.equal(await client.run(torch.rand, 3), after)  # the stream stands where one pass leaves it
+        assert torch.equal(await client.run(torch.rand, 3), after)  # the stream is in the state after one forward pass
     expected = {name: p.grad for name, p in adapted.named_parameters() if p.grad is not None}
     assert difference(gradients.found, expected) <= GRADIENTS
 
 
-async def test_an_optimizer_step_and_gradients_of_before() -> None:
-    """As without windows: what ``backward`` left in the gradients counts, and they are cleared in the end."""
+async def test_an_optimizer_step_and_earlier_gradients() -> None:
+    """As without windows, earlier gradients from ``backward`` count, and all gradients are cleared in the end."""
     config = undropped("lora", "llama")
     trained = []
     for window in (None, 4):
@@ -300,7 +303,7 @@ async def test_among_others() -> None:
 
 
 async def test_requests_have_a_windows_rows_and_are_fine_tuning() -> None:
-    """That is what co-serving wants: small requests, of which none passes for a prefill."""
+    """Co-serving needs small requests that no policy takes for a prefill."""
     seen: list[tuple[Kind, int]] = []
     async with symbiosis.Executor(quiet("llama")) as executor, executor.client(lora()) as client:
         request = client._requester.request
@@ -321,7 +324,7 @@ async def test_requests_have_a_windows_rows_and_are_fine_tuning() -> None:
             assert {kind for kind, _ in seen} == {kind}
 
 
-async def test_keys_and_values_are_let_go_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_and_values_are_freed_without_the_garbage_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[weakref.ref[Any]] = []
     start = windows.Past.__init__
 
@@ -345,7 +348,7 @@ async def test_keys_and_values_are_let_go_without_the_collector(monkeypatch: pyt
 
 
 async def test_cancelled_between_windows() -> None:
-    """The client can be used afterwards, and its forward passes are no fine-tuning."""
+    """The client can be used afterwards, and its forward passes do not count as fine-tuning."""
     async with symbiosis.Executor(quiet("llama")) as executor, executor.client(undropped("lora", "llama")) as client:
         task = asyncio.create_task(client.train_step(batch(), adamw(client.model), window=1))
         await until(lambda: executor.statistics().requests >= 60)
@@ -359,7 +362,7 @@ async def test_cancelled_between_windows() -> None:
 
 
 @pytest.mark.parametrize("window", [0, -3, True, 2.0, "4"])
-async def test_windows_that_are_none(base: Any, window: Any) -> None:
+async def test_invalid_windows(base: Any, window: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client(lora()) as client:
         with pytest.raises(UsageError, match=r"window is .*; give a whole number of tokens, 1 or more"):
             await client.train_step(BATCH, adamw(client.model), window=window)
@@ -389,7 +392,7 @@ async def test_batches_that_cannot_be_cut(base: Any, name: str) -> None:
 @pytest.mark.parametrize("window", [4, 100])
 @pytest.mark.parametrize("shape", [(LENGTH,), (0, LENGTH), (2, 0), (LENGTH, 32)])
 async def test_batches_without_rows_or_tokens(base: Any, shape: tuple[int, ...], window: int) -> None:
-    """Nor may embeddings be a matrix, for want of a width or of rows."""
+    """Embeddings must have a batch, tokens and a width too, and at least one row."""
     name, wanted = ("inputs_embeds", "batch, tokens, width") if 32 in shape else ("input_ids", "batch, tokens")
     tensor = torch.zeros(shape, dtype=torch.float32 if 32 in shape else torch.long)
     wrong = {name: tensor, "labels": tensor.long()}
@@ -403,8 +406,8 @@ async def test_batches_without_rows_or_tokens(base: Any, shape: tuple[int, ...],
         symbiosis.backward_in_windows(base, wrong, window)
 
 
-async def test_padding_that_is_asked_for_a_token() -> None:
-    """Gemma 2's eager attention takes the mean of the whole row where nothing may be seen, later tokens as well."""
+async def test_padding_that_must_predict_a_token() -> None:
+    """In Gemma 2's eager attention, a row that may see no token gets the mean of all tokens, including later ones."""
     inputs = batch("left")
     inputs["labels"][0, 3] = 5
     async with symbiosis.Executor(quiet("gemma2")) as executor, executor.client(lora()) as client:
@@ -413,7 +416,7 @@ async def test_padding_that_is_asked_for_a_token() -> None:
 
 
 @pytest.mark.parametrize("name", ["PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "checkpointing"])
-async def test_methods_that_want_the_whole_sequence(base: Any, name: str) -> None:
+async def test_methods_that_need_the_whole_sequence(base: Any, name: str) -> None:
     config: Any = {
         "PROMPT_TUNING": peft.PromptTuningConfig(task_type=CAUSAL, num_virtual_tokens=3),
         "P_TUNING": peft.PromptEncoderConfig(task_type=CAUSAL, num_virtual_tokens=3),
@@ -449,7 +452,7 @@ async def test_models_that_ignore_the_cache() -> None:
             await client.train_step(batch(), adamw(client.model), window=4)
 
 
-async def test_without_anything_trainable(base: Any) -> None:
+async def test_without_trainable_parameters(base: Any) -> None:
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         with pytest.raises(UsageError, match=r"nothing in the model is trainable"):
             await client.train_step(batch(), torch.optim.SGD([torch.zeros(1)]), window=4)
@@ -457,7 +460,7 @@ async def test_without_anything_trainable(base: Any) -> None:
 
 @pytest.mark.parametrize("window", [5, LENGTH, 100])
 async def test_synchronous_code(base: Any, tmp_path: Path, window: int) -> None:
-    """The gradients of plain PEFT, over a connection, without asyncio."""
+    """Windows over a connection, without asyncio, give the gradients of plain PEFT."""
 
     def gradients(model: Any, run: Any) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
@@ -484,6 +487,6 @@ async def test_synchronous_code(base: Any, tmp_path: Path, window: int) -> None:
         assert torch.allclose(found[name], value, atol=float(GRADIENTS * value.abs().max()), rtol=0), name
 
 
-def test_synchronous_code_is_told_what_is_wrong(base: Any) -> None:
+def test_wrong_use_in_synchronous_code(base: Any) -> None:
     with pytest.raises(UsageError, match="window is 0"):
         symbiosis.backward_in_windows(base, batch(), 0)

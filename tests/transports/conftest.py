@@ -20,7 +20,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unknown(tmp_path: Path, keys: Path) -> Path:
-    """A sound key that knows the executor's, but that the executor does not know."""
+    """A valid key that knows the executor's key, but that the executor does not know."""
     path = new_key(keys, "unknown")
     (keys / "unknown.public").unlink()
     return path.rename(tmp_path / "unknown.secret")

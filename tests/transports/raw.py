@@ -1,4 +1,4 @@
-"""A client of ``tcp://`` by hand, for what a real one would not do."""
+"""A hand-written client of ``tcp://`` that can send messages that a real client would not send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Raw", "a_call", "hello", "raw", "receive", "rows", "tls_of", "violat
 
 
 class Raw:
-    """Its connection."""
+    """The connection of a raw client."""
 
     def __init__(self, address: str, key: Path | None) -> None:
         self.socket = socket.create_connection(resolve(address), 20)
@@ -45,7 +45,7 @@ class Raw:
             self.socket.sendall(part)
 
     def poll(self) -> bool:
-        """Return whether bytes have come."""
+        """Return whether bytes have arrived."""
         return bool(select.select([self.socket], [], [], 0)[0])
 
     def _fill(self) -> None:

@@ -1,4 +1,4 @@
-"""Channels for synchronous code, whatever carries them: what Ctrl-C in the middle of a call leaves behind."""
+"""Ctrl-C in the middle of a call on a channel for synchronous code, over each transport."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Interrupted:
 
 
 class Interrupt:
-    """Happens once, at ``moment``."""
+    """An interrupt that happens once, at ``moment``."""
 
     moment = ""
 
@@ -60,7 +60,7 @@ class Interrupt:
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str, moment: str) -> None:
-    """And rightly, and soon: with no answer of the interrupted one in its place, also where ``retry`` is 0."""
+    """The next call gets its own answer, and not that of the interrupted call, within seconds. ``retry`` may be 0."""
     address = f"shm://{tmp_path}/s.sock" if scheme == "shm" else "tcp://127.0.0.1:0"
     layer = base.model.layers[0].self_attn.q_proj
 
@@ -92,7 +92,7 @@ async def test_the_next_call_is_answered(base: Any, tmp_path: Path, scheme: str,
 
 
 def interrupts(fn: Any, *arguments: Any) -> bool:
-    """On a thread, where the interrupt must not get out: asyncio would take it for its own."""
+    """Return whether a call was interrupted. It runs on a thread, and asyncio must not see the interrupt."""
     try:
         fn(*arguments)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A minute of kill -9: tenants of mixed kinds over shm:// and tcp://, clients and executors dying at random."""
+"""Clients and executors are killed at random for a minute, with tenants of mixed kinds over shm:// and tcp://."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ["lora", "ia3-async", "prefix", "lora-async", "ia3", "prefix-async"]
 
 
 class Tenant:
-    """One place for a tenant's process; a tenant that is killed is replaced by another."""
+    """A process of a tenant, which is replaced by a new one when it is killed."""
 
     def __init__(self, address: str, kind: str, checkpoint: Path, folder: Path) -> None:
         self._command = [sys.executable, "-W", "ignore", "-m", "tests.chaos_job", address, kind, str(checkpoint)]
@@ -47,13 +47,13 @@ class Tenant:
         self.start()
 
     def finish(self) -> int:
-        """Let it end its job; how many it has done."""
+        """Let the process end its job, and return the number of jobs that it has done."""
         out, _ = self.process.communicate(timeout=150)
         assert self.process.returncode == 0, self._errors.read_text()[-3000:]
         return len(out.splitlines())
 
     def close(self) -> None:
-        """Whatever became of it."""
+        """Kill the process if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
@@ -89,7 +89,7 @@ def test_chaos(tmp_path: Path) -> None:
         done = [tenant.finish() for tenant in tenants]
         assert all(done), done
         assert sum(tenant.killed for tenant in tenants) == KILLS // 2
-        # Nothing is left of any of them: what a fresh visitor leaves behind is nothing either.
+        # The executor keeps nothing of any tenant. A new status connection leaves nothing behind either.
         look = make_transport(shm).look
         deadline = time.monotonic() + 30
         while look(shm).status["clients"] and time.monotonic() < deadline:

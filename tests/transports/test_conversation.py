@@ -1,4 +1,4 @@
-"""The client's side of the wire without I/O: joining, calling, losing, rejoining, resending, limits, the end."""
+"""The client's side of the wire protocol without I/O: joining, calls, losses, rejoining, resending, limits, the end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_conversation_joins_and_calls() -> None:
     answer = talk.receive(Type.RESULT, [call.id])
     assert answer == (pending, None)
     talk.outstanding.settle(pending)
-    assert talk.receive(Type.RESULT, [call.id]) is None  # a second answer means nothing
+    assert talk.receive(Type.RESULT, [call.id]) is None  # a second answer is ignored
 
 
 def test_a_failed_call_has_its_error() -> None:
@@ -115,7 +115,7 @@ def test_wrong_tensors_are_not_sent(call: Call) -> None:
 
 @pytest.mark.parametrize("most", [64, PLENTY])
 def test_a_call_beyond_the_limit_of_bytes(most: int) -> None:
-    """Of the executor, or of what the connection carries."""
+    """The limit is that of the executor, or of one message on the connection."""
     talk = Conversation("shm:///x", Hello("alice"), 60.0)
     talk.joined(welcome(), most)
     with pytest.raises(UsageError, match="arena_bytes"):
@@ -192,7 +192,7 @@ def test_a_cancelled_call_counts_until_it_is_answered() -> None:
     ],
     ids=["lost", "os error", "ENDED", "FAILED"],
 )
-def test_what_was_lost_is_sent_again_in_order(lose: Any) -> None:
+def test_lost_calls_are_sent_again_in_order(lose: Any) -> None:
     talk = conversation()
     calls = [a_call() for _ in range(5)]
     pending = [talk.call(call) for call in calls]
@@ -208,7 +208,7 @@ def test_what_was_lost_is_sent_again_in_order(lose: Any) -> None:
     assert list(talk.outstanding.waiting) == [late]
 
 
-def test_without_patience_a_loss_is_the_end() -> None:
+def test_without_retries_a_loss_is_the_end() -> None:
     for error in (ConnectionLostError("gone"), ExecutorClosedError("shut down")):
         talk = conversation(retry_s=0.0)
         talk.lost(error)
@@ -252,7 +252,7 @@ def test_an_interrupted_call_is_worth_some_attempts() -> None:
     assert talk.state is State.ENDED
 
 
-def test_a_client_in_a_walk_says_so_again() -> None:
+def test_a_client_in_a_walk_says_so_after_rejoining() -> None:
     talk = conversation()
     talk.walk_message(True)
     talk.lost(ConnectionLostError("gone"))
@@ -308,7 +308,7 @@ def test_an_interrupted_call_is_forgotten_and_needs_another_connection() -> None
 
 
 @pytest.mark.parametrize("error", [RefusedError("key removed"), WireError("rule broken"), BusyError("full")])
-def test_ended_for_any_other_reason_is_the_end(error: SymbiosisError) -> None:
+def test_an_ending_for_any_other_reason_is_final(error: SymbiosisError) -> None:
     talk = conversation()
     assert talk.receive(*ended(error)) is None
     assert talk.state is State.ENDED
@@ -316,7 +316,7 @@ def test_ended_for_any_other_reason_is_the_end(error: SymbiosisError) -> None:
         talk.call(a_call())
 
 
-def test_the_first_reason_stays() -> None:
+def test_the_first_reason_is_kept() -> None:
     talk = conversation()
     talk.end(ClientClosedError("closed"))
     talk.lost(ConnectionLostError("gone"))
@@ -334,7 +334,7 @@ def test_an_answer_without_an_id_is_malformed(type_: Type, content: list[Any]) -
         conversation().receive(type_, content)
 
 
-def test_a_silent_executor_is_asked_and_then_given_up() -> None:
+def test_a_silent_executor_is_pinged_and_then_given_up() -> None:
     talk = conversation()
     talk.heard(100.0)
     assert talk.check_alive(100.0 + PING_AFTER_S / 2) is None
@@ -348,8 +348,9 @@ def test_a_silent_executor_is_asked_and_then_given_up() -> None:
 
 
 class Conversations(RuleBasedStateMachine):
-    """Any order of calls, answers, cancellations, losses and returns: every call that was neither answered nor
-    cancelled is waiting or sent, exactly once; the executor never has more than the limits; order is kept."""
+    """Calls, answers, cancellations, losses and reconnections come in any order. Every call that was neither answered
+    nor cancelled is waiting or sent, exactly once. The executor never has more than the limits, and order is kept.
+    """
 
     calls: Bundle[Call] = Bundle("calls")
 
@@ -357,7 +358,7 @@ class Conversations(RuleBasedStateMachine):
     def join(self) -> None:
         self.talk = conversation()
         self.open: list[int] = []
-        """Ids of calls neither answered nor cancelled, in the order of their making."""
+        """Ids of calls that were neither answered nor cancelled, in the order of their creation."""
         self.at_executor: dict[int, int] = {}
         """Rows of the calls that this connection's executor has, by id."""
 

@@ -1,4 +1,4 @@
-"""The arena in a GPU's memory, on a make-believe GPU: all of it but the calls of CUDA, which ``test_gpu.py`` makes."""
+"""The arena in a GPU's memory, on a simulated GPU. ``test_gpu.py`` tests the calls of CUDA, which are replaced here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Event:
-    """Counts, and checks that the other side records before this side waits for an answer."""
+    """An event that counts its uses, and checks that the other side records it before this side waits for an answer."""
 
     def __init__(self, name: int) -> None:
         self.name = name
@@ -84,7 +84,7 @@ def address(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
-async def test_jobs_by_way_of_the_gpus_memory(base: Any, address: str, gpu: Gpu, kind: str) -> None:
+async def test_jobs_through_the_gpus_memory(base: Any, address: str, gpu: Gpu, kind: str) -> None:
     expected = run_job_plain(base, lora())
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
@@ -107,8 +107,8 @@ async def test_jobs_by_way_of_the_gpus_memory(base: Any, address: str, gpu: Gpu,
     assert [len(one) for one in gpu.memory.values()] == [FIRST]
 
 
-async def test_it_grows(base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many calls at once, small and large, of which most wait for room, or for a larger segment."""
+async def test_the_arena_grows(base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small and large calls are made at once, of which most wait for room, or for a larger segment."""
     monkeypatch.setattr(device, "FIRST", BLOCK)
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
         await executor.listen(address)
@@ -158,19 +158,19 @@ async def test_a_full_gpu_and_a_call_too_large(base: Any, address: str, gpu: Gpu
         channel.close()
 
 
-async def test_longer_and_longer_calls_one_by_one(base: Any, address: str, gpu: Gpu) -> None:
-    """Each within the limit: what is too small by now is given back."""
+async def test_calls_of_increasing_size_one_by_one(base: Any, address: str, gpu: Gpu) -> None:
+    """Each call is within the limit, because segments that have become too small are freed."""
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address, limits=Limits(arena_bytes=64 << 20))
         channel = await in_thread(make_transport(address).connect_blocking, address, "client")
-        for rows in (1000, 140_000, 180_000, 240_000):  # 34, 44 and 59 MiB there and back
+        for rows in (1000, 140_000, 180_000, 240_000):  # 34, 44 and 59 MiB in each direction
             x = torch.ones(rows, 32)
             (y,) = await in_thread(channel.call, Call(Key((0,), Pass.FORWARD), Kind.FINETUNE, (x,)))
             assert y.shape == (rows, 32)
         channel.close()
 
 
-async def test_a_client_without_that_gpu_goes_by_the_hosts_memory(
+async def test_a_client_without_that_gpu_uses_the_hosts_memory(
     base: Any, address: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "find", lambda name: None)

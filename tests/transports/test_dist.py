@@ -1,4 +1,4 @@
-"""``dist://``: messages as over ``tcp://``, tensors by torch.distributed (gloo here; NCCL takes two GPUs)."""
+"""``dist://`` sends messages as ``tcp://`` does, and tensors by torch.distributed (gloo here; NCCL needs two GPUs)."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lanes whose other side is gone end within the test."""
+    """Shorten the time limit, so that lanes whose other side is gone end within the test."""
     monkeypatch.setattr(lanes, "WITHIN_S", 10.0)
-    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 3.0)  # five times that at most, and enough for a busy machine
+    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 3.0)  # five times that at most, which is enough for a busy machine
 
 
 # --------------------------------------------------------------------------------------------------------- equivalence
@@ -103,8 +103,8 @@ async def test_ipv6(base: Any) -> None:
 # ----------------------------------------------------------------------------------------------------------- addresses
 
 
-async def test_a_listener_must_be_told_that_its_hosts_are_trusted(base: Any, tmp_path: Path) -> None:
-    """Keys or not: torch.distributed encrypts nothing, and trusts its peers."""
+async def test_a_listener_requires_insecure(base: Any, tmp_path: Path) -> None:
+    """This holds with keys and without: torch.distributed encrypts nothing, and trusts its peers."""
     new_key(tmp_path, "server")
     key = new_key(tmp_path, "alice")
     async with symbiosis.Executor(base) as executor:
@@ -181,8 +181,8 @@ print("end of script")
 """
 
 
-async def test_a_process_ends_in_good_order(base: Any) -> None:
-    """gloo has threads of its own, which must not see the interpreter go down."""
+async def test_a_process_ends_without_errors(base: Any) -> None:
+    """gloo has threads of its own, which must not run during the shutdown of the interpreter."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
 
@@ -196,8 +196,10 @@ async def test_a_process_ends_in_good_order(base: Any) -> None:
         await asyncio.gather(run(), run(), run())
 
 
-async def test_an_executor_that_goes_again_at_once_is_asked_again(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the welcome and the first look at the connection."""
+async def test_a_client_joins_again_after_a_loss_directly_after_the_welcome(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost between the welcome and its first use."""
     address = f"dist://127.0.0.1:{free_port()}"
     async with symbiosis.Executor(copy.deepcopy(base)) as executor:
         await executor.listen(address, insecure=True)
@@ -224,8 +226,8 @@ def lane_threads() -> int:
     return sum(thread.name == "symbiosis-dist" for thread in threading.enumerate())
 
 
-async def test_reconnects_pile_nothing_up(base: Any) -> None:
-    """Lanes whose client does not come to the rendezvous end with its connection, not with the time limit."""
+async def test_reconnects_leave_no_lanes_behind(base: Any) -> None:
+    """Lanes whose client does not come to the rendezvous end with its connection, before the time limit."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         before = lane_threads()
@@ -273,7 +275,7 @@ async def test_a_client_killed_in_the_middle_of_a_matrix(base: Any, delay_s: flo
 
 
 async def test_lanes_that_never_open_are_given_up(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages come through, tensors do not: that will not get better by asking again and again."""
+    """Messages arrive and tensors do not, and further attempts would not change that."""
     monkeypatch.setattr(lanes, "gloo", lambda *_: 1 / 0)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
@@ -286,7 +288,7 @@ async def test_lanes_that_never_open_are_given_up(base: Any, monkeypatch: pytest
 
 
 async def _lanes() -> tuple[Lanes, Lanes, list[Any]]:
-    """Both sides, in one process."""
+    """Both sides of a lane, in one process."""
     sides: list[Lanes] = []
     lost: list[Any] = []
 
@@ -298,7 +300,7 @@ async def _lanes() -> tuple[Lanes, Lanes, list[Any]]:
 
 
 async def test_lanes_that_cannot_be_opened(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client is told, and the first lane does not stay behind when the system has no thread for the second."""
+    """The client gets an error, and the first lane is closed when the system has no thread for the second."""
     real, started = threading.Thread.start, []
 
     def fails(self: threading.Thread) -> None:
@@ -327,7 +329,7 @@ async def test_lanes_that_cannot_be_opened(base: Any, monkeypatch: pytest.Monkey
 
 
 async def test_a_rendezvous_needs_no_port_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the process groups need to know of each other travels as notes."""
+    """Process groups exchange all their data for the rendezvous as notes."""
     sent: list[Any] = []
     real = Lanes.met
     monkeypatch.setattr(Lanes, "met", lambda self, *note: (sent.append(note), real(self, *note)))
@@ -343,7 +345,7 @@ async def test_a_rendezvous_needs_no_port_of_a_store(monkeypatch: pytest.MonkeyP
     tenant.close()
 
 
-async def test_a_lane_keeps_its_order_both_ways_at_once() -> None:
+async def test_a_lane_keeps_its_order_in_both_directions_at_once() -> None:
     executor, tenant, lost = await _lanes()
     count, size = 40, 100_000
     results: list[torch.Tensor] = []
@@ -382,7 +384,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
+async def test_bad_messages_end_the_connection_of_that_client_only(base: Any, what: str) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
@@ -402,7 +404,7 @@ MESSAGES = st.lists(
 
 
 async def test_malformed_messages_affect_no_other_client(base: Any) -> None:
-    """Calls whose tensors never come, and messages that are none."""
+    """The client sends calls whose tensors never arrive, and malformed messages."""
     with torch.no_grad():
         expected = base(IDS).logits
     async with symbiosis.Executor(base) as executor:
@@ -425,8 +427,8 @@ async def test_malformed_messages_affect_no_other_client(base: Any) -> None:
             await until(lambda: executor.status()["clients"] == ["alice"])
 
 
-async def test_a_client_that_announces_tensors_and_does_not_send_them(base: Any) -> None:
-    """Limits hold for what is announced: nothing is allocated beyond them."""
+async def test_a_client_that_announces_tensors_and_never_sends_them(base: Any) -> None:
+    """Limits apply to announced tensors: no memory is allocated beyond the limits."""
     limits = Limits(calls=4, arena_bytes=1 << 20)
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True, limits=limits)
@@ -444,7 +446,7 @@ async def test_a_client_that_announces_tensors_and_does_not_send_them(base: Any)
             await alice.forward(input_ids=IDS)
 
 
-async def test_a_client_of_ours_keeps_to_the_limits(base: Any) -> None:
+async def test_a_regular_client_keeps_to_the_limits(base: Any) -> None:
     limits = Limits(calls=4, rows=64)
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
         listener = await executor.listen(LOCAL, insecure=True, limits=limits)
@@ -456,8 +458,8 @@ async def test_a_client_of_ours_keeps_to_the_limits(base: Any) -> None:
         channel.close()
 
 
-async def test_cancelled_on_its_way(base: Any) -> None:
-    """A call that is cancelled while its tensors travel is answered once, and the lane goes on."""
+async def test_cancelled_during_the_transfer(base: Any) -> None:
+    """A call that is cancelled while its tensors are sent is answered once, and the lane can be used afterwards."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
         channel = await make_transport(listener.address).connect(listener.address, "client")

@@ -1,4 +1,4 @@
-"""Jobs over bad connections: slow, cut, out of order, corrupted."""
+"""Jobs over bad connections: slow, cut, reordered, or corrupted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOB = Job(steps=5, new_tokens=4)
 
 @pytest.fixture(params=["shm", "tcp"])
 def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
-    """The executor's and the proxy's."""
+    """Ports of the executor and of the proxy."""
     if request.param == "shm":
         return f"shm://{tmp_path}/executor.sock", f"shm://{tmp_path}/proxy.sock"
     return f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
@@ -37,7 +37,7 @@ def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]
     ids=["slow", "cut", "both"],
 )
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
-async def test_jobs_come_to_the_same_end(base: Any, addresses: tuple[str, str], faults: Faults, kind: str) -> None:
+async def test_jobs_give_the_same_results(base: Any, addresses: tuple[str, str], faults: Faults, kind: str) -> None:
     expected = run_job_plain(base, lora(), JOB)
     async with symbiosis.Executor(base) as executor:
         await executor.listen(addresses[0])
@@ -61,7 +61,7 @@ async def opened(make: Any) -> Any:
     for _ in range(50):
         try:
             return await make().open()
-        except SymbiosisError:  # cut in the middle of its welcome
+        except SymbiosisError:  # the connection is cut in the middle of its welcome
             await asyncio.sleep(0.05)
     raise AssertionError("no connection in 50 tries")
 
@@ -120,7 +120,7 @@ def other(address: str) -> str:
     return address if address.startswith("shm") else f"tcp://127.0.0.1:{free_port()}"
 
 
-def test_a_proxy_knows_its_kinds(tmp_path: Path) -> None:
+def test_a_proxy_refuses_unknown_transports(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="different kinds"):
         FaultyProxy(f"shm://{tmp_path}/a", "tcp://127.0.0.1:1", Faults())
     with pytest.raises(UsageError, match="knows shm"):

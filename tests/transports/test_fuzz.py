@@ -1,4 +1,4 @@
-"""Malformed data from unauthenticated peers: the executor serves its clients, and allocates nothing for it."""
+"""Unauthenticated peers send malformed data: the executor serves its clients, and allocates nothing for these peers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from symbiosis.transports.wire import CallMessage, Type
 
 
 class Victim:
-    """An executor on a thread of its own, with one honest tenant inside."""
+    """An executor on a thread of its own, with one honest tenant in its process."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -47,7 +47,7 @@ class Victim:
             await asyncio.to_thread(self._over.wait)
 
     def check(self) -> None:
-        """The honest tenant is served, and rightly."""
+        """Check that the honest tenant gets right results."""
         x = torch.randn(3, 32)
         (y,) = self.honest.call(Call(Key((0,), Pass.FORWARD), Kind.DECODE, (x,)))
         torch.testing.assert_close(y, self.model.model.layers[0].self_attn.q_proj(x))
@@ -82,7 +82,7 @@ sound = st.one_of(hello, sound_calls, sound_calls, others)
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A recording of a session with some of its bytes changed, cut, repeated or put in."""
+    """Return a recording of a session in which some bytes were changed, cut, repeated or inserted."""
     stream = bytearray(b"".join(frame(message) for message in draw(st.lists(sound, max_size=6))))
     for _ in range(draw(st.integers(0, 4))):
         at = draw(st.integers(0, len(stream)))
@@ -105,7 +105,7 @@ def test_mutated_sessions(victim: Victim, first: bool, stream: bytes) -> None:
         connection.settimeout(0.02)
         connection.connect(victim.address.removeprefix("shm://"))
         descriptors: list[int] = []
-        with contextlib.suppress(OSError):  # it may hang up at any moment
+        with contextlib.suppress(OSError):  # the executor may end the connection at any moment
             if first:
                 connection.sendall(frame(wire.pack_hello(wire.Hello("mallory"))))
             connection.sendall(stream)
@@ -117,8 +117,8 @@ def test_mutated_sessions(victim: Victim, first: bool, stream: bytes) -> None:
     victim.check()
 
 
-def test_nothing_is_left_of_them(victim: Victim) -> None:
-    """Hundreds of connections with malformed data leave no descriptors and no memory behind."""
+def test_no_resources_are_leaked(victim: Victim) -> None:
+    """After hundreds of connections with malformed data, no descriptors and no memory are left behind."""
     process = psutil.Process()
 
     def visit(count: int) -> None:

@@ -1,4 +1,4 @@
-"""inproc://: addresses, calls from coroutines and threads, what is refused, and endings."""
+"""Tests of inproc://: addresses, calls from coroutines and threads, refused calls, and endings."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ async def test_siblings_in_one_call(executor: symbiosis.Executor) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_calls_that_do_not_fit(executor: symbiosis.Executor, bad: Call, complaint: str) -> None:
-    """Refused before anything is queued, from the loop and from a thread; the channel goes on."""
+async def test_calls_of_the_wrong_shape(executor: symbiosis.Executor, bad: Call, complaint: str) -> None:
+    """Such calls are refused before they are queued, from the loop and from a thread, and the channel continues."""
     channel = await connect("alice")
     with pytest.raises(RequestError, match=complaint) as caught:
         channel.send(bad)
@@ -107,7 +107,7 @@ async def test_cancel(executor: symbiosis.Executor) -> None:
     reply = channel.send(mine)
     channel.cancel(mine)
     channel.cancel(mine)
-    channel.cancel(call())  # never sent
+    channel.cancel(call())  # the call was never sent
     assert executor.engine.scheduler.outstanding == 0
     await asyncio.sleep(0.01)
     assert not reply.done()
@@ -149,7 +149,7 @@ async def test_one_more_address(executor: symbiosis.Executor, base: Any) -> None
     await listener.close()
     with pytest.raises(ExecutorClosedError):
         channel.send(call())
-    other = await connect("d")  # the first address is still open
+    other = await connect("d")  # the first address still works
     await other.send(call())
     other.close()
     with pytest.raises(UsageError, match="in use"):

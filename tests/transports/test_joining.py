@@ -21,7 +21,7 @@ ADDRESS = "tcp://there:1"
 
 
 class FakeExecutor:
-    """Answers first messages with a share of three chunks."""
+    """A service that answers first messages with a share of three chunks."""
 
     def __init__(self, fingerprint: str) -> None:
         self.tensors = {"a": torch.randn(int(2.5 * CHUNK) // 4)}
@@ -76,7 +76,7 @@ def test_a_client_that_joins_again_keeps_its_share() -> None:
     assert len(executor.asked) == 1
 
 
-def test_a_descriptor_of_the_share_comes_with_the_welcome() -> None:
+def test_a_descriptor_of_the_share_is_sent_with_the_welcome() -> None:
     executor = FakeExecutor("mapped")
     messages = joining("shm:///x", Hello("a"), False)
     next(messages)
@@ -87,7 +87,7 @@ def test_a_descriptor_of_the_share_comes_with_the_welcome() -> None:
     assert torch.equal(joined.share.tensors["a"], executor.tensors["a"])
 
 
-def test_a_look() -> None:
+def test_a_status_connection() -> None:
     joined = FakeExecutor("look").run(joining(ADDRESS, Hello(None), False))
     assert joined.look is not None
     assert joined.look.status == {"model": "M"}
@@ -109,7 +109,7 @@ def test_the_executors_reason_is_raised() -> None:
         (Type.WELCOME, [{"share": {}}], []),
     ],
 )
-def test_another_message_than_the_welcome(answer: Message) -> None:
+def test_another_message_instead_of_the_welcome(answer: Message) -> None:
     messages = joining(ADDRESS, Hello("a"), False)
     next(messages)
     with pytest.raises(WireError):
@@ -127,7 +127,7 @@ def test_another_message_than_the_welcome(answer: Message) -> None:
         lambda answer: (Type.RESULT, answer[1], answer[2]),
     ],
 )
-def test_a_chunk_that_was_not_asked_for(change: Any) -> None:
+def test_a_chunk_that_was_not_requested(change: Any) -> None:
     executor = FakeExecutor(f"wrong chunk {change!r}")
 
     def receive() -> Message:

@@ -1,4 +1,4 @@
-"""The executor's side of the wire without I/O: joining, calls, limits, cancelling, the end."""
+"""The executor's side of the wire protocol without I/O: joining, calls, limits, cancelling and the end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Share:
 
 
 class Service:
-    """An executor that admits every name once."""
+    """An executor that admits each name once."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
@@ -77,7 +77,7 @@ class Service:
 
 
 class Ends:
-    """Line and courier: records what the peer does. ``late``: tensors arrive after their message."""
+    """Line and courier that record the actions of the peer. With ``late``, tensors arrive after their message."""
 
     def __init__(self, late: bool = False) -> None:
         self.sent: list[tuple[Type, Any]] = []
@@ -177,7 +177,7 @@ async def test_a_status_connection_has_no_session() -> None:
 
 
 @pytest.mark.parametrize("name", ["job", "full"])
-async def test_a_client_that_is_not_admitted_is_told_why(name: str) -> None:
+async def test_a_client_that_is_not_admitted_gets_the_reason(name: str) -> None:
     _, _, service = a_peer()
     peer, ends, _ = a_peer(join=False, service=service)
     peer.received(wire.pack_hello(Hello(name)))
@@ -186,7 +186,7 @@ async def test_a_client_that_is_not_admitted_is_told_why(name: str) -> None:
     assert peer.gone
 
 
-async def test_a_client_at_its_limits_is_not_read() -> None:
+async def test_messages_of_a_client_at_its_limits_are_not_read() -> None:
     peer, ends, service = a_peer()
     session = service.sessions["tenant/job"]
     peer.received(a_call(1, rows=9))
@@ -206,12 +206,12 @@ async def test_a_cancelled_call_is_answered_once() -> None:
     await answered(session.replies[0], (torch.zeros(1, 8),))
     assert [(type_, content[:2]) for type_, content in ends.sent] == [(Type.FAILED, [1, "ClientClosedError"])]
     assert len(session.cancelled) == 1
-    peer.received(a_call(1))  # the id is free again
+    peer.received(a_call(1))  # the id can be used again
     await answered(session.replies[1], (torch.zeros(1, 8),))
     assert ends.sent[1] == (Type.RESULT, [1])
 
 
-async def test_tensors_that_come_after_their_message() -> None:
+async def test_tensors_that_arrive_after_their_message() -> None:
     peer, ends, service = a_peer(late=True)
     session = service.sessions["tenant/job"]
     peer.received(a_call(1))

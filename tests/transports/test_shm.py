@@ -1,4 +1,4 @@
-"""``shm://``: tenants in other processes, or in this one over the same socket."""
+"""Tests of ``shm://``: tenants in other processes, or in this process over the same socket."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_more_messages_than_a_socket_holds(base: Any, address: str) -> Non
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         channel = await make_transport(address, retry=0.0).connect(address, "alice")
-        for _ in range(1000):  # without a turn of the event loop, on which the executor reads
+        for _ in range(1000):  # the event loop, on which the executor reads, does not run meanwhile
             channel.begin_walk()
             channel.end_walk()
         spec = channel.layers[0]
@@ -75,8 +75,8 @@ async def test_more_messages_than_a_socket_holds(base: Any, address: str) -> Non
         channel.close()
 
 
-async def test_a_flood_waits_for_its_turn(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read may bring tens of thousands of messages: after a few of them, the loop goes round."""
+async def test_a_flood_is_read_in_parts(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read may return tens of thousands of messages. The executor handles a few of them before other tasks run."""
     order: list[str] = []
     rounds: Counter[int] = Counter()
     count = itertools.count()
@@ -173,7 +173,7 @@ async def test_synchronous_code_alone_bit_equal(architecture: str, base_layers: 
 
 
 async def test_among_others(address: str) -> None:
-    """Three tenants over the socket beside five in the executor's process."""
+    """Three tenants use the socket, beside five in the executor's process."""
     model = tiny_model("llama")
     configs = [make("llama") for make in METHODS.values()]
     expected = [run_job_plain(model, copy.deepcopy(config), SHORT, seed=seed) for seed, config in enumerate(configs)]
@@ -208,7 +208,7 @@ async def test_copies_of_a_model_share_its_connection(base: Any, address: str) -
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
-async def test_tied_embeddings_are_the_clients(address: str) -> None:
+async def test_tied_embeddings_are_part_of_the_clients_share(address: str) -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     config = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, modules_to_save=["embed_tokens"])
     expected = run_job_plain(model, copy.deepcopy(config))
@@ -219,7 +219,7 @@ async def test_tied_embeddings_are_the_clients(address: str) -> None:
     assert comparison.bit_equal, comparison
 
 
-async def test_what_a_tenant_writes_stays_its_own(base: Any, address: str) -> None:
+async def test_writes_of_a_tenant_stay_its_own(base: Any, address: str) -> None:
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         async with symbiosis.connect(address) as remote, remote.client() as one, remote.client() as two:
@@ -227,7 +227,7 @@ async def test_what_a_tenant_writes_stays_its_own(base: Any, address: str) -> No
             assert torch.equal(two.model.model.norm.weight, base.model.norm.weight)
 
 
-async def test_base_weights_are_not_handed_out(base: Any, address: str) -> None:
+async def test_base_weights_are_not_sent(base: Any, address: str) -> None:
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         async with symbiosis.connect(address) as remote, remote.client() as client:
@@ -243,7 +243,9 @@ async def test_base_weights_are_not_handed_out(base: Any, address: str) -> None:
 # Lifecycle
 
 
-async def test_socket_is_the_owners_alone_and_goes_with_the_executor(base: Any, address: str, tmp_path: Path) -> None:
+async def test_the_socket_belongs_to_its_owner_and_is_removed_by_the_executor(
+    base: Any, address: str, tmp_path: Path
+) -> None:
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         path = tmp_path / "s.sock"
@@ -253,7 +255,7 @@ async def test_socket_is_the_owners_alone_and_goes_with_the_executor(base: Any, 
     assert not path.exists()
 
 
-async def test_socket_of_a_killed_executor_is_replaced_and_nothing_else(base: Any, tmp_path: Path) -> None:
+async def test_only_the_socket_of_a_killed_executor_is_replaced(base: Any, tmp_path: Path) -> None:
     stale = socket.socket(socket.AF_UNIX)
     stale.bind(str(tmp_path / "s.sock"))
     stale.close()
@@ -276,7 +278,7 @@ async def test_socket_of_a_killed_executor_is_replaced_and_nothing_else(base: An
     assert (tmp_path / "file").read_text() == "precious"
 
 
-async def test_nothing_is_left_open(base: Any, address: str) -> None:
+async def test_no_descriptor_is_left_open(base: Any, address: str) -> None:
     async def once() -> None:
         async with symbiosis.Executor(base) as executor:
             await executor.listen(address)
@@ -303,7 +305,7 @@ async def test_status_and_tokenizer(base: Any, address: str) -> None:
                 remote.tokenizer()
 
 
-async def test_closed_model_says_so(base: Any, address: str) -> None:
+async def test_a_closed_model_raises_an_error(base: Any, address: str) -> None:
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
 
@@ -317,7 +319,7 @@ async def test_closed_model_says_so(base: Any, address: str) -> None:
             model(input_ids=IDS)
 
 
-async def test_a_forked_child_is_told_that_the_model_is_its_parents(base: Any, address: str) -> None:
+async def test_a_forked_child_gets_an_error_that_the_model_is_its_parents(base: Any, address: str) -> None:
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
 
@@ -341,7 +343,7 @@ async def test_a_forked_child_is_told_that_the_model_is_its_parents(base: Any, a
 
 
 async def test_coroutines_survive_a_restart(base: Any, address: str) -> None:
-    """The executor goes in the middle of training and generating, and comes back: the results are the same."""
+    """The executor ends during training and generation and is started again: the results are the same."""
     expected = run_job_plain(base, lora())
     executors = [symbiosis.Executor(copy.deepcopy(base)) for _ in range(4)]
     await executors[0].start()
@@ -385,7 +387,7 @@ async def test_synchronous_code_survives_a_restart(base: Any, address: str) -> N
     assert comparison.bit_equal, comparison
 
 
-async def test_another_model_at_the_same_address_is_not_taken(base: Any, address: str) -> None:
+async def test_another_model_at_the_same_address_is_refused(base: Any, address: str) -> None:
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         remote = symbiosis.connect(address, retry=10.0)
@@ -402,7 +404,7 @@ async def test_another_model_at_the_same_address_is_not_taken(base: Any, address
 # Arena
 
 
-def test_an_arena_cannot_be_cut_short() -> None:
+def test_an_arena_cannot_be_truncated() -> None:
     arena, descriptor = Arena.create(1 << 20)
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 4096)
@@ -414,7 +416,7 @@ def test_an_arena_cannot_be_cut_short() -> None:
     os.close(descriptor)
 
 
-def test_places_are_taken_once_and_come_together_again() -> None:
+def test_places_are_taken_once_and_merged_after_use() -> None:
     places = Places(1 << 13, 3 << 12)
     taken = [places.take(100) for _ in range(32)]
     assert len(set(taken)) == 32
@@ -425,8 +427,8 @@ def test_places_are_taken_once_and_come_together_again() -> None:
     assert places.take(1 << 12) == 1 << 13
 
 
-def test_peft_on_a_model_that_was_opened(base: Any, address: str) -> None:
-    """Everything from the outside, as a user would write it: a server of one's own on another thread."""
+def test_peft_on_an_opened_model(base: Any, address: str) -> None:
+    """The test uses the public API only, with a server of the user's own on another thread."""
     ready, done = threading.Event(), threading.Event()
 
     async def serve() -> None:
@@ -450,7 +452,7 @@ def test_peft_on_a_model_that_was_opened(base: Any, address: str) -> None:
 
 
 async def test_a_burst_of_clients_while_the_executor_is_busy(base: Any, address: str) -> None:
-    """All of them wait in the kernel's queue until the executor has time."""
+    """All of the clients wait in the kernel's queue until the executor accepts them."""
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         burst = [socket.socket(socket.AF_UNIX) for _ in range(300)]

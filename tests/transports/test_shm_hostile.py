@@ -1,4 +1,4 @@
-"""``shm://``: clients that break the rules, and limits."""
+"""Tests of ``shm://`` with limits and with clients that break the rules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def address(tmp_path: Path) -> str:
 
 
 class Raw:
-    """A client by hand, for what a real one would not do."""
+    """A hand-written client that can send messages that a real client would not send."""
 
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -114,7 +114,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("what", OUTSIDE)
-async def test_bad_messages_end_that_client_alone(base: Any, address: str, what: str) -> None:
+async def test_bad_messages_end_the_connection_of_that_client_only(base: Any, address: str, what: str) -> None:
     expected = base(input_ids=IDS).logits
 
     def mallory() -> Any:
@@ -161,7 +161,7 @@ async def test_a_client_that_floods_waits_and_other_clients_do_not(base: Any, ad
                 raw.send(*[a_call(sent + index) for index in range(100)])
                 sent += 100
             except TimeoutError:
-                continue  # the executor has stopped reading, as it must
+                continue  # the executor has stopped reading, as required
         raw.socket.close()
         return sent
 
@@ -197,7 +197,7 @@ async def test_a_status_connection_ends(base: Any, address: str, monkeypatch: py
 
 
 async def test_cancelled_while_it_opens(base: Any, address: str) -> None:
-    """At any moment: no session, no descriptor is left."""
+    """Cancellation at any moment leaves no session and no descriptor."""
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         async with symbiosis.connect(address) as remote:
@@ -213,7 +213,7 @@ async def test_cancelled_while_it_opens(base: Any, address: str) -> None:
 
 
 async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It lives, so the kernel says nothing; and it does not answer pings."""
+    """The process of the executor exists, so the kernel reports no end, but it does not answer pings."""
     monkeypatch.setattr("symbiosis.transports.conversation.PING_AFTER_S", 0.2)
     monkeypatch.setattr("symbiosis.transports.conversation.SILENT_FOR_S", 1.0)
     async with symbiosis.Executor(base) as executor:

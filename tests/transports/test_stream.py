@@ -43,7 +43,7 @@ MESSAGES = st.lists(st.tuples(st.binary(max_size=60), st.binary(max_size=60) | s
 
 
 @given(MESSAGES, st.data())
-def test_a_stream_is_cut_the_same_however_it_arrives(messages: list[Found], data: st.DataObject) -> None:
+def test_messages_do_not_depend_on_how_bytes_are_divided(messages: list[Found], data: st.DataObject) -> None:
     sent = b"".join(frame(message, len(payload)) + payload for message, payload in messages)
     stream, found = ByteStream(1000), list[Found]()
     while sent:
@@ -59,7 +59,7 @@ def test_a_payload_that_is_not_taken_is_dropped() -> None:
     assert feed(stream, sent, lambda message: message == b"two") == [(b"two", b"12345")]
 
 
-def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come() -> None:
+def test_a_length_beyond_the_limit_is_refused_before_its_bytes_arrive() -> None:
     with pytest.raises(WireError, match="101 bytes is announced"):
         feed(ByteStream(100), (101).to_bytes(4, "little") + bytes(8))
 
@@ -67,7 +67,7 @@ def test_a_length_beyond_the_limit_is_refused_before_its_bytes_come() -> None:
 def test_a_large_message() -> None:
     stream, message = ByteStream(10 << 20), bytes(range(256)) * 20_000
     assert feed(stream, frame(message) + frame(b"small")) == [(message, b""), (b"small", b"")]
-    assert len(stream.room()) < 1 << 20  # its memory is given back
+    assert len(stream.room()) < 1 << 20  # the memory of the message is freed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -118,7 +118,7 @@ def test_a_changed_byte_ends_tls(ends: tuple[TlsByteStream, TlsByteStream]) -> N
         feed(server, bytes(sent))
 
 
-def test_a_handshake_without_end_is_refused(ends: tuple[TlsByteStream, TlsByteStream]) -> None:
+def test_an_endless_handshake_is_refused(ends: tuple[TlsByteStream, TlsByteStream]) -> None:
     _, server = ends
     record = b"\x16\x03\x01\x40\x00\x01\x01\x00\x00" + bytes(0x4000 - 4)  # a ClientHello of 16 MiB
     with pytest.raises((WireError, ssl.SSLError)):

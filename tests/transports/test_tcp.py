@@ -1,4 +1,4 @@
-"""``tcp://``: results, addresses, the share of a model, restarts and deaths."""
+"""Tests of ``tcp://``: results, addresses, the share of a model, restarts and killed processes."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_among_others(base: Any) -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://", "tcp://host", "tcp://:7000", "tcp://127.0.0.1:x", "tcp://127.0.0.1:70000"]
 )
-def test_addresses_that_are_none(address: str) -> None:
+def test_invalid_addresses(address: str) -> None:
     with pytest.raises(UsageError, match="write tcp://host:port"):
         resolve(address)
 
@@ -163,7 +163,7 @@ def test_chunks_are_a_safetensors_file() -> None:
     served.close()
 
 
-def test_a_share_that_lies() -> None:
+def test_an_invalid_share() -> None:
     for size in (None, "1", -1, 3, 1 << 60):
         with pytest.raises(WireError):
             ReceivedShare(size)
@@ -179,7 +179,7 @@ def test_a_share_that_lies() -> None:
     file.close()
 
 
-# Restarts and deaths
+# Restarts and killed processes
 
 
 async def test_coroutines_survive_a_restart(base: Any) -> None:
@@ -214,7 +214,7 @@ async def test_synchronous_code_survives_a_restart(base: Any) -> None:
     assert comparison.bit_equal, comparison
 
 
-async def test_another_model_at_the_same_address_is_not_taken(base: Any) -> None:
+async def test_another_model_at_the_same_address_is_refused(base: Any) -> None:
     address = free_address()
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
@@ -230,7 +230,7 @@ async def test_another_model_at_the_same_address_is_not_taken(base: Any) -> None
 
 
 async def test_a_killed_client_is_found(base: Any) -> None:
-    """In the middle of a walk, so that batches would wait for the client."""
+    """The client is killed in the middle of a walk, and batches would otherwise wait for it."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         tenant = await asyncio.create_subprocess_exec(
@@ -245,7 +245,7 @@ async def test_a_killed_client_is_found(base: Any) -> None:
 
 
 async def test_a_stopped_client_delays_others_by_a_second_at_most(base: Any) -> None:
-    """In the middle of a walk, under a policy whose batches wait for all clients."""
+    """The client is stopped in the middle of a walk, under a policy whose batches wait for all clients."""
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         listener = await executor.listen(LOCAL)
         tenant = await asyncio.create_subprocess_exec(
@@ -257,7 +257,7 @@ async def test_a_stopped_client_delays_others_by_a_second_at_most(base: Any) -> 
         async with executor.client() as client:
             out = await asyncio.wait_for(client.forward(input_ids=IDS), 1.0 + 5.0)
             assert torch.equal(out.logits, base(IDS).logits)
-        assert len(executor.status()["clients"]) == 1  # its kernel answers: it may go on
+        assert len(executor.status()["clients"]) == 1  # the client's kernel still answers, so the client may continue
         tenant.kill()
         await until(lambda: not executor.status()["clients"])
         await tenant.wait()
@@ -283,7 +283,7 @@ async def test_a_closed_model_and_a_forked_child(base: Any) -> None:
                 os.close(writing)
                 with os.fdopen(reading) as pipe:
                     told = pipe.read()
-                model(input_ids=IDS)  # the parent goes on
+                model(input_ids=IDS)  # the parent's model can still be used
             with pytest.raises(ClientClosedError):
                 model(input_ids=IDS)
             return told

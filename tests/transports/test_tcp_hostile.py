@@ -1,4 +1,4 @@
-"""``tcp://``: clients that break the rules, and limits."""
+"""Tests of ``tcp://`` with limits and with clients that break the rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-async def test_bad_messages_end_that_client_alone(base: Any, what: str) -> None:
+async def test_bad_messages_end_the_connection_of_that_client_only(base: Any, what: str) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
@@ -160,7 +160,7 @@ async def test_a_connection_without_hello_is_closed(base: Any, monkeypatch: pyte
             await until(lambda: not listener.lines)  # type: ignore[attr-defined]
 
 
-async def test_names_are_each_tenants_own(base: Any, keys: Path) -> None:
+async def test_names_belong_to_each_tenant(base: Any, keys: Path) -> None:
     """Two tenants may use the same name for a client."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
@@ -171,7 +171,7 @@ async def test_names_are_each_tenants_own(base: Any, keys: Path) -> None:
             assert executor.status()["clients"] == ["alice/job", "bob/job"]
 
 
-async def test_a_tenant_sees_its_own_clients(base: Any, keys: Path) -> None:
+async def test_a_tenant_sees_its_own_clients_only(base: Any, keys: Path) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
@@ -184,7 +184,7 @@ async def test_a_tenant_sees_its_own_clients(base: Any, keys: Path) -> None:
 
 
 async def test_a_burst_of_connections_while_the_executor_is_busy(base: Any) -> None:
-    """All of them wait in the kernel's queue until the executor has time."""
+    """All of the connections wait in the kernel's queue until the executor accepts them."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         burst = [socket.create_connection(resolve(listener.address), 1.0) for _ in range(300)]
@@ -194,8 +194,8 @@ async def test_a_burst_of_connections_while_the_executor_is_busy(base: Any) -> N
         await until(lambda: not listener.lines)  # type: ignore[attr-defined]
 
 
-async def test_hello_is_said_once(base: Any) -> None:
-    """Each is answered with the tokenizer's files: enough of them would be a lot."""
+async def test_hello_is_sent_once(base: Any) -> None:
+    """Each HELLO is answered with the tokenizer's files, so many of them would fill the memory."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
         with raw(listener.address) as mallory:
@@ -227,7 +227,7 @@ async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
 
 
 async def test_a_client_at_its_limits_waits_and_other_clients_do_not(base: Any) -> None:
-    """A client of ours keeps to the limits: it may ask for any number of calls, and gets them one after another."""
+    """A regular client keeps to the limits: it may make any number of calls, and gets the results one after another."""
     limits = Limits(calls=4, rows=64)
     async with symbiosis.Executor(base, policy="no-lockstep") as executor:
         listener = await executor.listen(LOCAL, limits=limits)
@@ -260,7 +260,7 @@ async def test_a_client_that_floods_is_disconnected_and_other_clients_are_served
                     try:
                         socket.send(a_call(sent, 200), rows(200))
                     except OSError:
-                        break  # the executor has stopped reading, as it must, or has ended the connection
+                        break  # the executor has stopped reading, as required, or has ended the connection
                     sent += 1
                     socket.socket.settimeout(60.0)
                     while reads and socket.poll():
@@ -286,8 +286,8 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-async def test_what_has_no_end_is_refused_at_once(base: Any, what: str) -> None:
-    """Nothing is allocated for it, and nothing of it is waited for."""
+async def test_endless_input_is_refused_at_once(base: Any, what: str) -> None:
+    """The executor allocates no memory for it, and does not wait for more of it."""
     said_hello, data = ENDLESS[what]
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL)
@@ -304,7 +304,7 @@ async def test_what_has_no_end_is_refused_at_once(base: Any, what: str) -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"\x16\x03\x01", b"\x16\x03\x01\x40\x00" + bytes(200)], ids=["nothing", "little", "some"]
 )
-async def test_a_handshake_without_end(base: Any, keys: Path, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_endless_handshake(base: Any, keys: Path, sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         with socket.create_connection(resolve(listener.address)) as mallory:
@@ -314,7 +314,7 @@ async def test_a_handshake_without_end(base: Any, keys: Path, sent: bytes, caplo
 
 
 async def test_a_handshake_while_the_executor_is_busy(base: Any, keys: Path) -> None:
-    """What came in time counts, however late the executor reads it."""
+    """Bytes that arrived in time count, even if the executor reads them late."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         joining = asyncio.create_task(in_thread(raw, listener.address, keys / "alice.secret"))
@@ -341,7 +341,7 @@ async def test_a_call_too_large_for_the_limits(base: Any) -> None:
 
 
 async def test_results_count_before_anything_runs(base: Any) -> None:
-    """The rows of a call fit into the limit, its results do not: a head with a large vocabulary multiplies them."""
+    """The rows of a call are within the limit and its results are not: the head has far more columns than its input."""
     async with symbiosis.Executor(base) as executor:
         head = next(spec for spec in executor.layers if spec.name == "lm_head")
         listener = await executor.listen(LOCAL, limits=Limits(arena_bytes=1 << 20))

@@ -1,4 +1,4 @@
-"""``tcp://`` with keys: who is admitted, who sees what."""
+"""Tests of ``tcp://`` with keys: the tenants that are admitted, and the data that each tenant sees."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ with symbiosis.open_model(address, key=key, retry=0.0) as model, torch.no_grad()
 
 
 async def process(address: str, key: Path) -> tuple[int, str, str]:
-    """A tenant in a process of its own: exit status, output, errors."""
+    """Run a tenant in a process of its own, and return exit status, output and errors."""
     tenant = await asyncio.create_subprocess_exec(
         sys.executable, "-c", TENANT, address, str(key), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -103,7 +103,7 @@ async def test_a_key_on_one_side_only(base: Any, keys: Path, caplog: pytest.LogC
     assert "bytes is announced" in refusals(caplog)[1]
 
 
-async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> None:
+async def test_keys_of_tenants_are_added_and_removed_without_a_restart(base: Any, keys: Path) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         async with symbiosis.connect(listener.address, key=new_key(keys, "carol")):
@@ -114,7 +114,7 @@ async def test_tenants_come_and_go_without_a_restart(base: Any, keys: Path) -> N
 
 
 async def test_a_tenant_cannot_admit_others(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The certificate of a tenant may claim to be one of an authority: nothing that it signs is admitted."""
+    """The certificate of a tenant may claim to be one of an authority. No certificate that it signs is admitted."""
     authority, secret = certificate("carol"), Ed25519PrivateKey.generate()
     (keys / "carol.public").write_text(authority[1])
     signed = certificate("mallory", secret, authority[0])
@@ -132,7 +132,7 @@ async def test_a_tenant_cannot_admit_others(base: Any, keys: Path, caplog: pytes
 def certificate(
     name: str, key: Ed25519PrivateKey | None = None, authority: Ed25519PrivateKey | None = None
 ) -> tuple[Ed25519PrivateKey, str]:
-    """An authority's key and certificate, or those of a key that an authority has signed."""
+    """Return an authority's key and certificate, or those of a key that an authority has signed."""
     key = key or Ed25519PrivateKey.generate()
     subject, issuer = (x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, who)]) for who in (name, "carol"))
     made = (
@@ -149,7 +149,7 @@ def certificate(
     return key, made.public_bytes(Encoding.PEM).decode()
 
 
-async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path, tmp_path: Path) -> None:
+async def test_removing_a_key_ends_its_sessions(base: Any, keys: Path, tmp_path: Path) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         alice = symbiosis.connect(listener.address, key=keys / "alice.secret", retry=60.0)
@@ -158,7 +158,7 @@ async def test_a_key_that_is_taken_away_ends_its_sessions(base: Any, keys: Path,
             await hers.forward(input_ids=IDS)
             (keys / "alice.public").unlink()
             await until(lambda: executor.status()["clients"] == ["bob/bob"], 5)
-            with pytest.raises(RefusedError, match="the key of alice was removed"):  # and does not come back
+            with pytest.raises(RefusedError, match="the key of alice was removed"):  # and it is not admitted again
                 await asyncio.wait_for(hers.forward(input_ids=IDS), 5)
             (keys / "bob.public").rename(keys / "robert.public")
             away = await asyncio.to_thread(keys.rename, tmp_path / "elsewhere")
@@ -187,7 +187,7 @@ async def test_a_broken_key_folder_does_not_end_authentication(
 
 
 async def test_a_tenant_cannot_use_the_session_of_another(base: Any, keys: Path) -> None:
-    """Names and ids of calls are each connection's own."""
+    """Names and ids of calls belong to one connection."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         alice = await in_thread(raw, listener.address, keys / "alice.secret")

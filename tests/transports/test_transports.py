@@ -1,4 +1,4 @@
-"""Every built-in transport keeps what the public conformance kit asks for."""
+"""Every built-in transport passes the public conformance kit."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ class TestTcpWithKeys(TestTcp):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane whose other side was killed while it opened ends within the test."""
+    """Shorten the time limit, so that a lane whose other side was killed while it opened ends within the test."""
     monkeypatch.setattr(lanes, "WITHIN_S", 10.0)
-    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 1.0)  # five times that at most, and enough for a busy machine
+    monkeypatch.setattr(lanes, "MEET_WITHIN_S", 1.0)  # five times that at most, which is enough for a busy machine
 
 
 @pytest.mark.usefixtures("impatient")
 class TestDist(TestTcp):
-    """Over gloo; NCCL takes two GPUs."""
+    """The tests run over gloo, because NCCL needs two GPUs."""
 
     def address(self, folder: Path) -> str:
         return "dist://127.0.0.1:0"

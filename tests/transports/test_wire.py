@@ -1,4 +1,4 @@
-"""The wire format by itself: what is written is read, and whatever else arrives is refused and nothing worse."""
+"""Tests of the wire format: messages that are written can be read, and all other bytes are refused without harm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ plain = st.recursive(
 
 
 @given(calls)
-def test_calls_come_back(call: CallMessage) -> None:
+def test_calls_are_read_as_written(call: CallMessage) -> None:
     type_, content = wire.unpack(wire.pack_call(call))
     assert type_ is Type.CALL
     assert wire.read_call(content) == call
@@ -55,7 +55,7 @@ def test_calls_come_back(call: CallMessage) -> None:
         ),
     )
 )
-def test_hellos_come_back(hello: Hello) -> None:
+def test_hellos_are_read_as_written(hello: Hello) -> None:
     type_, content = wire.unpack(wire.pack_hello(hello))
     assert type_ is Type.HELLO
     assert wire.read_hello(content) == hello
@@ -77,7 +77,7 @@ def test_hellos_come_back(hello: Hello) -> None:
         ({"kind": [1]}, "kind"),
     ],
 )
-def test_terms_that_mean_nothing(terms: Any, why: str) -> None:
+def test_invalid_terms(terms: Any, why: str) -> None:
     with pytest.raises(WireError, match=why):
         wire.read_hello([wire.MAGIC, wire.VERSION, "a", terms])
 
@@ -124,32 +124,32 @@ def test_any_content_is_a_call_or_refused(content: list[Any]) -> None:
         msgpack.packb(["x"]),
         msgpack.packb([[1]]),
         msgpack.packb(msgpack.ExtType(1, b"x")),
-        b"\x91" * 60_000,  # nested deeper than any parser goes
+        b"\x91" * 60_000,  # nested deeper than any parser supports
         b"\xdd\xff\xff\xff\xff",  # an array said to have 4 billion elements
-        b"\xc6\xff\xff\xff\xff",  # 4 GB of bytes, it says
+        b"\xc6\xff\xff\xff\xff",  # claims to be 4 GB of bytes
         msgpack.packb([1, b"x" * (64 << 10)]),
     ],
     ids=range(11),
 )
-def test_what_is_no_message(data: bytes) -> None:
+def test_invalid_messages(data: bytes) -> None:
     with pytest.raises(WireError):
         wire.unpack(data)
 
 
 @pytest.mark.parametrize("name", [*errors.__all__, "OSError", "__class__", None, 7])
-def test_errors_come_back_as_their_class_and_no_other(name: Any) -> None:
+def test_an_error_is_read_as_its_own_class(name: Any) -> None:
     error = wire.error_of(name, "why")
     assert type(error) is (getattr(errors, name) if name in errors.__all__ else BrokenError)
     assert str(error) == "why"
 
 
-def test_a_failure_tells_its_class() -> None:
+def test_a_failure_states_its_class() -> None:
     _, content = wire.unpack_answer(wire.pack_error(4, LayerError("x failed")))
     assert content == [4, "LayerError", "x failed"]
     _, content = wire.unpack_answer(wire.pack_error(4, ZeroDivisionError("y")))
     assert content == [4, "BrokenError", "y"]
 
 
-def test_a_failure_without_a_reason_is_a_failure_all_the_same() -> None:
+def test_a_failure_without_a_reason_is_still_a_failure() -> None:
     for content in ([], ["LayerError"], [7, 8]):
         assert isinstance(wire.error_of(*content[:2]), errors.SymbiosisError)
