@@ -19,7 +19,7 @@ from rich.table import Table
 from symbiosis.core.registry import make_policy, make_transport
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
-from symbiosis.terminal.loop import run, wait_passively
+from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
 
 
 class LogFormat(StrEnum):
@@ -98,6 +98,7 @@ def serve(
     """
     if any(address.startswith("shm://") for address in listen):
         wait_passively()
+    allow_descriptors()
     make_policy(policy)
     limits = {"limits": _limits(limit or [])}
     network: dict[str, Any] = {**limits, "keys": keys, "insecure": insecure}

@@ -7,7 +7,7 @@ back. A :class:`Listener` is an open address of an executor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec
@@ -95,6 +95,13 @@ class Service(Protocol):
             UsageError: the name is in use.
             ExecutorClosedError: the executor was closed.
         """
+
+    def reserve(self, tenants: Callable[[], Container[str]]) -> None:
+        """Keep the names of tenants whom a listener authenticates for them. ``tenants`` returns their names now."""
+
+    def check_name(self, client: str) -> None:
+        """Raise RefusedError if a client that is not authenticated has the name of a tenant whom a listener
+        authenticates."""
 
     def resident(self) -> Resident:
         """Return the model itself, for clients in this process."""

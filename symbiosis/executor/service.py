@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident, Share
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Identity, Listener, Session
-from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.session import ExecutorSession
@@ -53,6 +53,8 @@ class ExecutorService:
         self.taps: list[Callable[[Session], Session]] = []
         self._share: Share | None = None
         self._identity: Identity | None = None
+        self._reserved: list[Callable[[], Container[str]]] = []
+        """Each returns names of tenants that are authenticated."""
         self._started: float | None = None
         self._closed = False
 
@@ -103,6 +105,14 @@ class ExecutorService:
         for tap in self.taps:
             session = tap(session)
         return session
+
+    def reserve(self, tenants: Callable[[], Container[str]]) -> None:
+        self._reserved.append(tenants)
+
+    def check_name(self, client: str) -> None:
+        tenant = client.partition("/")[0]
+        if any(tenant in tenants() for tenants in self._reserved):
+            raise RefusedError(f"the name {client!r} is for a tenant with a key; choose another one")
 
     @property
     def clients(self) -> list[str]:

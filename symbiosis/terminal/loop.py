@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -26,3 +27,9 @@ def wait_passively() -> None:
     half their speed (docs/decisions/0011-idle-threads.md). Must be called before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def allow_descriptors() -> None:
+    """Let this process open as many files and connections as the system allows it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

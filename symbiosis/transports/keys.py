@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -201,6 +201,10 @@ class Keyring:
             self._context = _settings(context, self.own.path, trusted)
             self._seen, self._names, self.broken = seen, names, broken
         return self._names
+
+    def tenants(self) -> Collection[str]:
+        """Return the names of the tenants that were admitted at the last look at the folder."""
+        return self._names.values()
 
     def name_of(self, identity: str) -> str | None:
         """Return the tenant with this identity, by the last look at the folder; None if it was not admitted then."""

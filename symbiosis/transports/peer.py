@@ -30,7 +30,15 @@ import torch
 
 from symbiosis.core.requests import Call, Results
 from symbiosis.core.transport import Service, Session
-from symbiosis.errors import BusyError, ClientClosedError, ExecutorClosedError, SymbiosisError, UsageError, WireError
+from symbiosis.errors import (
+    BusyError,
+    ClientClosedError,
+    ExecutorClosedError,
+    RefusedError,
+    SymbiosisError,
+    UsageError,
+    WireError,
+)
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.limits import Limits
@@ -48,11 +56,17 @@ MAX_CONNECTIONS = 1024
 """Connections of a listener."""
 BACKLOG = 1024
 """Connections that the kernel keeps until a busy executor accepts them."""
+AT_ONCE = 32
+"""Connections that are accepted before the first of them is looked at; fewer than half of the spare descriptors."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
 
 
 class Line(Protocol):
     """The executor's end of one connection, as far as messages are concerned."""
+
+    @property
+    def authenticated(self) -> bool:
+        """Whether the connection has shown whose it is. Other clients cannot have the names of tenants with keys."""
 
     def send(self, message: bytes) -> None:
         """Send a message without waiting. Has no effect when the client is gone."""
@@ -172,10 +186,12 @@ class Peer:
         name = self._line.admit(hello.name or "")
         if hello.name is not None:
             try:
+                if not self._line.authenticated:
+                    self._service.check_name(name)
                 self.session = self._service.join(name, hello.terms)
             except UsageError as error:  # the name is in use
                 raise BusyError(str(error)) from error
-            except ExecutorClosedError as error:
+            except (ExecutorClosedError, RefusedError) as error:
                 self.refuse(error)
                 return
             log.info("client joined", client=self.session.client, tenant=self.tenant)

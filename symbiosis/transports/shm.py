@@ -28,7 +28,7 @@ from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Look, Service, Session
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports import device, peer, wire
+from symbiosis.transports import descriptors, device, peer, wire
 from symbiosis.transports.arena import Arena, Memory
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
@@ -105,8 +105,9 @@ class ShmListener:
                 os.umask(before)
             self._inode = self._path.stat().st_ino
             self._server = await asyncio.get_running_loop().create_unix_server(
-                lambda: ShmLine(self), sock=listening, backlog=peer.BACKLOG
+                lambda: ShmLine(self), sock=listening, backlog=peer.AT_ONCE
             )
+            listening.listen(peer.BACKLOG)
         except OSError as error:
             listening.close()
             raise UsageError(f"cannot listen on {self.address}: {error.strerror or error}") from error
@@ -163,15 +164,15 @@ class ShmLine(StreamLine):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self.listener.connected.add(self)
-        with self._socket() as connected:
-            pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        connected = transport.get_extra_info("socket")
+        pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         service, limits = self.listener.service, self.listener.limits
         self.peer = Peer(service, limits, f"uid {user} pid {pid}", self, ArenaCourier(self))
         self.open()
         if user not in (os.geteuid(), 0):
             self.peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
-        elif len(self.listener.connected) > peer.MAX_CONNECTIONS:
-            self.peer.refuse(BusyError(f"{peer.MAX_CONNECTIONS} clients are connected already; try later"))
+        else:
+            self._has_room(len(self.listener.connected), readable=True)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.listener.connected.discard(self)
@@ -180,15 +181,13 @@ class ShmLine(StreamLine):
     def send_descriptors(self, arena: int) -> None:
         """Send the descriptors of the arena and of the share. Nothing was sent before, so the socket has room. Raises
         WireError: the client does not take them."""
+        share = self.listener.share.descriptor()
         try:
-            with self._socket() as connected:
-                socket.send_fds(connected, [_CARRIES_DESCRIPTORS], [arena, self.listener.share.descriptor()])
+            # asyncio's object for the socket cannot send descriptors.
+            with socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno())) as connected:
+                socket.send_fds(connected, [_CARRIES_DESCRIPTORS], [arena, share])
         except OSError as error:
             raise WireError(f"the client does not take its descriptors: {error}") from error
-
-    def _socket(self) -> socket.socket:
-        """Return another object for the connection's socket, for what asyncio cannot do."""
-        return socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
 
 
 class ArenaCourier(Courier):
@@ -208,6 +207,8 @@ class ArenaCourier(Courier):
             return {}
         self._arena, descriptor = Arena.create(self._limits.arena_bytes)
         try:
+            if descriptors.left(descriptor) <= 0:
+                raise BusyError("no file descriptors are left at the executor; try later")
             self._line.send_descriptors(descriptor)
         finally:
             os.close(descriptor)

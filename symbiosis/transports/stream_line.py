@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from symbiosis.errors import SymbiosisError, WireError
+from symbiosis.errors import BusyError, SymbiosisError, WireError
 from symbiosis.log import get_logger
-from symbiosis.transports import peer, wire
+from symbiosis.transports import descriptors, peer, wire
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.stream import ByteStream
 
@@ -40,6 +40,24 @@ class StreamLine(asyncio.BufferedProtocol):
     def open(self) -> None:
         """Begin the conversation."""
         self._refuse_after(peer.HELLO_WITHIN_S, f"no HELLO within {peer.HELLO_WITHIN_S:.0f} s")
+
+    def _has_room(self, connections: int, *, readable: bool) -> bool:
+        """Return whether the executor can serve one more connection; otherwise end this one.
+
+        Args:
+            connections: number of connections of the listener.
+            readable: whether the client can read a reason.
+        """
+        left = descriptors.left(self._transport.get_extra_info("socket").fileno())
+        if connections <= peer.MAX_CONNECTIONS and left > 0:
+            return True
+        why = f"{peer.MAX_CONNECTIONS} clients are connected already" if left > 0 else "no file descriptors are left"
+        error = BusyError(f"{why} at the executor; try later")
+        if readable and 2 * left > -descriptors.SPARE:
+            self.peer.refuse(error)
+        else:
+            self.drop(error)
+        return False
 
     def get_buffer(self, hint: int) -> memoryview:
         return self._stream.room()
@@ -130,6 +148,10 @@ class StreamLine(asyncio.BufferedProtocol):
             self._pause()
         elif self._reading is None:
             self._reading = asyncio.get_running_loop().call_soon(self._read)
+
+    @property
+    def authenticated(self) -> bool:
+        return False
 
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         return status

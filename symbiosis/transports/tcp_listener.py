@@ -7,6 +7,7 @@ Until its end a peer can send the bytes of a handshake and no more, and only for
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -75,14 +76,16 @@ class TcpListener:
         self.service.share()
         loop, endpoint = asyncio.get_running_loop(), self._endpoint
         try:
-            self._server = await loop.create_server(
-                partial(TcpLine, self), endpoint.ip, endpoint.port, family=endpoint.family, backlog=peer.BACKLOG
-            )
+            listening = socket.create_server(endpoint, family=endpoint.family)
+            self._server = await loop.create_server(partial(TcpLine, self), sock=listening, backlog=peer.AT_ONCE)
+            listening.listen(peer.BACKLOG)
         except OSError as error:
             raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
-        port = self._server.sockets[0].getsockname()[1]
+        port = listening.getsockname()[1]
         self.address = f"{address.partition(':')[0]}://{endpoint._replace(port=port)}"
-        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
+        self._sweep()
+        if self.keys is not None:
+            self.service.reserve(self.keys.tenants)
         encrypted = self.keys is not None and carries_tensors(address)
         log.info("listening", address=self.address, encrypted=encrypted)
 
@@ -133,12 +136,7 @@ class TcpLine(StreamLine):
         where = transport.get_extra_info("peername")
         self.tenant = where[0] if where else "?"
         self.peer = Peer(listener.service, listener.limits, self.tenant, self, listener.courier(self))
-        if len(listener.lines) > peer.MAX_CONNECTIONS:
-            full = f"{peer.MAX_CONNECTIONS} clients are connected already; try later"
-            if listener.keys is None:
-                self.peer.refuse(BusyError(full))
-            else:  # there is no TLS yet over which to say so
-                self.drop(full)
+        if not self._has_room(len(listener.lines), readable=listener.keys is None):
             return
         try:
             prepare(transport.get_extra_info("socket"))
@@ -215,6 +213,10 @@ class TcpLine(StreamLine):
             super().end(error)
         else:
             self.drop(error)
+
+    @property
+    def authenticated(self) -> bool:
+        return self.user is not None
 
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         if self.user is None:

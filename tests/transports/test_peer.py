@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Identity
-from symbiosis.errors import BusyError, ExecutorClosedError, LayerError, RequestError, UsageError
+from symbiosis.errors import BusyError, ExecutorClosedError, LayerError, RefusedError, RequestError, UsageError
 from symbiosis.transports import wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
@@ -60,6 +60,10 @@ class Service:
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
 
+    def check_name(self, client: str) -> None:
+        if client == "tenant/reserved":
+            raise RefusedError("the name is reserved")
+
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Session:
         if client in self.sessions:
             raise UsageError(f"{client} is in use")
@@ -98,6 +102,8 @@ class Ends:
 
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         return status
+
+    authenticated = False
 
     def admit(self, name: str) -> str:
         if name == "full":

@@ -204,6 +204,23 @@ async def test_a_tenant_cannot_use_the_session_of_another(base: Any, keys: Path)
         await until(lambda: not executor.status()["clients"])
 
 
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_a_client_without_a_key_cannot_have_the_name_of_a_tenant_with_one(
+    base: Any, keys: Path, tmp_path: Path, scheme: str
+) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(LOCAL, keys=keys)
+        address = (await executor.listen(f"shm://{tmp_path}/s.sock" if scheme == "shm" else LOCAL)).address
+        async with symbiosis.connect(address) as remote:
+            for name in ("alice", "alice/job"):
+                with pytest.raises(RefusedError, match="is for a tenant with a key"):
+                    await remote.client(name=name).open()
+            async with remote.client(name="carol/job"):
+                assert executor.status()["clients"] == ["carol/job"]
+        async with executor.client(name="alice/provided"):  # the provider's own clients have any name
+            pass
+
+
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:0", "tcp://192.0.2.1:7000"])
 async def test_plaintext_stays_on_this_host(base: Any, address: str) -> None:
     async with symbiosis.Executor(base) as executor:
