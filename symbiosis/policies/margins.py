@@ -1,4 +1,5 @@
-"""The tuning constants of co-serving. The measurements are in ``docs/decisions/0015-constants-of-co-serving.md``."""
+"""The tuning constants of co-serving. ``docs/decisions/0015-constants-of-co-serving.md`` has the measurements that
+decided; each field states its own."""
 
 from __future__ import annotations
 

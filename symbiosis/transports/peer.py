@@ -56,8 +56,9 @@ MAX_CONNECTIONS = 1024
 """Connections of a listener."""
 BACKLOG = 1024
 """Connections that the kernel keeps until a busy executor accepts them."""
-AT_ONCE = 32
-"""Connections that are accepted before the first of them is looked at; fewer than half of the spare descriptors."""
+AT_ONCE = 8
+"""Connections that the event loop accepts in one turn. It looks at them some turns later, and until then each holds one
+of the spare descriptors."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
 
 

@@ -75,7 +75,7 @@ asyncio.run(main())
 
 
 def test_more_connections_than_descriptors(tmp_path: Path) -> None:
-    """The executor refuses them before it has no descriptor left. With none left, asyncio reported each attempt to accept
+    """The executor refuses them while it has descriptors left. With none left, asyncio reported each attempt to accept
     one of them, for nine tenths of a core.
     """
     path, errors = str(tmp_path / "s.sock"), tmp_path / "errors"
