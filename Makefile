@@ -20,9 +20,9 @@ demo: $(STAMP)
 	$(BIN)/symbiosis demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2
+	$(BIN)/python -m pytest --numprocesses 2 -m "not thorough"
 
-# What `make test` does less of: property tests with all examples, in place of a quarter, and more kills.
+# What `make test` does less of or leaves out: property tests with all examples, in place of a quarter, and long tests.
 thorough: $(STAMP)
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest --numprocesses 2 -m "hypothesis or thorough" tests
 

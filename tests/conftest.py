@@ -37,7 +37,7 @@ torch.set_num_threads(1)  # the models are tiny; a second thread costs more time
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the slow tests first. At the end, a slow test would occupy one worker while the other workers are idle."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: not any(item.get_closest_marker(name) for name in ("slow", "thorough")))
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,8 @@ class ExecutorSession:
                     break
             else:
                 return
-        misfit = due.misfit(self._layers[call.key.layers[0]].name, call.tensors)
+        name = f"{self._layers[call.key.layers[0]].name} {call.key.pass_.name}"
+        misfit = due.misfit(name, call.tensors)
         self._refuse(f"{misfit}; plain tensors on {self._device} are due")
 
     def _refuse(self, problem: str) -> NoReturn:

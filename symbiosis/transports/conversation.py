@@ -280,7 +280,8 @@ class Conversation:
             due = self._expected[call.key] = expected(self._layers, call.key)
         rows = due.rows(call.tensors)
         if not rows:
-            raise RequestError(due.misfit(self._layers[call.key.layers[0]].name, call.tensors))
+            name = f"{self._layers[call.key.layers[0]].name} {call.key.pass_.name}"
+            raise RequestError(due.misfit(name, call.tensors))
         call_bytes = spread(rows, due.widths, due.dtype)
         size = call_bytes + spread(rows, due.results, due.dtype)
         if size > self._most_bytes:

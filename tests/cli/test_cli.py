@@ -114,6 +114,7 @@ def test_a_command_that_fails_prints_the_reason(command: list[str], reason: str,
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_bench_wire(tmp_path: Path) -> None:
     done = run("bench", "wire", "--rounds", "1", "--json", "wire.json", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -122,6 +123,7 @@ def test_bench_wire(tmp_path: Path) -> None:
     assert all(row["call µs"] > 0 for row in found["rows"])
 
 
+@pytest.mark.thorough
 def test_bench_schedule(tmp_path: Path) -> None:
     command = ["bench", "schedule", "--rounds", "1", "--clients", "4", "--clients", "40", "--json", "schedule.json"]
     done = run(*command, folder=tmp_path)
@@ -132,8 +134,8 @@ def test_bench_schedule(tmp_path: Path) -> None:
     assert all(row["µs a request"] > 0 for row in found["rows"])
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
-@pytest.mark.slow  # the benchmark starts five processes
 @pytest.mark.timeout(300)
 def test_bench_memory(tmp_path: Path) -> None:
     command = ["bench", "memory", "--preset", "tiny", "--lengths", "128", "--lengths", "768", "--window", "64"]

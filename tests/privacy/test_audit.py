@@ -253,7 +253,7 @@ def _observation(result: Audit, scheme: str) -> Observation:
     return next(each for each in result.observations if each.scheme == scheme)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 async def test_which_schemes_hold(tmp_path: Path) -> None:
     """Attacks find all goals in bare rows, and no more in pads and wrapped shares than in random traffic.

@@ -435,7 +435,7 @@ async def test_shares_never_reach_one_executor(transport: str, synchronous: bool
     assert {seen.client.endswith("-elsewhere") for seen in tap.seen} == {False}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["local-pads", "secret-shares"])
 def test_executors_killed(name: str, tmp_path: Path) -> None:
     """Each executor is killed with SIGKILL in the middle of training."""
@@ -525,7 +525,7 @@ def test_commands(tmp_path: Path) -> None:
                 assert isinstance(refused.exception, SystemExit), refused.exception  # no traceback
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_bench(tmp_path: Path) -> None:
     file = tmp_path / "privacy.json"
     done = run("bench", "privacy", "--preset", "tiny", "--rounds", "1", "--json", str(file))

@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from symbiosis.core.registry import make_transport
-from tests.helpers import PROFILE
 from tests.service import Service, free_port, save_model
 
-KILLS = 12 if PROFILE == "thorough" else 6
+KILLS = 12
 KINDS = ["lora", "ia3-async", "prefix", "lora-async", "ia3", "prefix-async"]
 
 
@@ -63,7 +62,6 @@ def descriptors(pid: int) -> int:
     return psutil.Process(pid).num_fds()
 
 
-@pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(400)
 def test_chaos(tmp_path: Path) -> None:
