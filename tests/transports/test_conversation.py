@@ -108,7 +108,7 @@ def test_a_failed_call_has_its_error() -> None:
 )
 def test_wrong_tensors_are_not_sent(call: Call) -> None:
     talk = conversation()
-    with pytest.raises(RequestError, match=r"q takes \[n, 4\]"):
+    with pytest.raises(RequestError, match=r"q FORWARD takes \[n, 4\]"):
         talk.call(call)
     assert not sendable(talk)
 
