@@ -123,10 +123,7 @@ class Outstanding:
         self._rows = self._bytes = 0
 
     def next(self) -> Pending | None:
-        """Return the next call and count it as sent; None if no call waits or the limits forbid another.
-
-        A call that exceeds the limit of rows is sent alone.
-        """
+        """Return the next call and count it as sent; None if no call waits or the limits forbid another."""
         if not self.waiting:
             return None
         pending, limits = self.waiting[0], self._limits
@@ -199,7 +196,7 @@ class Conversation:
         self._layers: Sequence[LayerSpec] = ()
         self._checks: list[Check] = []
         self._expected: dict[Key, Expected] = {}
-        self._most_bytes = 0
+        self._most_rows = self._most_bytes = 0
         self._ids = itertools.count(1)
         self._heard = self._asked = 0.0
         self._patience_s = retry_s
@@ -233,7 +230,7 @@ class Conversation:
             self.end(error)
             raise
         self._welcome = welcome
-        self._most_bytes = min(most_bytes, welcome.limits.arena_bytes)
+        self._most_rows, self._most_bytes = welcome.limits.rows, min(most_bytes, welcome.limits.arena_bytes)
         self.outstanding.restart(welcome.limits)
         self._patience_s, self._until, self._delay = self.retry_s, None, FIRST_S
         if self.state is not State.ENDED:
@@ -284,6 +281,11 @@ class Conversation:
             raise RequestError(due.misfit(name, call.tensors))
         call_bytes = spread(rows, due.widths, due.dtype)
         size = call_bytes + spread(rows, due.results, due.dtype)
+        if rows > self._most_rows:
+            raise UsageError(
+                f"a call of {rows} rows; the executor allows {self._most_rows}; send fewer tokens at once, or ask its "
+                "host for a larger rows limit"
+            )
         if size > self._most_bytes:
             raise UsageError(
                 f"a call of {rows} rows needs {size} bytes for its rows and results; the executor allows "

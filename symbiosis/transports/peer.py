@@ -209,6 +209,9 @@ class Peer:
     def _call(self, session: Session, message: CallMessage, payload: int) -> None:
         if message.id in self._calls:
             raise WireError(f"call {message.id} is outstanding already")
+        rows = self._rows + message.rows
+        if rows > self._limits.rows:
+            raise WireError(f"{rows} rows are outstanding; at most {self._limits.rows} are allowed")
         try:
             tensors = self._courier.tensors(message, session, payload)
         except (WireError, BusyError):

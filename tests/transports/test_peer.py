@@ -203,6 +203,19 @@ async def test_messages_of_a_client_at_its_limits_are_not_read() -> None:
     assert ends.listening
 
 
+@pytest.mark.parametrize("before", [0, 4])
+async def test_more_rows_than_allowed_are_refused_before_their_tensors_are_read(before: int) -> None:
+    peer, ends, _ = a_peer(late=True)
+    if before:
+        peer.received(a_call(1, rows=before))
+    peer.received(a_call(2, rows=11 - before))
+    assert [message.id for message in ends.messages] == [1] * bool(before)
+    type_, (error, text) = ends.sent[-1]
+    assert (type_, error) == (Type.ENDED, "WireError")
+    assert text == "11 rows are outstanding; at most 10 are allowed"
+    assert ends.hung_up
+
+
 async def test_a_cancelled_call_is_answered_once() -> None:
     peer, ends, service = a_peer()
     session = service.sessions["tenant/job"]
