@@ -52,6 +52,7 @@ from symbiosis.errors import (
     RequestError,
     SymbiosisError,
     UsageError,
+    WireError,
 )
 from symbiosis.transports import wire
 from symbiosis.transports.arena import spread
@@ -321,6 +322,8 @@ class Conversation:
                 self.lost(error)
             else:
                 self.end(error)
+        elif type_ is not Type.PONG and type_ not in CARRIED:
+            raise WireError(f"the executor sent {type_.name}, which is not for a client that has joined")
         return None
 
     def cancel(self, call: Call) -> bytes | None:

@@ -33,10 +33,13 @@ class StreamClient:
     def __init__(self, address: str) -> None:
         self.address = address
         self._whole: deque[Message] = deque()
+        self._joining = True
+        """Whether the executor may send parts of the client's share."""
 
     def _use(self, joined: Joined) -> None:
         """Note what the first messages have brought."""
         self.welcome, self.share, self.look = joined
+        self._joining = False
 
     def _take(self) -> Message | None:
         """Return the next message, when its payload has come. Raises WireError if it is malformed."""
@@ -57,7 +60,9 @@ class StreamClient:
 
     def _check(self, type_: Type, content: Sequence[Any], size: int) -> None:
         """Raise WireError if a message must not have a payload of ``size`` bytes, before memory is allocated for it."""
-        due = self.carrier.due(wire.read_id(content)) if type_ is Type.RESULT else CHUNK if type_ is Type.SHARE else 0
+        due = CHUNK if type_ is Type.SHARE and self._joining else 0
+        if type_ is Type.RESULT:
+            due = self.carrier.due(wire.read_id(content))
         if size > due:
             raise WireError(f"{type_.name} has a payload of {size} bytes; {due} are allowed")
 

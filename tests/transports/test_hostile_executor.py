@@ -1,0 +1,68 @@
+"""A malicious executor answers calls wrongly over ``tcp://``: the client refuses the answer and allocates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+import symbiosis
+from symbiosis.errors import WireError
+from symbiosis.transports import wire
+from symbiosis.transports.stream import payload_of
+from symbiosis.transports.tcp_listener import PayloadCourier
+from symbiosis.transports.wire import Type
+from tests.helpers import IDS, in_thread
+
+Answer = Callable[[Any, int, Any], None]
+"""Sends an answer on a line, given the id and the results of a call."""
+
+
+def fewer_bytes(line: Any, id_: int, results: Any) -> None:
+    line.send(wire.pack_result(id_), 64, [bytes(64)])
+
+
+def another_call(line: Any, id_: int, results: Any) -> None:
+    size, parts = payload_of(results)
+    line.send(wire.pack_result(id_ + 1000), size, parts)
+
+
+ANSWERS: dict[str, Answer] = {
+    "a payload of 1 TiB": lambda line, id_, results: line.send(wire.pack_result(id_), 1 << 40),
+    "fewer bytes than are due": fewer_bytes,
+    "results of another call": another_call,
+    "a chunk of a share": lambda line, id_, results: line.send(wire.pack(Type.SHARE, 0), 4, [b"abcd"]),
+    "an error with a payload": lambda line, id_, results: line.send(
+        wire.pack(Type.FAILED, id_, "LayerError", "no"), 4, [b"abcd"]
+    ),
+    "a message to executors": lambda line, id_, results: line.send(wire.pack(Type.CANCEL, id_)),
+    "no message": lambda line, id_, results: line.send(b"\xc1"),
+}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("what", ANSWERS)
+async def test_the_client_ends_the_conversation(
+    base: Any, what: str, blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        PayloadCourier, "answer", lambda self, message, results: ANSWERS[what](self.line, message.id, results)
+    )
+
+    def synchronous(address: str) -> None:
+        with symbiosis.open_model(address, retry=60.0) as model:
+            model(IDS)
+
+    async with symbiosis.Executor(base) as executor:
+        address = (await executor.listen("tcp://127.0.0.1:0")).address
+        before = psutil.Process().memory_info().vms
+        if blocking:
+            with pytest.raises(WireError):
+                await in_thread(synchronous, address)
+        else:
+            async with symbiosis.connect(address, retry=60.0) as remote, remote.client() as client:
+                with pytest.raises(WireError):
+                    await client.forward(input_ids=IDS)
+        assert psutil.Process().memory_info().vms - before < 4 << 30
