@@ -81,7 +81,7 @@ class Calibration:
         clients = len(load.by_client())
         self._together = [count for count in DECODING if count <= max(clients, 2)]
         self._apart = sorted({self._together[0], 2})
-        self._recorder = _Recorder()
+        self._recorder = _WalkRecorder()
         self._stack = AsyncExitStack()
         self._clients: list[Client] = []
         self._tuning: list[tuple[Client, torch.optim.Optimizer]] = []
@@ -212,7 +212,7 @@ def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:
     }, overhead
 
 
-class _Recorder(Policy):
+class _WalkRecorder(Policy):
     """A policy that records requests and batches. It is lockstep, with the largest batches, or runs single requests."""
 
     name = "recorder"

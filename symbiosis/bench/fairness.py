@@ -36,12 +36,12 @@ async def fairness(settings: Settings) -> Report:
     base = settings.base()
     async with AsyncExitStack() as stack:
 
-        async def crowd(chosen: Policy) -> _Crowd:
+        async def crowd(chosen: Policy) -> _Tenants:
             executor = await stack.enter_async_context(settings.executor(base, chosen))
             names = [*(f"flood/{number}" for number in range(FLOOD)), *(f"polite-{number}" for number in range(POLITE))]
             clients = [await stack.enter_async_context(executor.client(lora(), name=name)) for name in names]
             tenants = [Tenant(client, settings.preset, settings.device, seed) for seed, client in enumerate(clients)]
-            return _Crowd(executor, tenants, settings)
+            return _Tenants(executor, tenants, settings)
 
         without = await crowd(make_policy(policy))
         fair = await crowd(Fair(make_policy(policy), quantum=QUANTUM, output=OUTPUT_WEIGHT))
@@ -82,7 +82,7 @@ async def fairness(settings: Settings) -> Report:
     return report
 
 
-class _Crowd:
+class _Tenants:
     """The clients of all tenants on one executor."""
 
     def __init__(self, executor: Executor, tenants: list[Tenant], settings: Settings) -> None:

@@ -67,7 +67,7 @@ IDLE = Idle()
 
 
 @dataclass(slots=True)
-class _Client:
+class _ClientState:
     terms: Terms
     local: bool
     in_walk: bool = False
@@ -107,12 +107,12 @@ class Scheduler:
         self.thinking = 0
         self.batches = 0
         self.policy_errors: deque[PolicyError] = deque(maxlen=16)
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _ClientState] = {}
         self._look_at = 0.0
         """Time before which no client can have stopped."""
         self._turned = -math.inf
         """Time at which the driver's other work last had its turn; -inf after a client has begun a walk."""
-        self._holds: tuple[_Client, float] | None = None
+        self._holds: tuple[_ClientState, float] | None = None
         """During a wait without a limit: the client whose request it holds up, and since when."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
@@ -141,7 +141,7 @@ class Scheduler:
         if client in self._clients:
             raise UsageError(f"a client named {client!r} is connected already; choose another name")
         granted = effective(terms, self.policy.default_terms(client), trusted=local)
-        self._clients[client] = _Client(granted, local)
+        self._clients[client] = _ClientState(granted, local)
         return granted
 
     def client_left(self, client: str, now: float) -> list[Request]:
@@ -343,7 +343,7 @@ class Scheduler:
         self._tell("started", self.policy.started, batch)
         return batch
 
-    def _admit(self, request: Request) -> _Client:
+    def _admit(self, request: Request) -> _ClientState:
         """Record a request as open. Return its client."""
         if request.rows < 1 or request.taken or request.done:
             raise UsageError(
@@ -369,13 +369,13 @@ class Scheduler:
         if state.in_walk and not state.open:
             self._begin_thinking(state, now)
 
-    def _begin_thinking(self, state: _Client, now: float) -> None:
+    def _begin_thinking(self, state: _ClientState, now: float) -> None:
         if not state.thinking:
             state.thinking = True
             self.thinking += 1
         state.since = now
 
-    def _end_thinking(self, state: _Client) -> None:
+    def _end_thinking(self, state: _ClientState) -> None:
         if state.thinking:
             state.thinking = False
             self.thinking -= 1

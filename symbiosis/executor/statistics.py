@@ -84,7 +84,7 @@ class _Layer:
 
 
 @dataclass(slots=True)
-class _Client:
+class _ClientCounts:
     requests: int = 0
     rows: int = 0
     wait_s: float = 0.0
@@ -98,7 +98,7 @@ class Counters:
 
     run_s: float = 0.0
     layers: dict[Key, _Layer] = field(default_factory=dict)
-    clients: dict[str, _Client] = field(default_factory=dict)
+    clients: dict[str, _ClientCounts] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
@@ -128,7 +128,7 @@ class Counters:
         if client is None:
             if len(self.clients) >= MAX_CLIENTS:
                 del self.clients[next(iter(self.clients))]
-            client = self.clients[name] = _Client()
+            client = self.clients[name] = _ClientCounts()
         client.requests += 1
         client.rows += rows
         client.wait_s += wait

@@ -60,7 +60,7 @@ class Admission(Policy):
         self.name = f"{type(self).name}+{policy.name}"
         self.admitted = Queues()
         """Queued requests that were admitted."""
-        self._view = _View(self.admitted)
+        self._view = _AdmittedView(self.admitted)
         self._raised: BaseException | None = None
         """Error that the inner policy raised when a request was admitted."""
 
@@ -145,7 +145,7 @@ class Admission(Policy):
         return f"{type(self).__name__}({self.policy!r})"
 
 
-class _View:
+class _AdmittedView:
     """The admitted requests. Implements :class:`~symbiosis.core.policy.View`."""
 
     real: View

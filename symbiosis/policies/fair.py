@@ -40,7 +40,7 @@ _MAX_WEIGHT = 1e6
 
 
 @dataclass(slots=True, eq=False)
-class _Tenant:
+class _TenantQueue:
     number: int
     weight: float
     counter: float = 0.0
@@ -55,16 +55,16 @@ class _ByCounter:
     """Tenants by counter. Counters only grow, so an entry is never too high; it is corrected at the top of the heap."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[float, int, _Tenant]] = []
-        self._members: set[_Tenant] = set()
+        self._entries: list[tuple[float, int, _TenantQueue]] = []
+        self._members: set[_TenantQueue] = set()
 
-    def add(self, tenant: _Tenant) -> None:
+    def add(self, tenant: _TenantQueue) -> None:
         """Add a tenant, unless it is a member."""
         if tenant not in self._members:
             self._members.add(tenant)
             heapq.heappush(self._entries, (tenant.counter, tenant.number, tenant))
 
-    def least(self, belongs: Callable[[_Tenant], object]) -> _Tenant | None:
+    def least(self, belongs: Callable[[_TenantQueue], object]) -> _TenantQueue | None:
         """Return the tenant with the least counter, or None. Tenants on the way that do not belong are removed."""
         entries = self._entries
         while entries:
@@ -120,8 +120,8 @@ class Fair(Admission):
             name: _weight(f"the weight of {name!r}", weight)
             for name, weight in mapping("fair", "weights", weights).items()
         }
-        self._tenants: dict[str, _Tenant] = {}
-        self._of: dict[str, _Tenant] = {}
+        self._tenants: dict[str, _TenantQueue] = {}
+        self._of: dict[str, _TenantQueue] = {}
         """Tenants by client."""
         self._numbers = itertools.count()
         self._queued, self._held = _ByCounter(), _ByCounter()
@@ -155,7 +155,7 @@ class Fair(Admission):
         layers, max_rows, least = view.layers, view.max_rows, self._held.least
         most = self._floor + self.quantum
 
-        def has_room(tenant: _Tenant) -> bool | OrderedDict[int, Request]:
+        def has_room(tenant: _TenantQueue) -> bool | OrderedDict[int, Request]:
             return tenant.inside < max_rows and tenant.held
 
         while (first := least(has_room)) is not None:
@@ -192,7 +192,7 @@ class Fair(Admission):
         assert tenant is not None
         return tenant.counter
 
-    def _tenant(self, client: str) -> _Tenant:
+    def _tenant(self, client: str) -> _TenantQueue:
         """Return the tenant of a client that is not known."""
         if len(self._of) >= _MAX_CLIENTS:
             self._forget()
@@ -201,7 +201,7 @@ class Fair(Admission):
         if tenant is None:
             if len(self._tenants) >= _MAX_TENANTS:
                 self._forget()
-            tenant = self._tenants[name] = _Tenant(next(self._numbers), self.weights.get(name, 1.0))
+            tenant = self._tenants[name] = _TenantQueue(next(self._numbers), self.weights.get(name, 1.0))
         self._of[client] = tenant
         return tenant
 

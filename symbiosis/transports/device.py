@@ -119,7 +119,7 @@ def allocate(device: torch.device, size: int) -> tuple[torch.Tensor, bytes]:
             _check(_driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)))
         except RuntimeError as error:
             raise UsageError(f"{device} has no {size} bytes for a client's arena: {error}") from error
-        memory = _Memory(address.value, size, device, "cuMemFree_v2")
+        memory = _DeviceMemory(address.value, size, device, "cuMemFree_v2")
         handle = _Handle()
         _check(_driver().cuIpcGetMemHandle(ctypes.byref(handle), address))
         tensor = torch.as_tensor(memory, device=device)
@@ -135,14 +135,14 @@ def map_(device: torch.device, handle: bytes, size: int) -> torch.Tensor:
         address = ctypes.c_uint64()
         lazily = ctypes.c_uint(1)
         _check(_driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), lazily))
-        return torch.as_tensor(_Memory(address.value, size, device, "cuIpcCloseMemHandle"), device=device)
+        return torch.as_tensor(_DeviceMemory(address.value, size, device, "cuIpcCloseMemHandle"), device=device)
 
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE),)
 
 
-class _Memory:
+class _DeviceMemory:
     """Device memory from the driver. It is given back when the tensor made of it, and its views, are gone."""
 
     def __init__(self, address: int, size: int, device: torch.device, give_back: str) -> None:

@@ -24,7 +24,7 @@ from symbiosis.privacy import NoisePool, Seen
 from symbiosis.privacy.amplitude import Amplitudes
 from symbiosis.privacy.audit.adapter import solve_adapter
 from symbiosis.privacy.audit.attacks import complement, difference, every_vector, round_to_power_of_two
-from symbiosis.privacy.audit.costs import Costs
+from symbiosis.privacy.audit.costs import SchemeCosts
 from symbiosis.privacy.audit.evidence import Place, Stream, collect, random_traffic
 from symbiosis.privacy.audit.guesses import midrange
 from symbiosis.privacy.audit.limit import Limit, _choices_tail, _student_t
@@ -337,7 +337,7 @@ async def test_noise_vectors_and_rows_are_told_apart_by_more_than_their_number()
 def _audit(bare: dict[str, dict[str, Score]], masked: dict[str, dict[str, Score]], sets: list[Score]) -> Audit:
     limits = {"as is": {goal: Limit(sets, 1e-5) for goal in bare["as is"]}}
     observations = [Observation("none", "", bare), Observation("masks", "", masked)]
-    cost = Costs(1.0, math.nan, 1.0, 0.0, 0.0)
+    cost = SchemeCosts(1.0, math.nan, 1.0, 0.0, 0.0)
     schemes = {"none": "none", "masks": "masks"}
     return Audit(SMALL, observations, observations[0], dict.fromkeys(schemes, cost), limits, 1e-5, 12, 0.9, schemes)
 

@@ -17,7 +17,7 @@ from symbiosis.privacy.audit.workload import Plan, generate, give_adapter, lora,
 
 
 @dataclass
-class Costs:
+class SchemeCosts:
     """Costs of a scheme relative to bare rows. Times are medians of pairs of measurements; NaN if not measured."""
 
     decode: float
@@ -32,7 +32,9 @@ class Costs:
     """Largest error of a gradient of the adapter, relative to the largest gradient."""
 
 
-async def measure_costs(privacy: Privacy | None, plan: Plan, executor: Executor, rounds: int, traffic: float) -> Costs:
+async def measure_costs(
+    privacy: Privacy | None, plan: Plan, executor: Executor, rounds: int, traffic: float
+) -> SchemeCosts:
     """Measure the costs of a scheme, with ``rounds`` pairs of timings. The caller knows the ratio of ``traffic``."""
     async with (
         executor.client(lora(plan), seed=plan.seed) as bare,
@@ -41,7 +43,7 @@ async def measure_costs(privacy: Privacy | None, plan: Plan, executor: Executor,
         (logits, gradients), (masked_logits, masked_gradients) = [
             await _results(client, plan) for client in (bare, masked)
         ]
-        return Costs(
+        return SchemeCosts(
             await _ratio(_decode, bare, masked, plan, rounds),
             await _ratio(_train, bare, masked, plan, rounds),
             traffic,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from symbiosis.privacy.audit.costs import Costs
+from symbiosis.privacy.audit.costs import SchemeCosts
 from symbiosis.privacy.audit.limit import Limit
 from symbiosis.privacy.audit.provider import Scores
 from symbiosis.privacy.audit.workload import Plan
@@ -36,7 +36,7 @@ class Audit:
     observations: list[Observation]
     bare: Observation
     """Attacks on bare rows. What they do not find there they would not find under any scheme."""
-    costs: dict[str, Costs]
+    costs: dict[str, SchemeCosts]
     limits: dict[str, dict[str, Limit]]
     """Attack → goal → limit above which a score is a find."""
     probability: float

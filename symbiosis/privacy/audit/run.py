@@ -12,7 +12,7 @@ import torch
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy
 from symbiosis.host import Executor
-from symbiosis.privacy.audit.costs import Costs, measure_costs
+from symbiosis.privacy.audit.costs import SchemeCosts, measure_costs
 from symbiosis.privacy.audit.evidence import Evidence, FirstRequests, collect, combine_shares, random_traffic
 from symbiosis.privacy.audit.limit import FALSE_FINDS, Limit
 from symbiosis.privacy.audit.provider import attack
@@ -58,7 +58,9 @@ async def audit(
             scheme if isinstance(scheme, str) else scheme.name: _privacy(scheme, base, f"inproc://{further}")
             for scheme in schemes
         }
-        run = _Run(plan, Public(base, list(one.layers), text(plan, 256, 4)), text(plan, _DECOYS, 3), one, two, progress)
+        run = _AuditRun(
+            plan, Public(base, list(one.layers), text(plan, 256, 4)), text(plan, _DECOYS, 3), one, two, progress
+        )
         return await run.audit(chosen, baselines, rounds)
 
 
@@ -90,7 +92,7 @@ class _Traffic(NamedTuple):
 
 
 @dataclass
-class _Run:
+class _AuditRun:
     """One audit: a base model that is served by two executors, and a provider that knows it."""
 
     plan: Plan
@@ -105,7 +107,7 @@ class _Run:
         (bare,) = self._attack("none", bare_traffic)
         random = self._attack_random_traffic(bare_traffic, baselines)
         observations: list[Observation] = []
-        costs: dict[str, Costs] = {}
+        costs: dict[str, SchemeCosts] = {}
         for name, privacy in schemes.items():
             traffic = bare_traffic
             if privacy is None:
