@@ -27,42 +27,23 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Request
 from symbiosis.core.scheduler import HELD_S, STOPPED_S, WaitUntil
-from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.terms import Kind
+from symbiosis.testing.script import ANY_TERMS, TENANTS, AnyScript, Joining, Size
 from symbiosis.testing.world import World
 
-
-class _Size(NamedTuple):
-    layers: int
-    max_rows: int
-    clients: int
-    most_rows: int
-    """Largest number of rows in a request; more than in a batch, so that requests are cut."""
-
-
-_ANY_WISHES = st.builds(
-    Terms,
-    priority=st.integers(-2, 2),
-    slo_ms=st.sampled_from([None, 1.0, 50.0, 1e4]),
-    ttft_ms=st.sampled_from([None, 10.0, 1e5]),
-    kind=st.none() | st.sampled_from(Kind),
-)
-_Joining = tuple[Terms, bool]
-"""Terms that a client asks for, and whether it is local."""
-_ANY_TERMS = st.tuples(_ANY_WISHES, st.booleans())
-_TENANTS = 2
-"""Number of tenants, whose clients are named ``tenant-0/…`` and ``tenant-1/…``."""
-_TINY = _Size(layers=2, max_rows=8, clients=3, most_rows=20)
-_WIDE = _Size(layers=12, max_rows=64, clients=8, most_rows=200)
+_TINY = Size(layers=2, max_rows=8, clients=3, most_rows=20)
+_WIDE = Size(layers=12, max_rows=64, clients=8, most_rows=200)
 
 
 class PolicyConformance(ABC):
@@ -131,10 +112,10 @@ class PolicyConformance(ABC):
         @given(
             kinds=st.tuples(st.sampled_from(Kind), st.sampled_from(Kind)),
             rivals=st.integers(1, 3),
-            terms=st.lists(_ANY_TERMS, min_size=1, max_size=3),
+            terms=st.lists(ANY_TERMS, min_size=1, max_size=3),
             every_s=st.sampled_from([0.05, 0.9]),
         )
-        def game(kinds: tuple[Kind, Kind], rivals: int, terms: Sequence[_Joining], every_s: float) -> None:
+        def game(kinds: tuple[Kind, Kind], rivals: int, terms: Sequence[Joining], every_s: float) -> None:
             world = World(self.make_policy(), layers=8, max_rows=8)
             _hold_up(world, self, kinds, rivals, terms, every_s)
 
@@ -169,27 +150,26 @@ class PolicyConformance(ABC):
                         world.clock.advance(action.time - world.clock.now)
             world.end_walk("alone")
 
-    def _run_machine(self, size: _Size) -> None:
-        machine = _machine(self.make_policy, size, self.patience_s)
-        run_state_machine_as_test(
-            machine, settings=settings(max_examples=self.max_examples, stateful_step_count=self.steps, deadline=None)
-        )
+    def _run_machine(self, size: Size) -> None:
+        machine: Any = partial(AnyScript, self.make_policy, size, self.patience_s)
+        limits = settings(max_examples=self.max_examples, stateful_step_count=self.steps, deadline=None)
+        run_state_machine_as_test(machine, settings=limits)
 
-    def _wait(self, size: _Size) -> None:
+    def _wait(self, size: Size) -> None:
         work = st.tuples(st.integers(0, 2 * size.layers), st.integers(1, size.most_rows), st.sampled_from(Kind))
 
         @settings(max_examples=self.max_examples, deadline=None)
         @given(
             works=st.lists(st.tuples(work, st.sampled_from([0.0, 1e-4, 1e-2])), min_size=1, max_size=20),
-            terms=st.lists(_ANY_TERMS, min_size=1, max_size=3),
+            terms=st.lists(ANY_TERMS, min_size=1, max_size=3),
         )
-        def game(works: Sequence[tuple[_Work, float]], terms: Sequence[_Joining]) -> None:
+        def game(works: Sequence[tuple[_Work, float]], terms: Sequence[Joining]) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
             _await(world, works, terms, self.patience_s)
 
         game()
 
-    def _starve(self, size: _Size) -> None:
+    def _starve(self, size: Size) -> None:
         work = st.tuples(st.integers(0, 2 * size.layers), st.integers(1, size.most_rows), st.sampled_from(Kind))
 
         @settings(max_examples=self.max_examples, deadline=None)
@@ -197,11 +177,11 @@ class PolicyConformance(ABC):
             victim=work,
             others=st.lists(work, min_size=1, max_size=6),
             rivals=st.integers(1, size.clients),
-            terms=st.lists(_ANY_TERMS, min_size=1, max_size=3),
+            terms=st.lists(ANY_TERMS, min_size=1, max_size=3),
             batches_in_patience=st.sampled_from([20, 100]),
         )
         def game(
-            victim: _Work, others: Sequence[_Work], rivals: int, terms: Sequence[_Joining], batches_in_patience: int
+            victim: _Work, others: Sequence[_Work], rivals: int, terms: Sequence[Joining], batches_in_patience: int
         ) -> None:
             world = World(self.make_policy(), layers=size.layers, max_rows=size.max_rows)
             _play(world, self, victim, others, rivals, terms, self.patience_s / batches_in_patience)
@@ -219,12 +199,12 @@ def _play(
     victim: _Work,
     others: Sequence[_Work],
     rivals: int,
-    terms: Sequence[_Joining],
+    terms: Sequence[Joining],
     batch_s: float,
 ) -> None:
     """Let rivals compete with one request, the victim. The clients have the given terms in turn, the victim first."""
     script = itertools.cycle(others)
-    names = [f"tenant-{number % _TENANTS}/rival-{number}" for number in range(rivals)]
+    names = [f"tenant-{number % TENANTS}/rival-{number}" for number in range(rivals)]
     terms_of = dict(zip(["victim", *names], itertools.cycle(terms), strict=False))
 
     def submit(client: str, work: _Work) -> Request:
@@ -270,12 +250,12 @@ def _hold_up(
     kit: PolicyConformance,
     kinds: tuple[Kind, Kind],
     rivals: int,
-    terms: Sequence[_Joining],
+    terms: Sequence[Joining],
     every_s: float,
 ) -> None:
     """Let rivals send a row of layer 0 each ``every_s`` seconds while another client, the victim, walks the later
     layers. The clients have the given terms in turn, the victim first."""
-    names = [f"tenant-{number % _TENANTS}/rival-{number}" for number in range(rivals)]
+    names = [f"tenant-{number % TENANTS}/rival-{number}" for number in range(rivals)]
     for name, (asked, local) in zip(["victim", *names], itertools.cycle(terms), strict=False):
         world.join(name, asked, local=local)
         world.begin_walk(name)
@@ -313,7 +293,7 @@ _WAITS, _WAITS_A_SECOND = 100, 10_000
 """Largest number of waits without an event in between, and more for each second that they last."""
 
 
-def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_Joining], patience_s: float) -> None:
+def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[Joining], patience_s: float) -> None:
     """Submit each work so many seconds after the previous one, or after the running batch, by a client of its own."""
     thinker = "tenant-0/thinker"
     world.join(thinker)
@@ -323,7 +303,7 @@ def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_
     while coming or world.waiting:
         while coming and due <= world.clock.now:
             (key, rows, kind), _ = coming.pop()
-            name = f"tenant-{len(coming) % _TENANTS}/client-{len(coming)}"
+            name = f"tenant-{len(coming) % TENANTS}/client-{len(coming)}"
             asked, local = terms[len(coming) % len(terms)]
             world.join(name, asked, local=local)
             world.submit(name, world.keys[key], rows, kind)
@@ -348,84 +328,3 @@ def _await(world: World, works: Sequence[tuple[_Work, float]], terms: Sequence[_
             assert waits <= most, f"{world.policy!r} waits {waits} times in a row without an event in between"
             until = min(action.time, until)
         world.clock.advance(max(until - world.clock.now, 0.0))
-
-
-def _machine(make_policy: Callable[[], Policy], size: _Size, patience_s: float) -> type[RuleBasedStateMachine]:
-    names = [f"tenant-{number % _TENANTS}/client-{number}" for number in range(size.clients)]
-    clients = st.sampled_from(names)
-    numbers = st.integers(0, 63)
-
-    class AnyScript(RuleBasedStateMachine):
-        """All events of a scheduler, in any order."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.world = World(make_policy(), layers=size.layers, max_rows=size.max_rows)
-            self.until: float | None = None
-
-        @rule(client=clients, in_walk=st.booleans(), terms=_ANY_TERMS)
-        def join_or_leave(self, client: str, in_walk: bool, terms: _Joining) -> None:
-            if client in self.world.clients:
-                self.world.leave(client)
-            else:
-                self.world.join(client, terms[0], local=terms[1])
-                if in_walk:
-                    self.world.begin_walk(client)
-
-        @rule(client=clients)
-        def begin_or_end_walk(self, client: str) -> None:
-            if client in self.world.clients:
-                (self.world.end_walk if self.world.clients[client] else self.world.begin_walk)(client)
-
-        @precondition(lambda self: self.world.clients)
-        @rule(
-            number=numbers,
-            key=st.integers(0, 2 * size.layers),
-            rows=st.one_of(st.integers(1, 4), st.integers(1, size.most_rows)),
-            kind=st.sampled_from(Kind),
-            times=st.integers(1, 3),
-            offered=st.booleans(),
-        )
-        def submit(self, number: int, key: int, rows: int, kind: Kind, times: int, offered: bool) -> None:
-            client = list(self.world.clients)[number % len(self.world.clients)]
-            for _ in range(times):
-                (self.world.offer if offered else self.world.submit)(client, self.world.keys[key], rows, kind)
-
-        @precondition(lambda self: self.world.waiting)
-        @rule(number=numbers)
-        def cancel(self, number: int) -> None:
-            waiting = list(self.world.waiting.values())
-            self.world.cancel(waiting[number % len(waiting)])
-
-        @rule(times=st.integers(1, 4))
-        def decide(self, times: int) -> None:
-            for _ in range(times):
-                action = self.world.decide()
-                if not isinstance(action, Batch):
-                    self.until = action.time if isinstance(action, WaitUntil) and action.time < math.inf else None
-                    break
-
-        @precondition(lambda self: self.world.running)
-        @rule(number=numbers, seconds=st.sampled_from([None, None, 1e-3, 0.0, -1.0, math.nan, math.inf, 1e9]))
-        def complete(self, number: int, seconds: float | None) -> None:
-            self.world.complete(self.world.running[number % len(self.world.running)], seconds)
-
-        @rule(seconds=st.sampled_from([0.0, 1e-6, 1e-3, 0.1, 10.0]))
-        def time_goes_by(self, seconds: float) -> None:
-            self.world.clock.advance(seconds)
-
-        @precondition(lambda self: self.until is not None and self.until > self.world.clock.now)
-        @rule()
-        def wait_as_told(self) -> None:
-            assert self.until is not None
-            self.world.clock.advance(self.until - self.world.clock.now)
-            self.decide(1)
-
-        @invariant()
-        def books_agree(self) -> None:
-            self.world.check()
-
-        def teardown(self) -> None:
-            self.world.drain(patience_s)
-
-    return AnyScript

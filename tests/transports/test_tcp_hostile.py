@@ -255,16 +255,15 @@ async def test_a_client_that_floods_is_disconnected_and_other_clients_are_served
             with raw(listener.address) as socket:
                 socket.send(hello("mallory"))
                 receive(socket)
+                socket.socket.settimeout(2.0)
                 while sent < 20_000:
-                    socket.socket.settimeout(2.0)
                     try:
                         socket.send(a_call(sent, 200), rows(200))
                     except OSError:
                         break  # the executor has stopped reading, as required, or has ended the connection
                     sent += 1
-                    socket.socket.settimeout(60.0)
                     while reads and socket.poll():
-                        receive(socket)
+                        socket.socket.recv(1 << 20)
             return sent
 
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
