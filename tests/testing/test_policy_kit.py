@@ -264,7 +264,7 @@ def complaints(policy: type[Any], about: str | None = None) -> str:
     """Return the messages of the kit's tests for a policy, up to the first one with ``about``."""
 
     class Kit(PolicyConformance):
-        max_examples = 30
+        max_examples = 50
 
         def make_policy(self) -> Policy:
             made: Policy = policy()
