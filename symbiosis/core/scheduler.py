@@ -46,7 +46,7 @@ STOPPED_S = 1.0
 HELD_S = 1.0
 """Seconds in all for which waits without a limit may hold up a walk of which a request was passed over."""
 _ALL_HELD_S = HELD_S - 1e-6
-"""The same, less what rounding may lose."""
+"""HELD_S without what rounding may lose, in seconds."""
 TURN_S = 0.01
 """Longest time, in seconds, for which batches follow one another before the driver's other work gets its turn."""
 LONE = "lone"

@@ -97,7 +97,8 @@ class Service(Protocol):
         """
 
     def reserve(self, tenants: Callable[[], Container[str]]) -> None:
-        """Keep the names of tenants whom a listener authenticates for them. ``tenants`` returns their names now."""
+        """Reserve the names of tenants whom a listener authenticates. ``tenants`` returns the names at the time of the
+        call."""
 
     def check_name(self, client: str) -> None:
         """Raise RefusedError if a client that is not authenticated has the name of a tenant whom a listener

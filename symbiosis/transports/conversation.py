@@ -26,9 +26,9 @@ JOINED     :meth:`~Conversation.interrupted` (Ctrl-C in a      REJOINING  closes
 any        :meth:`~Conversation.end`                           ENDED      settles all calls with the error
 =========  ==================================================  =========  =============================================
 
-What is sent and received up to WELCOME is in ``joining.py``. With ``retry_s`` 0, a lost
-connection ends the conversation. Calls may be sent again because a request is self-contained and the executor keeps
-nothing between requests.
+What is sent and received up to WELCOME is in ``joining.py``. With ``retry_s`` 0, a lost connection ends the
+conversation. Calls may be sent again because a request is self-contained and the executor keeps nothing between
+requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""File descriptors of the executor's process: each connection takes one, and two over ``shm://``.
+"""File descriptors of the executor's process: a connection takes one, over ``shm://`` two, over ``dist://`` some more.
 
 The kernel gives each new descriptor the lowest number that is free. So the number of a new one shows how many are left.
 """

@@ -166,7 +166,7 @@ class TlsByteStream(ByteStream):
                 if self._before > MAX_HANDSHAKE:
                     raise WireError(f"{self._before} bytes and no end of the TLS handshake")
                 return
-        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):  # no more, or no more ever
+        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):  # the end of what has come
             while count := cast(int, self._tls.read(1 << 30, super().room())):
                 super().filled(count)
 
