@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from symbiosis.client.client import Client
+from symbiosis.core.budget import LARGEST_PART, LEAST_BYTES, TABLES_BYTES, Budget
 from symbiosis.core.policy import Policy
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
@@ -21,6 +22,7 @@ from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.core.transport import Channel, Listener
 from symbiosis.errors import UsageError
+from symbiosis.executor.allocator import return_freed
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.service import ExecutorService
@@ -46,8 +48,10 @@ class Executor:
             :class:`~symbiosis.executor.splitting.SplitModel`.
         device: where the base model runs; by default where it is.
         dtype: precision in which it is served; by default the model's.
-        max_rows: largest number of rows in a batch. Larger requests are served in slices, so this bounds the memory
-            that the executor needs beside the weights.
+        max_rows: largest number of rows in a batch. Larger requests are served in slices. It bounds the memory inside
+            base layers that are served whole.
+        max_bytes: memory that clients in other processes may take here together, in bytes; at least 96 MiB. A call for
+            which there is no room waits; one call, with its results, may have a ninth.
         name: of the address ``inproc://name``; chosen freely by default.
 
     Attributes:
@@ -70,9 +74,10 @@ class Executor:
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
         max_rows: int = 8192,
+        max_bytes: int = 8 << 30,
         name: str | None = None,
     ) -> None:
-        self._build(model, policy, base_layers, device, dtype, max_rows, name, source=None)
+        self._build(model, policy, base_layers, device, dtype, max_rows, max_bytes, name, source=None)
 
     def _build(
         self,
@@ -82,6 +87,7 @@ class Executor:
         device: str | torch.device | None,
         dtype: torch.dtype | str | None,
         max_rows: int,
+        max_bytes: int,
         name: str | None,
         source: str | Path | None,
     ) -> None:
@@ -90,6 +96,8 @@ class Executor:
         dtype = _dtype(dtype)
         if type(max_rows) is not int:
             raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
+        if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
+            raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
@@ -101,7 +109,8 @@ class Executor:
         if layers:
             tell_unloaded(policy, self._token_s)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
-        self.service = ExecutorService(split, self.engine, address, source)
+        budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
+        self.service = ExecutorService(split, self.engine, budget, address, source)
         self._client_numbers = itertools.count(1)
 
     @classmethod
@@ -115,6 +124,7 @@ class Executor:
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
         max_rows: int = 8192,
+        max_bytes: int = 8 << 30,
         name: str | None = None,
         **options: Any,
     ) -> Executor:
@@ -132,7 +142,7 @@ class Executor:
             options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
         loaded = load_model(model, model_class, **options)
         executor = cls.__new__(cls)
-        executor._build(loaded, policy, base_layers, device, None, max_rows, name, source=model)
+        executor._build(loaded, policy, base_layers, device, None, max_rows, max_bytes, name, source=model)
         return executor
 
     async def __aenter__(self) -> Executor:

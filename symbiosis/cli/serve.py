@@ -16,6 +16,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from symbiosis.core.budget import LEAST_BYTES
 from symbiosis.core.registry import make_policy, make_transport
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
@@ -82,8 +83,12 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="Precision to serve in (default: the checkpoint's).")] = None,
     max_rows: Annotated[
         int,
-        typer.Option(min=1, help="Largest number of rows in a batch; bounds the executor's memory beside the weights."),
+        typer.Option(min=1, help="Largest number of rows in a batch; larger requests are served in slices."),
     ] = 8192,
+    max_bytes: Annotated[
+        int,
+        typer.Option(min=LEAST_BYTES, help="Memory in bytes that all clients together may take beside the weights."),
+    ] = 8 << 30,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
@@ -119,6 +124,7 @@ def serve(
             device=device,
             dtype=dtype,
             max_rows=max_rows,
+            max_bytes=max_bytes,
         )
     )
 

@@ -96,8 +96,8 @@ def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:
 
 
 MOST_DECODED = 64
-"""Rows of the largest request of a client that is not trusted that counts as decode: one token of 64 texts. The work of
-a larger one differs from a prefill's in nothing, and a prompt must not pass for a token."""
+"""Rows of the largest request of a client that is not trusted that counts as decode: one token of 64 texts. A larger
+one may be anything, so it counts as the most patient kind."""
 
 
 def kind_of(terms: Terms, stated: Kind, rows: int, *, backward: bool, trusted: bool) -> Kind:
@@ -113,7 +113,7 @@ def kind_of(terms: Terms, stated: Kind, rows: int, *, backward: bool, trusted: b
     """
     kind = Kind.FINETUNE if backward else stated
     if kind is Kind.DECODE and not trusted and rows > MOST_DECODED:
-        kind = Kind.PREFILL
+        kind = Kind.FINETUNE
     if terms.kind is None:
         return kind
     return terms.kind if trusted else max(kind, terms.kind)

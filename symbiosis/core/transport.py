@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Container, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from symbiosis.core.budget import Budget
 from symbiosis.core.requests import Call, Expected, Key, LayerSpec
 from symbiosis.core.share import Resident, Share
 from symbiosis.core.terms import NO_TERMS, Terms
@@ -82,6 +83,10 @@ class Service(Protocol):
     def layers(self) -> Sequence[LayerSpec]: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def budget(self) -> Budget:
+        """The memory that all connections may take together."""
+
     def identity(self) -> Identity: ...
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Session:
         """Admit a client.

@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Container
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from symbiosis.core.budget import Budget
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import LayerSpec
+from symbiosis.core.requests import LayerSpec, expected
 from symbiosis.core.share import Resident, Share
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Identity, Listener, Session
@@ -27,6 +29,9 @@ from symbiosis.executor.share import share_of
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
 
+KEYS = 1 << 13
+"""Keys whose shapes are kept. Few models have as many layers and groups of siblings."""
+
 
 class ExecutorService:
     """Implements :class:`~symbiosis.core.transport.Service`.
@@ -34,6 +39,7 @@ class ExecutorService:
     Args:
         split: the model and its base layers.
         engine: runs the calls.
+        budget: the memory that all connections may take together.
         address: the first address to listen at, in this process.
         source: the folder or hub id that the model came from, where its tokenizer is.
 
@@ -43,9 +49,13 @@ class ExecutorService:
         taps: functions that wrap the session of each client that joins, for instance to record its calls.
     """
 
-    def __init__(self, split: SplitModel, engine: Engine, address: str, source: str | Path | None) -> None:
+    def __init__(
+        self, split: SplitModel, engine: Engine, budget: Budget, address: str, source: str | Path | None
+    ) -> None:
         self.address = address
+        self.budget = budget
         self._split = split
+        self._expected = lru_cache(KEYS)(partial(expected, split.specs))
         self._engine = engine
         self._source = source
         self._sessions: dict[str, Session] = {}
@@ -99,7 +109,7 @@ class ExecutorService:
         self.check_open()
         granted = self._engine.join(client, terms, local)
         session: Session = ExecutorSession(
-            self._engine, client, self.layers, self.device, granted, local, self._sessions.pop
+            self._engine, client, self.layers, self._expected, self.device, granted, local, self._sessions.pop
         )
         self._sessions[client] = session
         for tap in self.taps:
@@ -146,7 +156,7 @@ class ExecutorService:
         return self._engine.counters.snapshot([spec.name for spec in self.layers])
 
     def status(self) -> dict[str, Any]:
-        statistics = self.statistics()
+        counters = self._engine.counters
         return {
             "model": type(self._split.model).__name__,
             "policy": repr(self._engine.scheduler.policy),
@@ -154,6 +164,10 @@ class ExecutorService:
             "addresses": [listener.address for listener in self.listeners],
             "clients": self.clients,
             "outstanding": self._engine.scheduler.outstanding,
+            "held_bytes": self.budget.held,
+            "free_bytes": self.budget.total - self.budget.held,
             "uptime_s": round(now() - (self._started or now()), 3),
-            **{name: getattr(statistics, name) for name in ("requests", "batches", "rows", "mean_batch", "run_s")},
+            **{name: getattr(counters, name) for name in ("requests", "batches", "rows")},
+            "mean_batch": counters.members / counters.batches if counters.batches else 0.0,
+            "run_s": counters.run_s,
         }

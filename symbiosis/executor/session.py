@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Results, expected
+from symbiosis.core.requests import Call, Expected, Key, LayerSpec, Results
 from symbiosis.core.terms import Kind, Terms, kind_of
 from symbiosis.errors import ClientClosedError, RequestError
 from symbiosis.executor.engine import Engine
@@ -21,6 +21,7 @@ class ExecutorSession:
         engine: runs the calls.
         client: the client's name.
         layers: the layer table.
+        expected: returns the shapes of a call, by the layer table.
         device: device of all tensors of calls.
         terms: the client's effective terms.
         local: whether the client computes in the executor's process.
@@ -32,6 +33,7 @@ class ExecutorSession:
         engine: Engine,
         client: str,
         layers: Sequence[LayerSpec],
+        expected: Callable[[Key], Expected],
         device: torch.device,
         terms: Terms,
         local: bool,
@@ -41,11 +43,10 @@ class ExecutorSession:
         self.terms = terms
         self._engine = engine
         self._layers = layers
+        self._expected = expected
         self._device = device
         self._local = local
         self._forget = forget
-        self._expected: dict[Key, Expected] = {}
-        """Shapes for the keys seen so far."""
         self._ended: BaseException | None = None
         self.flush = engine.flush
         self.cancel = engine.cancel
@@ -63,20 +64,15 @@ class ExecutorSession:
         return kind_of(self.terms, call.kind, rows, backward=backward, trusted=self._local)
 
     def expects(self, key: Key) -> Expected:
-        found = self._expected.get(key)
-        if found is None:
-            if len(self._expected) >= 8 * len(self._layers) + 64:  # more groups than any model has: an abusive client
-                self._refuse(f"layers {key.layers} are one group too many; this client has used {len(self._expected)}")
-            try:
-                found = self._expected[key] = expected(self._layers, key)
-            except RequestError as error:
-                self._refuse(str(error))
-        return found
+        try:
+            return self._expected(key)
+        except RequestError as error:
+            self._refuse(str(error))
 
     def _check(self, call: Call) -> None:
         if self._ended is not None:
             raise self._ended
-        due = self._expected.get(call.key) or self.expects(call.key)
+        due = self.expects(call.key)
         if due.rows(call.tensors):
             for tensor in call.tensors:
                 if tensor.device != self._device or type(tensor) is not torch.Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from symbiosis.core.requests import Batch, Key, Request
 
-MAX_KEYS = 20_000
+MAX_KEYS = 8192
 MAX_CLIENTS = 4096
 """Largest number of clients with counts of their own; beyond it the oldest are forgotten."""
 
@@ -97,6 +97,10 @@ class Counters:
     """The running counts behind :class:`Statistics`. A request counts once, in the batch with its last row."""
 
     run_s: float = 0.0
+    requests: int = 0
+    batches: int = 0
+    members: int = 0
+    rows: int = 0
     layers: dict[Key, _Layer] = field(default_factory=dict)
     clients: dict[str, _ClientCounts] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -104,6 +108,10 @@ class Counters:
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
         """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests."""
         size = len(batch.slices)
+        self.requests += len(answered)
+        self.batches += 1
+        self.members += size
+        self.rows += batch.rows
         layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
         for request in answered:
             self._request(layer, request.client, request.rows, started - request.arrived, size)
@@ -152,10 +160,10 @@ class Counters:
             for name, client in self.clients.items()
         }
         return Statistics(
-            requests=sum(layer.requests for layer in layers.values()),
-            batches=sum(layer.batches for layer in layers.values()),
-            members=sum(layer.members for layer in layers.values()),
-            rows=sum(layer.rows for layer in layers.values()),
+            requests=self.requests,
+            batches=self.batches,
+            members=self.members,
+            rows=self.rows,
             wait_s=sum(layer.wait_s for layer in layers.values()),
             run_s=self.run_s,
             reasons=dict(self.reasons),

@@ -17,11 +17,12 @@ from functools import lru_cache
 
 import torch
 
+from symbiosis.core.requests import Expected
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import ALIGN, align
 
 _VIEWS = 512
-"""Views of matrices that are kept. A model has fewer distinct calls than that."""
+"""Matrices whose views are kept, for each memory. A model has fewer distinct ones."""
 
 
 class Memory(ABC):
@@ -32,6 +33,8 @@ class Memory(ABC):
         self.start = start
         self.end = end
         self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self._count = 0
+        """Matrices of these views."""
 
     def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return views of matrices [rows, width] that lie one after another from ``place``. Raises WireError if a
@@ -39,8 +42,10 @@ class Memory(ABC):
         key = place, rows, widths, dtype
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= _VIEWS:
+            self._count += len(widths)
+            if self._count > _VIEWS:
                 self._views.clear()
+                self._count = len(widths)
             views = self._views[key] = self._make(place, rows, widths, dtype)
         return views
 
@@ -90,6 +95,13 @@ class Arena(Memory):
 def spread(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes that matrices [rows, width] take in an arena, one after another."""
     return sum(align(rows * width * dtype.itemsize) for width in widths)
+
+
+@lru_cache(4096)
+def sizes(rows: int, due: Expected) -> tuple[int, int]:
+    """Return the bytes that a call's matrices take in an arena, and those of its matrices and results."""
+    incoming = spread(rows, due.widths, due.dtype)
+    return incoming, incoming + spread(rows, due.results, due.dtype)
 
 
 class Places:

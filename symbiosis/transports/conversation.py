@@ -55,16 +55,16 @@ from symbiosis.errors import (
     WireError,
 )
 from symbiosis.transports import wire
-from symbiosis.transports.arena import spread
+from symbiosis.transports.arena import sizes
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import PING, Hello, Type
 
 PING_AFTER_S = 5.0
 """Seconds without a message after which a client with a call outstanding sends PING."""
-SILENT_FOR_S = 120.0
-"""Seconds without a message, PONG included, after which a client with a call outstanding gives up the connection. A
-long batch may take a minute; the death of an executor shows earlier, by other means."""
+UNANSWERED = 24
+"""PINGs in a row without any message after which a client gives up the connection: two minutes. A long batch may take a
+minute; the death of an executor shows earlier, by other means. A client that was stopped meanwhile has sent none."""
 CARRIED = (Type.SEGMENT, Type.RENDEZVOUS)
 """Messages for the carrier of tensors."""
 FIRST_S, LONGEST_S = 0.05, 2.0
@@ -199,7 +199,10 @@ class Conversation:
         self._expected: dict[Key, Expected] = {}
         self._most_rows = self._most_bytes = 0
         self._ids = itertools.count(1)
-        self._heard = self._asked = 0.0
+        self._asked = 0.0
+        """Time of the last message, or of the last PING."""
+        self._unanswered = 0
+        """PINGs since the last message."""
         self._patience_s = retry_s
         """Seconds for which the next attempts to join again go on."""
         self._until: float | None = None
@@ -280,8 +283,7 @@ class Conversation:
         if not rows:
             name = f"{self._layers[call.key.layers[0]].name} {call.key.pass_.name}"
             raise RequestError(due.misfit(name, call.tensors))
-        call_bytes = spread(rows, due.widths, due.dtype)
-        size = call_bytes + spread(rows, due.results, due.dtype)
+        call_bytes, size = sizes(rows, due)
         if rows > self._most_rows:
             raise UsageError(
                 f"a call of {rows} rows; the executor allows {self._most_rows}; send fewer tokens at once, or ask its "
@@ -338,15 +340,18 @@ class Conversation:
 
     def heard(self, now: float) -> None:
         """Note that a message came, or that the first call was sent. Times are in seconds."""
-        self._heard = self._asked = now
+        self._asked = now
+        self._unanswered = 0
 
     def check_alive(self, now: float) -> bytes | None:
         """Return PING if it is time to ask a silent executor whether it is alive. Called while a call is outstanding.
-        Raises ConnectionLostError if no message came for :data:`SILENT_FOR_S` seconds."""
-        if now - self._heard > SILENT_FOR_S:
-            raise ConnectionLostError(f"the executor at {self.address} has not answered for {now - self._heard:.0f} s")
+        Raises ConnectionLostError if the last :data:`UNANSWERED` PINGs had no answer."""
         if now - self._asked < PING_AFTER_S:
             return None
+        if self._unanswered == UNANSWERED:
+            silent = PING_AFTER_S * (UNANSWERED + 1)
+            raise ConnectionLostError(f"the executor at {self.address} has not answered for {silent:.0f} s")
+        self._unanswered += 1
         self._asked = now
         return PING
 

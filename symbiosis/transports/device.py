@@ -44,13 +44,17 @@ class Segment(Memory):
         self.answered = answered
         self._memory = memory
 
+    @staticmethod
+    def size(least: int, limit: int) -> int:
+        """Return the bytes of a segment for calls of ``least`` bytes. Raises WireError if they exceed the limit."""
+        if not 0 < least <= limit:
+            raise WireError(f"a segment of {least} bytes; this client may have {limit}")
+        return -(-min(max(least, FIRST), limit) // BLOCK) * BLOCK
+
     @classmethod
-    def create(cls, device: torch.device, start: int, size: int, limit: int) -> tuple[Segment, Sequence[Any]]:
-        """Return a segment of at least ``size`` bytes with places from ``start``, and the content of SEGMENT for it.
-        Raises WireError if the client would exceed its limit, and UsageError if the GPU has no room."""
-        if not 0 < size <= limit:
-            raise WireError(f"a segment of {size} bytes; this client may have {limit}")
-        size = -(-min(max(size, FIRST), limit) // BLOCK) * BLOCK
+    def create(cls, device: torch.device, start: int, size: int) -> tuple[Segment, Sequence[Any]]:
+        """Return a segment of ``size`` bytes with places from ``start``, and the content of SEGMENT for it. Raises
+        UsageError if the GPU has no room."""
         memory, handle = allocate(device, size)
         called, answered = event(device), event(device)
         content = (start, size, handle, called.ipc_handle(), answered.ipc_handle())

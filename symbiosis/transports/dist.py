@@ -11,7 +11,7 @@ executor is on another host.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from symbiosis.core.requests import Results
 from symbiosis.core.terms import NO_TERMS, Terms
-from symbiosis.core.transport import Channel, Listener, Service, Session
+from symbiosis.core.transport import Channel, Listener, Service
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.blocking import ThreadedChannel
@@ -29,6 +29,7 @@ from symbiosis.transports.connection import Carrier, Receiver
 from symbiosis.transports.conversation import Pending
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
 from symbiosis.transports.limits import Limits
+from symbiosis.transports.peer import Admitted
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp import TcpTransport
@@ -102,14 +103,14 @@ class LaneCourier(TcpCourier):
     The lanes open when the client has sent the first message that needs them: a client that only looks has none.
     """
 
+    apart = False
+
     def __init__(self, backend: str, line: TcpLine) -> None:
         super().__init__(line)
         self._backend = backend
         self._home = line.listener.service.device
         self._device = self._home if backend == "nccl" else torch.device("cpu")
         self._lanes: Lanes | None = None
-        self._unsent = 0
-        """Bytes of results that the lanes have not sent."""
 
     def welcome(self, joined: bool) -> dict[str, Any]:
         return {**super().welcome(joined), "backend": self._backend}
@@ -126,33 +127,23 @@ class LaneCourier(TcpCourier):
             self._lanes = Lanes(self._backend, EXECUTOR, self._device, local, self.line.send, self.line.drop)
         return self._lanes
 
-    def tensors(self, message: CallMessage, session: Session, payload: int) -> Results | None:
+    def check(self, admitted: Admitted, payload: int) -> int:
         if payload:
             raise WireError("over dist:// a CALL has no payload")
-        try:
-            widths, dtype, _ = self.hold(message, session)
-        except SymbiosisError as error:  # its tensors would be taken for those of the next call
-            raise WireError(str(error)) from error
-        tensors = tuple([torch.empty(message.rows, width, dtype=dtype, device=self._device) for width in widths])
-        self._open().receive(tensors, partial(self._arrived, message, tensors))
+        return 0
+
+    def tensors(self, admitted: Admitted) -> Results | None:
+        rows, (widths, dtype, _) = admitted.message.rows, admitted.expected
+        tensors = tuple([torch.empty(rows, width, dtype=dtype, device=self._device) for width in widths])
+        self._open().receive(tensors, partial(self._arrived, admitted, tensors))
         return None
 
-    def _arrived(self, message: CallMessage, tensors: Results) -> None:
-        if not self.line.peer.arrived(message, tuple([tensor.to(self._home) for tensor in tensors])):
-            self.free(message.id)  # cancelled on its way
+    def _arrived(self, admitted: Admitted, tensors: Results) -> None:
+        self.line.peer.arrived(admitted, tuple([tensor.to(self._home) for tensor in tensors]))
 
-    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
-        lanes = self._open()
-        size = sum(result.nbytes for result in results)
-        self._count_unsent(size)
-        self.line.send(wire.pack_result(message.id))
-        if not self.line.peer.gone:
-            tensors = [result.to(self._device).contiguous() for result in results]
-            lanes.send(tensors, partial(self._count_unsent, -size))
-
-    def _count_unsent(self, size: int) -> None:
-        self._unsent += size
-        self.line.count_unsent(self._unsent)
+    def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
+        self.line.send(wire.pack_result(admitted.message.id))
+        self._open().send([result.to(self._device).contiguous() for result in results], sent)
 
     def close(self) -> None:
         if self._lanes is not None:

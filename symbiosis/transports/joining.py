@@ -27,7 +27,7 @@ from symbiosis.transports.wire import Hello, Type
 
 ANSWER_WITHIN_S = 30.0
 """Seconds within which each of the executor's first messages must come: in a long batch it does not answer sooner."""
-CHUNKS_UNDER_WAY = 4
+CHUNKS_UNDER_WAY = 16
 """Chunks of the share that a client asks for ahead, so that the line is not idle during a round trip."""
 
 Message = tuple[Type, Sequence[Any], Sequence[Any]]

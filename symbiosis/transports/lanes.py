@@ -150,7 +150,7 @@ class Lanes:
         """Take a value of a lane's rendezvous from the other side."""
         self._lanes[lane].store.met(key, value)
 
-    def send(self, tensors: Sequence[torch.Tensor], sent: Callable[[], None] | None = None) -> None:
+    def send(self, tensors: Sequence[torch.Tensor], sent: Callable[[], object] | None = None) -> None:
         """Send contiguous matrices, one after another; ``sent`` is called when they are on their way."""
         self._out.work(tensors, sent)
 
@@ -182,7 +182,7 @@ class _Lane:
         self.store = store
         self._lanes = lanes
         self._sends = sends
-        self._jobs: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Callable[[], None] | None, Any] | None]
+        self._jobs: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Callable[[], object] | None, Any] | None]
         self._jobs = queue.SimpleQueue()
         """Tensors, what to call when they have been sent or received, and an event: they may be read or written to."""
         self._closed = False
@@ -191,7 +191,7 @@ class _Lane:
         self.thread.start()
         _lanes.add(self)
 
-    def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], None] | None) -> None:
+    def work(self, tensors: Sequence[torch.Tensor], done: Callable[[], object] | None) -> None:
         """Send or receive tensors, after everything asked for before."""
         self._jobs.put((tensors, done, _event(self._lanes.device)))
 
@@ -267,7 +267,7 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
-def _after(event: torch.cuda.Event | None, done: Callable[[], None]) -> None:
+def _after(event: torch.cuda.Event | None, done: Callable[[], object]) -> None:
     if event is not None:
         event.wait()
     done()

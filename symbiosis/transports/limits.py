@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,3 +20,7 @@ class Limits:
     rows: int = 1 << 20
     arena_bytes: int = 1 << 30
     clients: int = 64
+
+    def within(self, largest: int) -> Limits:
+        """Return these limits with at most ``largest`` bytes for the tensors of a client."""
+        return replace(self, arena_bytes=min(self.arena_bytes, largest))

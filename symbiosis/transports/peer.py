@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
-from symbiosis.core.requests import Call, Results
+from symbiosis.core.budget import Account
+from symbiosis.core.requests import Call, Expected, Results
 from symbiosis.core.transport import Service, Session
 from symbiosis.errors import (
     BusyError,
@@ -41,6 +40,7 @@ from symbiosis.errors import (
 )
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
+from symbiosis.transports.arena import sizes
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.wire import CallMessage, Type
 
@@ -59,6 +59,10 @@ BACKLOG = 1024
 AT_ONCE = 8
 """Connections that the event loop accepts in one turn. It looks at them some turns later, and until then each holds one
 of the spare descriptors."""
+ROOM_WITHIN_S = 60.0
+"""Seconds for which a call waits for room in the executor's memory before it fails."""
+_COPIES = 2
+"""How often the executor may hold a call and its results while it runs: as a part of a batch, and apart."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
 
 
@@ -69,8 +73,14 @@ class Line(Protocol):
     def authenticated(self) -> bool:
         """Whether the connection has shown whose it is. Other clients cannot have the names of tenants with keys."""
 
+    def when_read(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when the client has read what was sent so far, or all but 64 KiB of it; perhaps at once."""
+
     def send(self, message: bytes) -> None:
         """Send a message without waiting. Has no effect when the client is gone."""
+
+    def drop(self, why: object) -> None:
+        """End the connection now."""
 
     def hang_up(self) -> None:
         """End the connection when the messages sent have been read, or after :data:`GOODBYE_S`."""
@@ -86,8 +96,29 @@ class Line(Protocol):
         connections."""
 
 
+@dataclass(slots=True, eq=False)
+class Admitted:
+    """A call that is within the limits."""
+
+    message: CallMessage
+    expected: Expected
+    incoming: int
+    """Bytes of its tensors, each aligned as in an arena."""
+    size: int
+    """The same, with the results."""
+    tensors: Results = ()
+    """Its matrices, where they are in memory that the client shares."""
+    answers: Results = ()
+    """Where its results belong, in such memory."""
+    call: Call | None = None
+    """None while its tensors have not arrived."""
+
+
 class Courier(ABC):
     """The executor's end of one connection, as far as tensors are concerned."""
+
+    apart = True
+    """Whether the executor can refuse a call and go on with the next one, whose tensors it finds."""
 
     @abstractmethod
     def welcome(self, joined: bool) -> dict[str, Any]:
@@ -95,22 +126,21 @@ class Courier(ABC):
         WireError: the client does not take what comes with the welcome."""
 
     @abstractmethod
-    def tensors(self, message: CallMessage, session: Session, payload: int) -> Results | None:
-        """Return the matrices of a call, [rows, width] each; None if they arrive later, by :meth:`Peer.arrived`.
+    def check(self, admitted: Admitted, payload: int) -> int:
+        """Check where the tensors of a call are and its results belong. In shared memory, note both.
 
-        ``payload`` is the number of raw bytes that follow the message.
-
-        Raises:
-            RequestError: the layer table has no such key. The call fails, and the conversation goes on.
-            WireError: they, or the results, do not fit where the message says, or exceed the limit of bytes.
+        Return how many bytes the connection keeps from then on, of its arena for instance. ``payload`` is the number of
+        raw bytes that follow the message. Raises WireError: tensors or results do not fit there.
         """
 
     @abstractmethod
-    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
-        """Send RESULT, with the results where the message wants them."""
+    def tensors(self, admitted: Admitted) -> Results | None:
+        """Return the matrices of a call, [rows, width] each; None if they arrive later, by :meth:`Peer.arrived`."""
 
-    def free(self, id_: int) -> None:
-        """Stop counting the tensors of a call that was answered or cancelled."""
+    @abstractmethod
+    def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
+        """Send RESULT, with the results where the call wants them. Call ``sent`` when they take no memory here any
+        more, perhaps at once."""
 
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         """Take a message of a type that only this transport has. Return whether it is one."""
@@ -126,26 +156,42 @@ class Peer:
     Args:
         service: the executor.
         limits: limits of this client.
-        tenant: what the transport knows of the client's owner; for logs.
+        line, courier: the connection.
+
+    Attributes:
+        tenant: whose connection this is, "?" if that is not known.
+        session: the client's session; None before HELLO.
+        gone: whether the conversation has ended.
+        account: what the connection holds of the executor's memory.
     """
 
-    def __init__(self, service: Service, limits: Limits, tenant: str, line: Line, courier: Courier) -> None:
-        self.tenant = tenant
+    def __init__(self, service: Service, limits: Limits, line: Line, courier: Courier) -> None:
+        self.tenant = "?"
         self.session: Session | None = None
         self.gone = False
         self._service = service
         self._limits = limits
         self._line = line
         self._courier = courier
-        self._calls: dict[int, Call | CallMessage] = {}
-        """Outstanding calls by id; a message while the tensors of its call have not arrived."""
-        self._rows = 0
+        self._calls: dict[int, Admitted] = {}
+        """Outstanding calls by id."""
+        self._rows = self._bytes = 0
+        """Rows of these calls, and bytes of their tensors and results."""
+        self.account = Account(service.budget)
+        self._kept = 0
+        """Bytes that the connection keeps between calls."""
+        self._waits = False
+        """Whether a call waits for room. No message is read then."""
+        self._no_room: asyncio.TimerHandle | None = None
+        """Ends this wait."""
         self._paused = False
         self._greeted = False
 
     def identified(self, tenant: str) -> None:
-        """Note the client's owner, if it becomes known after the connection was made."""
+        """Note whose connection this is. A connection for which there is no room ends."""
         self.tenant = tenant
+        if not self.account.admit(tenant):
+            self.refuse(BusyError("no memory is left for another connection at the executor; try later"))
 
     def received(self, data: bytes, payload: int = 0) -> None:
         """Take a message, and the length of its payload in bytes. A violation of the rules ends this conversation and
@@ -197,102 +243,181 @@ class Peer:
                 return
             log.info("client joined", client=self.session.client, tenant=self.tenant)
         share = self._service.share()
+        try:
+            extra = self._courier.welcome(hello.name is not None)
+        except OSError as error:
+            raise BusyError(f"the executor cannot serve another client: {error.strerror}; try later") from error
         welcome = {
             "share": share.description,
             "tokenizer": dict(share.tokenizer),
             "limits": asdict(self._limits),
             "instance": self._service.identity().instance,
-            **self._courier.welcome(hello.name is not None),
+            **extra,
         }
-        self._line.send(wire.pack(Type.WELCOME, welcome))
+        message = wire.pack(Type.WELCOME, welcome)
+        if not self.account.hold(len(message)):
+            raise BusyError("no memory is left at the executor; try later")
+        self._line.send(message)
+        self._line.when_read(partial(self.account.release, len(message)))
 
     def _call(self, session: Session, message: CallMessage, payload: int) -> None:
         if message.id in self._calls:
             raise WireError(f"call {message.id} is outstanding already")
-        rows = self._rows + message.rows
-        if rows > self._limits.rows:
-            raise WireError(f"{rows} rows are outstanding; at most {self._limits.rows} are allowed")
+        if not message.rows:
+            raise WireError("a CALL has at least 1 row")
+        rows, limits = self._rows + message.rows, self._limits
+        if rows > limits.rows:
+            raise WireError(f"{rows} rows are outstanding; at most {limits.rows} are allowed")
         try:
-            tensors = self._courier.tensors(message, session, payload)
-        except (WireError, BusyError):
-            raise
+            due = session.expects(message.key)
         except SymbiosisError as error:
+            self._fail(message, error)
+            return
+        incoming, size = sizes(message.rows, due)
+        if self._bytes + size > limits.arena_bytes:
+            raise WireError(
+                f"{self._bytes + size} bytes of tensors and results are outstanding; at most {limits.arena_bytes} are "
+                "allowed"
+            )
+        admitted = Admitted(message, due, incoming, size)
+        more = max(self._courier.check(admitted, payload) - self._kept, 0)
+        if self.account.hold(_COPIES * size + more):
+            self._admit(session, admitted, more)
+        else:
+            self._wait(session, admitted, more)
+
+    def _fail(self, message: CallMessage, error: SymbiosisError) -> None:
+        """Refuse a call whose tensors were not taken."""
+        if self._courier.apart:
             self._line.send(wire.pack_error(message.id, error))
+        else:  # its tensors would be taken for those of the next call
+            self.refuse(error if isinstance(error, BusyError) else WireError(str(error)))
+
+    def _wait(self, session: Session, admitted: Admitted, more: int) -> None:
+        """Read no message until there is room for a call."""
+
+        def granted() -> None:
+            timer.cancel()
+            loop.call_soon(self._enter, session, admitted, more)
+
+        loop = asyncio.get_running_loop()
+        self._waits = True
+        timer = self._no_room = loop.call_later(ROOM_WITHIN_S, self._give_up, admitted)
+        self.account.wait(_COPIES * admitted.size + more, granted)
+        self._pause_if_full()
+
+    def _enter(self, session: Session, admitted: Admitted, more: int) -> None:
+        if not self.gone:
+            self._waits = False
+            self._admit(session, admitted, more)
+            self._pause_if_full()
+
+    def _give_up(self, admitted: Admitted) -> None:
+        self.account.stop_waiting()
+        self._waits = False
+        size = _COPIES * admitted.size
+        error = (
+            f"the executor had no room for {size} bytes within {ROOM_WITHIN_S:.0f} s; try later, send fewer rows, or "
+            "ask its host for more max_bytes"
+        )
+        self._fail(admitted.message, BusyError(error))
+        self._pause_if_full()
+
+    def _admit(self, session: Session, admitted: Admitted, more: int) -> None:
+        self._kept += more
+        self._rows += admitted.message.rows
+        self._bytes += admitted.size
+        try:
+            tensors = self._courier.tensors(admitted)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            log.error("no memory for a call", client=session.client, why=str(error))
+            self._forget(admitted)
+            self.account.release(_COPIES * admitted.size)
+            self._fail(admitted.message, BusyError("the executor's process has no memory for this call; try later"))
             return
         if tensors is None:
-            self._count(message, message)
+            self._calls[admitted.message.id] = admitted
+            self._pause_if_full()
         else:
-            self._submit(session, message, tensors)
+            self._submit(session, admitted, tensors)
 
-    def arrived(self, message: CallMessage, tensors: Results) -> bool:
-        """Take the tensors of a call for which :meth:`Courier.tensors` returned None.
-
-        Return False if the call was cancelled meanwhile, or the client is gone.
-        """
-        if self._calls.get(message.id) is not message or self.session is None:
-            return False
-        del self._calls[message.id]
-        self._rows -= message.rows
-        self._submit(self.session, message, tensors)
+    def arrived(self, admitted: Admitted, tensors: Results) -> None:
+        """Take the tensors of a call for which :meth:`Courier.tensors` returned None."""
+        if self._calls.get(admitted.message.id) is admitted and self.session is not None:
+            del self._calls[admitted.message.id]
+            self._submit(self.session, admitted, tensors)
+        else:  # it was cancelled on its way, or the client is gone
+            self._forget(admitted)
+            self.account.release(_COPIES * admitted.size)
+            if not self.gone:
+                self._line.send(_cancelled(admitted.message.id))
         self._pause_if_full()
-        return True
 
-    def _submit(self, session: Session, message: CallMessage, tensors: Results) -> None:
+    def _submit(self, session: Session, admitted: Admitted, tensors: Results) -> None:
+        message = admitted.message
         call = Call(message.key, message.kind, tensors)
         try:
             reply = session.submit(call)
         except SymbiosisError as error:
-            self._courier.free(message.id)
-            self._line.send(wire.pack_error(message.id, error))
+            self._reply(admitted, error)
             return
         if reply.done():  # the executor ran it at once
-            self._courier.free(message.id)
-            self._reply(message, reply)
+            self._reply(admitted, reply.exception() or reply.result())
             return
-        self._count(message, call)
-        reply.add_done_callback(partial(self._done, message, call))
-
-    def _count(self, message: CallMessage, call: Call | CallMessage) -> None:
-        self._calls[message.id] = call
-        self._rows += message.rows
+        admitted.call = call
+        self._calls[message.id] = admitted
         self._pause_if_full()
+        reply.add_done_callback(partial(self._done, admitted))
 
-    def _done(self, message: CallMessage, call: Call, reply: asyncio.Future[Results]) -> None:
-        if self._calls.get(message.id) is not call:  # it was cancelled, or the client is gone
+    def _done(self, admitted: Admitted, reply: asyncio.Future[Results]) -> None:
+        if self._calls.get(admitted.message.id) is not admitted:  # it was cancelled, or the client is gone
             if not reply.cancelled():
                 reply.exception()  # asyncio must not log it as never retrieved
             return
-        del self._calls[message.id]
-        self._rows -= message.rows
-        self._courier.free(message.id)
-        self._reply(message, reply)
+        del self._calls[admitted.message.id]
+        self._reply(admitted, reply.exception() or reply.result())
         self._pause_if_full()
 
-    def _reply(self, message: CallMessage, reply: asyncio.Future[Results]) -> None:
-        error = reply.exception()
-        if self.gone:
-            return
-        if error is None:
-            self._courier.answer(message, reply.result())
+    def _forget(self, admitted: Admitted) -> None:
+        self._rows -= admitted.message.rows
+        self._bytes -= admitted.size
+
+    def _reply(self, admitted: Admitted, outcome: Results | BaseException) -> None:
+        self._forget(admitted)
+        release = partial(self.account.release, _COPIES * admitted.size)
+        if isinstance(outcome, BaseException):
+            self._line.send(wire.pack_error(admitted.message.id, outcome))
+            release()
         else:
-            self._line.send(wire.pack_error(message.id, error))
+            try:
+                self._courier.answer(admitted, outcome, release)
+            except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                self._line.drop(f"there is no memory for its answer: {error}")
+
+    def keep(self, size: int) -> bool:
+        """Keep ``size`` bytes in all between calls. Return whether there is room."""
+        if size < self._kept:
+            self.account.release(self._kept - size)
+        elif not self.account.hold(size - self._kept):
+            return False
+        self._kept = size
+        return True
 
     def _cancel(self, session: Session, id_: int) -> None:
-        call = self._calls.pop(id_, None)
-        if call is None:
+        admitted = self._calls.pop(id_, None)
+        if admitted is None:
             return  # the answer is on its way
-        if isinstance(call, Call):
-            self._rows -= call.tensors[0].shape[0]
-            self._courier.free(id_)
-            session.cancel(call)
-        else:
-            self._rows -= call.rows  # its tensors are still to arrive: the courier counts them until then
-        self._line.send(wire.pack_error(id_, ClientClosedError("the call was cancelled")))
+        if admitted.call is None:
+            return  # its tensors are still to arrive; it counts until then, also at the client
+        session.cancel(admitted.call)
+        self._forget(admitted)
+        self.account.release(_COPIES * admitted.size)
+        self._line.send(_cancelled(id_))
         self._pause_if_full()
 
     def _pause_if_full(self) -> None:
         """Stop listening to a client at its limits; resume when it is within them."""
-        full = len(self._calls) >= self._limits.calls or self._rows >= self._limits.rows
+        full = self._waits or len(self._calls) >= self._limits.calls or self._rows >= self._limits.rows
         if self._paused != full:
             self._paused = full
             self._line.listen(not full)
@@ -318,13 +443,25 @@ class Peer:
             self._line.hang_up()
 
     def leave(self, why: str) -> None:
-        """Note that the client is gone: its session ends, and its memory here is given up."""
+        """Note that the client is gone: its session ends, and its memory here is given up. What is on its way to or
+        from it counts until :meth:`closed`."""
         if self.gone:
             return
         self.gone = True
         self._calls.clear()
+        if self._no_room is not None:
+            self._no_room.cancel()
         self._courier.close()
         session, self.session = self.session, None
         if session is not None:
             log.info("client left", client=session.client, tenant=self.tenant, why=why)
             session.close()
+
+    def closed(self) -> None:
+        """Note that the connection is closed and its buffers are gone."""
+        self.account.close()
+
+
+def _cancelled(id_: int) -> bytes:
+    """Return the answer to a call that was cancelled in time."""
+    return wire.pack_error(id_, ClientClosedError("the call was cancelled"))

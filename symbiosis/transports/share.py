@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Share, layers_of
 from symbiosis.core.transport import Identity, Look, Service
-from symbiosis.errors import WireError
+from symbiosis.errors import ShareError, WireError
 from symbiosis.transports import wire
 
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 """Bytes of a chunk."""
 _SHOW_FROM = 8 << 20
 """Bytes of a share from which a bar is shown: smaller ones arrive in less than a second."""
@@ -79,23 +79,37 @@ class ReceivedShare:
             raise WireError(f"the executor announces a share of {size!r} bytes")
         self.size = size
         self.done = 0
-        self._file = tempfile.TemporaryFile(prefix="symbiosis-")  # noqa: SIM115 (closed by close)
+        try:
+            self._file = tempfile.TemporaryFile(prefix="symbiosis-")  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise self._no_room(error) from error
 
     def add(self, start: int, data: Any) -> None:
-        """Write the next chunk. Raises WireError if it is not the next chunk, or has another length."""
+        """Write the next chunk. Raises WireError if it is not the next chunk, or has another length, and ShareError if
+        it cannot be written."""
         if start != self.done or len(data) != min(CHUNK, self.size - start):
             raise WireError(f"{len(data)} bytes of the share at {start} have come, not those at {self.done}")
-        self._file.write(data)
+        try:
+            self._file.write(data)
+            self._file.flush()
+        except OSError as error:
+            raise self._no_room(error) from error
         self.done += len(data)
+
+    def _no_room(self, error: OSError) -> ShareError:
+        return ShareError(
+            f"cannot write the client's share of the model, {self.size} bytes, to a temporary file: {error.strerror}; "
+            "set TMPDIR to a folder that has room"
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors, mapped."""
-        self._file.flush()
         return tensors_in(self._file.fileno())
 
     def close(self) -> None:
         """Close the file. Mapped tensors stay valid."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # the disk is full, and what is left in the buffer does not matter
+            self._file.close()
 
 
 def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:

@@ -16,16 +16,14 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from symbiosis.core.requests import Results
 from symbiosis.core.terms import NO_TERMS, Terms
-from symbiosis.core.transport import Channel, Look, Service, Session
+from symbiosis.core.transport import Channel, Look, Service
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import descriptors, device, peer, wire
@@ -34,16 +32,14 @@ from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.device import Segment
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.peer import Courier, Peer
+from symbiosis.transports.peer import Admitted, Courier, Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import BlockingShmConnection, ShmConnection, join, socket_path
 from symbiosis.transports.stream_line import StreamLine
-from symbiosis.transports.wire import CallMessage, Hello, Type
+from symbiosis.transports.wire import Hello, Type
 
 log = get_logger(__name__)
 
-UNSENT_BYTES = 32 << 20
-"""Bytes of answers that a client may leave unread before it is disconnected."""
 _CARRIES_DESCRIPTORS = b"\0"
 """The byte that carries descriptors, before the welcome."""
 
@@ -84,7 +80,7 @@ class ShmListener:
     def __init__(self, address: str, service: Service, limits: Limits) -> None:
         self.address = address
         self.service = service
-        self.limits = limits
+        self.limits = limits.within(service.budget.largest)
         self.share = ServedShare(service)
         self.connected: set[ShmLine] = set()
         """Connections; each adds and removes itself."""
@@ -158,7 +154,7 @@ class ShmLine(StreamLine):
     """One connection of a listener."""
 
     def __init__(self, listener: ShmListener) -> None:
-        super().__init__(UNSENT_BYTES)
+        super().__init__()
         self.listener = listener
 
     def connection_made(self, transport: Any) -> None:
@@ -167,12 +163,11 @@ class ShmLine(StreamLine):
         connected = transport.get_extra_info("socket")
         pid, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         service, limits = self.listener.service, self.listener.limits
-        self.peer = Peer(service, limits, f"uid {user} pid {pid}", self, ArenaCourier(self))
-        self.open()
+        self.peer = Peer(service, limits, self, ArenaCourier(self))
         if user not in (os.geteuid(), 0):
             self.peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
-        else:
-            self._has_room(len(self.listener.connected), readable=True)
+        elif self._has_room(len(self.listener.connected), readable=True):
+            self.open(f"uid {user} pid {pid} connection {connected.fileno()}")
 
     def connection_lost(self, error: Exception | None) -> None:
         self.listener.connected.discard(self)
@@ -201,6 +196,9 @@ class ArenaCourier(Courier):
         self._gpu: str | None = None
         """Identity of the GPU, for a client that may have a segment of its memory."""
         self._segment: Segment | None = None
+        self._segment_bytes = 0
+        self._touched = 0
+        """Bytes from the arena's start up to the last one that a call has used."""
 
     def welcome(self, joined: bool) -> dict[str, Any]:
         if not joined:
@@ -221,10 +219,15 @@ class ArenaCourier(Courier):
         if self._line.peer.busy:
             raise WireError("a segment is replaced while no call is outstanding")
         self._segment = None  # freed before the next one is allocated
-        size, limit = wire.read_id(content), self._limits.arena_bytes
+        self._segment_bytes = Segment.size(wire.read_id(content), self._limits.arena_bytes)
+        answer: Sequence[Any]
         try:
-            self._segment, answer = Segment.create(self._device, self._arena.end, size, limit)
+            if not self._line.peer.keep(self._touched + self._segment_bytes):
+                raise UsageError(f"the executor has no room for a segment of {self._segment_bytes} bytes; try later")
+            self._segment, answer = Segment.create(self._device, self._arena.end, self._segment_bytes)
         except UsageError as error:
+            self._segment_bytes = 0
+            self._line.peer.keep(self._touched)
             answer = (str(error),)
         self._line.send(wire.pack(Type.SEGMENT, *answer))
         return True
@@ -233,27 +236,34 @@ class ArenaCourier(Courier):
         assert self._arena is not None
         return self._arena if self._segment is None or place < self._arena.end else self._segment
 
-    def tensors(self, message: CallMessage, session: Session, payload: int) -> Results | None:
+    def check(self, admitted: Admitted, payload: int) -> int:
         if payload:
             raise WireError("over shm:// a CALL has no payload")
-        expected = session.expects(message.key)
-        memory = self._memory(message.place)
-        tensors = memory.matrices(message.place, message.rows, expected.widths, expected.dtype)
-        self._memory(message.answer).matrices(message.answer, message.rows, expected.results, expected.dtype)
-        if isinstance(memory, Segment):
-            memory.wait(memory.called)
+        message, due, incoming = admitted.message, admitted.expected, admitted.incoming
+        assert self._arena is not None
+        memory, place, answer, arena = self._memory, message.place, message.answer, self._arena.end
+        admitted.tensors = memory(place).matrices(place, message.rows, due.widths, due.dtype)
+        admitted.answers = memory(answer).matrices(answer, message.rows, due.results, due.dtype)
+        for start, end in ((place, place + incoming), (answer, answer + admitted.size - incoming)):
+            if start < arena and end > self._touched:
+                self._touched = end
+        return self._touched + self._segment_bytes
+
+    def tensors(self, admitted: Admitted) -> Results | None:
+        tensors, segment = admitted.tensors, self._segment
+        if segment is not None and admitted.message.place >= segment.start:
+            segment.wait(segment.called)
             return tensors
         return tensors if self._device.type == "cpu" else tuple(tensor.to(self._device) for tensor in tensors)
 
-    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
-        memory = self._memory(message.answer)
-        widths = tuple([result.shape[1] for result in results])
-        places = memory.matrices(message.answer, message.rows, widths, results[0].dtype)
-        for place, result in zip(places, results, strict=True):
+    def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
+        for place, result in zip(admitted.answers, results, strict=True):
             place.copy_(result)
-        if isinstance(memory, Segment):
-            memory.record(memory.answered)
-        self._line.send(wire.pack_result(message.id))
+        segment = self._segment
+        if segment is not None and admitted.message.answer >= segment.start:
+            segment.record(segment.answered)
+        self._line.send(wire.pack_result(admitted.message.id))
+        sent()
 
     def close(self) -> None:
         self._arena = self._segment = None

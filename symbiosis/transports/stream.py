@@ -85,7 +85,7 @@ class ByteStream:
         Raises:
             WireError: a longer message is announced than is allowed.
         """
-        if self._due >= 0 and not self._take():
+        if not self.take():
             return None
         start = self._start
         held = self._end - start
@@ -116,8 +116,15 @@ class ByteStream:
         """Return what TLS itself has to send now: parts of a handshake, or why it has failed."""
         return b""
 
-    def _take(self) -> bool:
-        """Move what has come of a payload. Return whether all of it has come."""
+    @property
+    def awaits(self) -> bool:
+        """Whether a payload that :meth:`into` asked for is still to come, or to be taken."""
+        return self._target is not None
+
+    def take(self) -> bool:
+        """Move what has come of a payload. Return whether all of it has come, or none is under way."""
+        if self._due < 0:
+            return True
         count = min(self._due, self._end - self._start)
         if count:
             if self._target is not None:
@@ -176,10 +183,14 @@ class TlsByteStream(ByteStream):
             self.ready = True
 
     def encode(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> list[Any]:
+        encoded = []
         for part in super().encode(message, payload, parts):
-            if len(part):
-                self._tls.write(part)
-        return [self._out.read()]
+            for start in range(0, len(part), _ROOM):
+                self._tls.write(part[start : start + _ROOM])
+                if self._out.pending >= _ROOM:  # a MemoryBIO keeps as much memory as it has ever held
+                    encoded.append(self._out.read())
+        encoded.append(self._out.read())
+        return encoded
 
     def unsent(self) -> bytes:
         return self._out.read()

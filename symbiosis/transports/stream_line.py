@@ -16,20 +16,33 @@ log = get_logger(__name__)
 
 AT_ONCE = 16
 """Messages of one client that are read before other clients get their turn."""
+MOST_SAID = 64 << 10
+"""Bytes of messages, apart from results, that a client may leave unread before it is not read any more."""
+LOOK_S = 10.0
+"""Seconds between two looks at whether a client moves the bytes that it should move."""
+LOOKS = 6
+"""Looks one after another at a client that moved less than LEAST_BYTES, after which it is disconnected. A long batch of
+the executor counts as one."""
+LEAST_BYTES = 1 << 20
+"""Bytes that a client must move in that time: it sends a call, or leaves answers unread."""
 
 
 class StreamLine(asyncio.BufferedProtocol):
-    """One connection of a listener. Implements :class:`~symbiosis.transports.peer.Line`.
-
-    Args:
-        most_unsent: bytes of answers that the client may leave unread before it is disconnected.
-    """
+    """One connection of a listener. Implements :class:`~symbiosis.transports.peer.Line`."""
 
     peer: Peer
 
-    def __init__(self, most_unsent: int) -> None:
+    def __init__(self) -> None:
         self._stream = ByteStream(wire.MAX_TO_EXECUTOR)
-        self._most_unsent = most_unsent
+        self._unsent = False
+        """Whether more than the event loop's 64 KiB wait for the client to read."""
+        self._said = 0
+        """Bytes of messages, apart from results, sent meanwhile."""
+        self._then: list[Callable[[], object]] = []
+        """What to call when the client has read them."""
+        self._moved = 0
+        """Bytes that came, and that were sent."""
+        self._watch: asyncio.TimerHandle | None = None
         self._listening = True
         self._paused = False
         """Whether the event loop does not read the connection."""
@@ -37,9 +50,13 @@ class StreamLine(asyncio.BufferedProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._reading: asyncio.Handle | None = None
 
-    def open(self) -> None:
-        """Begin the conversation."""
+    def open(self, tenant: str) -> None:
+        """Begin the conversation with a client of this tenant."""
+        self.peer.identified(tenant)
+        if self.peer.gone:
+            return
         self._refuse_after(peer.HELLO_WITHIN_S, f"no HELLO within {peer.HELLO_WITHIN_S:.0f} s")
+        self._look(0, 0)
 
     def _has_room(self, connections: int, *, readable: bool) -> bool:
         """Return whether the executor can serve one more connection; otherwise end this one.
@@ -49,9 +66,14 @@ class StreamLine(asyncio.BufferedProtocol):
             readable: whether the client can read a reason.
         """
         left = descriptors.left(self._transport.get_extra_info("socket").fileno())
-        if connections <= peer.MAX_CONNECTIONS and left > 0:
+        if left <= 0:
+            why = "no file descriptors are left"
+        elif connections > peer.MAX_CONNECTIONS:
+            why = f"{peer.MAX_CONNECTIONS} clients are connected already"
+        elif not self.peer.account.open():
+            why = "no memory is left for another connection"
+        else:
             return True
-        why = f"{peer.MAX_CONNECTIONS} clients are connected already" if left > 0 else "no file descriptors are left"
         error = BusyError(f"{why} at the executor; try later")
         if readable and 2 * left > -descriptors.SPARE:
             self.peer.refuse(error)
@@ -65,12 +87,13 @@ class StreamLine(asyncio.BufferedProtocol):
     def buffer_updated(self, count: int) -> None:
         if self.peer.gone:
             return
+        self._moved += count
         try:
             self._stream.filled(count)
         except OSError as error:  # of TLS
             self.drop(error)
             return
-        if self._listening and self._reading is None:
+        if self._reading is None:
             self._read()
 
     def _read(self) -> None:
@@ -78,7 +101,13 @@ class StreamLine(asyncio.BufferedProtocol):
         self._reading = None
         try:
             for _ in range(AT_ONCE):
-                if not self._listening or self.peer.gone:
+                if self.peer.gone:
+                    return
+                if self._stream.awaits and not self._stream.take():
+                    self._resume()
+                    return
+                if not self._listening or self._said > MOST_SAID:
+                    self._pause()
                     return
                 found = self._stream.next()
                 if found is None:
@@ -88,8 +117,11 @@ class StreamLine(asyncio.BufferedProtocol):
         except WireError as error:
             self.peer.refuse(error)
             return
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            self.drop(f"there is no memory for its call: {error}")
+            return
         self._pause()
-        self._reading = asyncio.get_running_loop().call_soon(self._read)
+        self._read_soon()
 
     def _resume(self) -> None:
         if self._paused:
@@ -107,22 +139,49 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_deadline()
+        if self._watch is not None:
+            self._watch.cancel()
         if self._transport is not None:
             self.peer.leave("it closed the connection" if error is None else str(error))
+            self.peer.closed()
 
-    def send(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> None:
-        """Send a message and the parts of its payload, ``payload`` bytes together. Has no effect when the client is
-        gone."""
+    def send(self, message: bytes, payload: int = 0, parts: Sequence[Any] = (), *, results: bool = False) -> None:
+        """Send a message and the parts of its payload, ``payload`` bytes together: results, or something else. Has no
+        effect when the client is gone."""
         transport = self._transport
         if not self.peer.gone and not transport.is_closing():
             for part in self._stream.encode(message, payload, parts):
+                self._moved += len(part)
                 transport.write(part)
-            self.count_unsent(transport.get_write_buffer_size())
+            if self._unsent:
+                self._said += len(message) if results else len(message) + payload
 
-    def count_unsent(self, size: int) -> None:
-        """Disconnect the client if it has left too many bytes unread."""
-        if size > self._most_unsent:
-            self.drop("it does not read its answers")
+    def pause_writing(self) -> None:
+        self._unsent = True
+
+    def resume_writing(self) -> None:
+        self._unsent = False
+        self._said = 0
+        then, self._then = self._then, []
+        for one in then:
+            one()
+        self._read_soon()
+
+    def when_read(self, then: Callable[[], object]) -> None:
+        if self._unsent:
+            self._then.append(then)
+        else:
+            then()
+
+    def _look(self, moved: int, looks: int) -> None:
+        """Disconnect a client that keeps memory occupied and moves no bytes."""
+        now = self._moved - self._transport.get_write_buffer_size()
+        if now - moved >= LEAST_BYTES or not (self._unsent or self._stream.awaits):
+            moved, looks = now, 0
+        elif looks == LOOKS:
+            self.drop("it does not read its answers" if self._unsent else "it does not send the tensors of its call")
+            return
+        self._watch = asyncio.get_running_loop().call_later(LOOK_S, self._look, moved, looks + 1)
 
     def drop(self, why: object) -> None:
         """End the connection now."""
@@ -144,9 +203,13 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def listen(self, wanted: bool) -> None:
         self._listening = wanted
-        if not wanted:
+        if wanted:
+            self._read_soon()
+        elif not self._stream.awaits:
             self._pause()
-        elif self._reading is None:
+
+    def _read_soon(self) -> None:
+        if self._reading is None:
             self._reading = asyncio.get_running_loop().call_soon(self._read)
 
     @property

@@ -94,6 +94,11 @@ class TcpClient(StreamClient):
                 f"the executor at {self.address} does not know the public key {self._key.public}; "
                 "give its provider your .public file"
             )
+        if error is None and not self._stream.ready:
+            return ConnectionLostError(
+                f"the executor at {self.address} closed the connection during the handshake, for which a client has a "
+                "second; try again"
+            )
         if isinstance(error, ssl.SSLError) and not self._stream.ready:
             return RefusedError(
                 f"the executor at {self.address} broke off the handshake; its public key is not the one in this "

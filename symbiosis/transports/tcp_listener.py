@@ -16,19 +16,18 @@ from typing import Any
 import torch
 
 from symbiosis.core.requests import Results
-from symbiosis.core.transport import Service, Session
+from symbiosis.core.transport import Service
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import peer, wire
-from symbiosis.transports.arena import spread
 from symbiosis.transports.keys import Keyring, identity
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.peer import Courier, Peer
+from symbiosis.transports.peer import Admitted, Courier, Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.sockets import Endpoint, carries_tensors, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of
 from symbiosis.transports.stream_line import StreamLine
-from symbiosis.transports.wire import CallMessage, Type
+from symbiosis.transports.wire import Type
 
 log = get_logger(__name__)
 
@@ -61,7 +60,7 @@ class TcpListener:
     ) -> None:
         self.address = ""
         self.service = service
-        self.limits = limits
+        self.limits = limits.within(service.budget.largest)
         self.keys = keys
         self.courier = courier
         self.share = ServedShare(service)
@@ -122,7 +121,7 @@ class TcpLine(StreamLine):
     """One connection."""
 
     def __init__(self, listener: TcpListener) -> None:
-        super().__init__(listener.limits.arena_bytes + listener.limits.arena_bytes // 4 + (1 << 20))
+        super().__init__()
         self.listener = listener
         self.user: str | None = None
         """Identity of the client's certificate; None without TLS, and before the end of the handshake."""
@@ -135,13 +134,13 @@ class TcpLine(StreamLine):
         listener.lines.add(self)
         where = transport.get_extra_info("peername")
         self.tenant = where[0] if where else "?"
-        self.peer = Peer(listener.service, listener.limits, self.tenant, self, listener.courier(self))
+        self.peer = Peer(listener.service, listener.limits, self, listener.courier(self))
         if not self._has_room(len(listener.lines), readable=listener.keys is None):
             return
         try:
             prepare(transport.get_extra_info("socket"))
             if listener.keys is None:
-                self.open()
+                self.open(self.tenant)
                 return
             self._stream = TlsByteStream(wire.MAX_TO_EXECUTOR, listener.keys.context(), server=True)
         except (OSError, SymbiosisError) as error:
@@ -184,8 +183,7 @@ class TcpLine(StreamLine):
         self.user = identity(self._stream.certificate())
         name = self.listener.keys.name_of(self.user)
         self.tenant = name or "?"
-        self.peer.identified(self.tenant)
-        self.open()
+        self.open(self.tenant)
         if name is None:
             self.peer.refuse(RefusedError(_UNKNOWN))
         else:
@@ -254,13 +252,10 @@ def _why(error: Exception) -> str:
 
 class TcpCourier(Courier):
     """What the couriers of ``tcp://`` and ``dist://`` have in common: they hand out the client's share of the model in
-    chunks, and keep the tensors of outstanding calls, and of their results, within the limit of bytes."""
+    chunks."""
 
     def __init__(self, line: TcpLine) -> None:
         self.line = line
-        self._held = 0
-        self._sizes: dict[int, int] = {}
-        """Bytes of the tensors of each outstanding call and of its results, by id."""
 
     def welcome(self, joined: bool) -> dict[str, Any]:
         return {"share_bytes": self.line.listener.share.size()} if joined else {}
@@ -273,50 +268,31 @@ class TcpCourier(Courier):
         self.line.send(wire.pack(Type.SHARE, start), len(chunk), [chunk])
         return True
 
-    def hold(self, message: CallMessage, session: Session) -> tuple[tuple[int, ...], torch.dtype, int]:
-        """Count the bytes of a call's tensors and of its results. Return widths and dtype of its tensors, and the bytes
-        that they take.
-
-        Raises:
-            RequestError: the layer table has no such key.
-            WireError: the limit of bytes would be exceeded.
-        """
-        widths, dtype, results = session.expects(message.key)
-        incoming = spread(message.rows, widths, dtype)
-        size = incoming + spread(message.rows, results, dtype)
-        limit = self.line.listener.limits.arena_bytes
-        if not incoming:
-            raise WireError("a CALL has at least 1 row")
-        if self._held + size > limit:
-            raise WireError(
-                f"{self._held + size} bytes of tensors and results are outstanding; at most {limit} are allowed"
-            )
-        self._sizes[message.id] = size
-        self._held += size
-        return widths, dtype, incoming
-
-    def free(self, id_: int) -> None:
-        self._held -= self._sizes.pop(id_, 0)
-
 
 class PayloadCourier(TcpCourier):
     """Takes tensors from the payload of a CALL, and sends results as the payload of a RESULT."""
 
-    def tensors(self, message: CallMessage, session: Session, payload: int) -> Results | None:
-        widths, dtype, size = self.hold(message, session)
-        if payload != size:
-            raise WireError(f"a CALL of {message.rows} rows has a payload of {payload} bytes; {size} were due")
-        memory, view = block(size)
-        self.line.into(view, lambda: self._arrived(message, matrices(memory, message.rows, widths, dtype)))
+    def check(self, admitted: Admitted, payload: int) -> int:
+        if payload != admitted.incoming:
+            raise WireError(
+                f"a CALL of {admitted.message.rows} rows has a payload of {payload} bytes; {admitted.incoming} were due"
+            )
+        return 0
+
+    def tensors(self, admitted: Admitted) -> Results | None:
+        memory, view = block(admitted.incoming)
+        self.line.into(view, lambda: self._arrived(admitted, memory))
         return None
 
-    def _arrived(self, message: CallMessage, tensors: Results) -> None:
+    def _arrived(self, admitted: Admitted, memory: torch.Tensor) -> None:
+        due = admitted.expected
+        tensors = matrices(memory, admitted.message.rows, due.widths, due.dtype)
         device = self.line.listener.service.device
         if device.type != "cpu":
             tensors = tuple([tensor.to(device) for tensor in tensors])
-        if not self.line.peer.arrived(message, tensors):
-            self.free(message.id)  # cancelled on its way
+        self.line.peer.arrived(admitted, tensors)
 
-    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
+    def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
         size, parts = payload_of([result.cpu() for result in results])
-        self.line.send(wire.pack_result(message.id), size, parts)
+        self.line.send(wire.pack_result(admitted.message.id), size, parts, results=True)
+        self.line.when_read(sent)

@@ -24,7 +24,7 @@ from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 from symbiosis.transports.limits import Limits
 
-VERSION = 4
+VERSION = 5
 MAGIC = "symbiosis"
 ALIGN = 64
 """Alignment of matrices in an arena, in bytes: a cache line."""
@@ -179,7 +179,7 @@ def read_call(content: Sequence[Any]) -> CallMessage:
         raise WireError("a CALL has a field that is no number or array of numbers") from None
 
 
-@lru_cache(1 << 14)  # most calls repeat an earlier one in all but the id
+@lru_cache(1 << 12)  # most calls repeat an earlier one in all but the id
 def _read_call(
     layers: Any, pass_: Any, fp32: Any, kind: Any, rows: Any, place: Any, answer: Any
 ) -> tuple[Key, Kind, int, int, int]:

@@ -173,6 +173,7 @@ async def test_from_pretrained_without_a_model(tmp_path: Any) -> None:
         ({"policy": "magic"}, UnknownNameError, "magic"),
         ({"policy": "opportunistic:wait_ms=-1"}, UsageError, "wait_ms is -1"),
         ({"max_rows": 0}, UsageError, "max_rows is 0"),
+        ({"max_bytes": 1 << 20}, UsageError, "max_bytes is 1048576; give a whole number, 100663296 or more"),
         ({"base_layers": "nothing-like-it"}, UsageError, "nothing-like-it"),
     ],
     ids=str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from statistics import fmean, quantiles
+from statistics import fmean, median, quantiles
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +12,7 @@ from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.scheduler import WaitUntil
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import NO_TERMS, Kind, kind_of
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, finetune, generate
@@ -364,3 +364,37 @@ def test_fine_tuning_gets_its_minimum_share_beside_a_slow_local_client() -> None
     simulation.run(20.0)
     assert job.tuned > 20 * 64  # without the minimum share, one request of 32 runs every 10 s
     assert fmean(text.per_token) < 2 * 0.04
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["same layer", "another layer"])
+@pytest.mark.parametrize("rows", [200, 2048])
+@pytest.mark.parametrize("stated", Kind)
+def test_one_row_beside_many_long_calls_is_answered_within_the_slo(stated: Kind, rows: int, together: bool) -> None:
+    """Each call is a walk of its own, so the slack of a whole token may go to the long calls before it runs."""
+    world = world_of(CoServing(slo_ms=100), "victim", "mallory-0", "mallory-1", max_rows=8192)
+    kind = kind_of(NO_TERMS, stated, rows, backward=False, trusted=False)
+    waits: list[float] = []
+
+    def send(client: str) -> None:
+        if client == "victim":
+            world.submit(client, F0, 1, Kind.DECODE)
+        else:
+            world.submit(client, F0 if together else F1, rows, kind)
+
+    for _ in range(8):
+        send("mallory-0")
+        send("mallory-1")
+    send("victim")
+    while len(waits) < 60:
+        batch = world.decide()
+        if isinstance(batch, Batch):
+            world.clock.advance(1e-4 + 1e-5 * batch.rows)
+            for request in world.complete(batch):
+                if request.client == "victim":
+                    waits.append(world.clock.now - request.arrived)
+                send(request.client)
+        else:
+            assert isinstance(batch, WaitUntil)
+            world.clock.advance(max(batch.time - world.clock.now, 0.0))
+    assert median(waits[10:]) <= 0.1
+    assert max(waits[10:]) <= 0.1 + 1e-5 * rows

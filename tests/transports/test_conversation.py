@@ -32,7 +32,7 @@ from symbiosis.transports.conversation import (
     FIRST_S,
     LONGEST_S,
     PING_AFTER_S,
-    SILENT_FOR_S,
+    UNANSWERED,
     Conversation,
     Pending,
     State,
@@ -347,11 +347,22 @@ def test_a_silent_executor_is_pinged_and_then_given_up() -> None:
     assert talk.check_alive(100.0 + PING_AFTER_S / 2) is None
     assert talk.check_alive(100.0 + PING_AFTER_S) == wire.PING
     assert talk.check_alive(100.0 + 1.5 * PING_AFTER_S) is None
-    assert talk.check_alive(100.0 + 2 * PING_AFTER_S) == wire.PING
-    with pytest.raises(ConnectionLostError, match="has not answered for"):
-        talk.check_alive(100.0 + SILENT_FOR_S + 1)
+    for number in range(2, UNANSWERED + 1):
+        assert talk.check_alive(100.0 + number * PING_AFTER_S) == wire.PING
+    last = 100.0 + UNANSWERED * PING_AFTER_S
+    assert talk.check_alive(last + PING_AFTER_S / 2) is None
+    with pytest.raises(ConnectionLostError, match="has not answered for 125 s"):
+        talk.check_alive(last + PING_AFTER_S)
     talk.heard(300.0)
     assert talk.check_alive(301.0) is None
+
+
+def test_a_client_that_was_stopped_asks_before_it_gives_up() -> None:
+    """Its process was stopped, or its virtual machine; the executor may have answered long ago."""
+    talk = conversation()
+    talk.heard(100.0)
+    assert talk.check_alive(100_000.0) == wire.PING
+    assert talk.check_alive(100_001.0) is None
 
 
 class Conversations(RuleBasedStateMachine):

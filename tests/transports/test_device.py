@@ -183,7 +183,7 @@ async def test_a_client_without_that_gpu_uses_the_hosts_memory(
 
 def test_places_are_checked(gpu: Gpu) -> None:
     start, limit = 1 << 20, 2 * FIRST
-    segment, content = Segment.create(CPU, start, 1, limit)
+    segment, content = Segment.create(CPU, start, Segment.size(1, limit))
     assert content[:2] == (start, FIRST)
     for place in (0, start - 64, start + FIRST - 64, start + FIRST, 1 << 62):
         with pytest.raises(WireError, match="not inside the client's memory"):
@@ -191,11 +191,11 @@ def test_places_are_checked(gpu: Gpu) -> None:
     segment.matrices(start + FIRST - 128, 2, (16,), torch.float32)
     for size in (0, limit + 1):
         with pytest.raises(WireError, match=f"may have {limit}"):
-            Segment.create(CPU, start, size, limit)
+            Segment.size(size, limit)
 
 
 def test_segments_are_checked(gpu: Gpu) -> None:
-    ours, good = Segment.create(CPU, 64, 1, 2 * FIRST)
+    ours, good = Segment.create(CPU, 64, Segment.size(1, 2 * FIRST))
     for index, wrong in ((0, 0), (1, 0), (1, 1 << 40), (1, "x"), (2, b"x"), (3, b"")):
         bad = [*good]
         bad[index] = wrong

@@ -47,9 +47,11 @@ ANSWERS: dict[str, Answer] = {
 async def test_the_client_ends_the_conversation(
     base: Any, what: str, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        PayloadCourier, "answer", lambda self, message, results: ANSWERS[what](self.line, message.id, results)
-    )
+    def answer(self: Any, admitted: Any, results: Any, sent: Any) -> None:
+        ANSWERS[what](self.line, admitted.message.id, results)
+        sent()
+
+    monkeypatch.setattr(PayloadCourier, "answer", answer)
 
     def synchronous(address: str) -> None:
         with symbiosis.open_model(address, retry=60.0) as model:

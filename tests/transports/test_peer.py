@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis.core.budget import CONNECTION_BYTES, COVERED_BYTES, Budget
 from symbiosis.core.requests import Call, Key, LayerSpec, Pass, expected
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Identity
 from symbiosis.errors import BusyError, ExecutorClosedError, LayerError, RefusedError, RequestError, UsageError
+from symbiosis.transports import peer as rules
 from symbiosis.transports import wire
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.peer import Peer
+from symbiosis.transports.peer import Admitted, Peer
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
 LAYERS = [LayerSpec(0, "q", 4, 8, torch.float32, False, True)]
@@ -58,6 +60,7 @@ class Service:
     """An executor that admits each name once."""
 
     def __init__(self) -> None:
+        self.budget = Budget(100 << 20)
         self.sessions: dict[str, Session] = {}
 
     def check_name(self, client: str) -> None:
@@ -85,10 +88,11 @@ class Ends:
 
     def __init__(self, late: bool = False) -> None:
         self.sent: list[tuple[Type, Any]] = []
-        self.freed: list[int] = []
-        self.messages: list[CallMessage] = []
+        self.admitted: list[Admitted] = []
         self.listening = True
-        self.hung_up = self.closed = False
+        self.hung_up = self.closed = self.dropped = False
+        self.unread: list[Callable[[], object]] | None = None
+        """What to call when the client reads again; None while it reads."""
         self._late = late
 
     def send(self, message: bytes) -> None:
@@ -96,6 +100,9 @@ class Ends:
 
     def hang_up(self) -> None:
         self.hung_up = True
+
+    def drop(self, why: object) -> None:
+        self.dropped = True
 
     def listen(self, wanted: bool) -> None:
         self.listening = wanted
@@ -113,16 +120,24 @@ class Ends:
     def welcome(self, joined: bool) -> dict[str, Any]:
         return {"joined": joined}
 
-    def tensors(self, message: CallMessage, session: Any, payload: int) -> Any:
-        session.expects(message.key)
-        self.messages.append(message)
-        return None if self._late else matrices(message)
+    apart = True
 
-    def free(self, id_: int) -> None:
-        self.freed.append(id_)
+    def check(self, admitted: Admitted, payload: int) -> int:
+        return 0
 
-    def answer(self, message: CallMessage, results: Sequence[torch.Tensor]) -> None:
-        self.sent.append((Type.RESULT, [message.id]))
+    def tensors(self, admitted: Admitted) -> Any:
+        self.admitted.append(admitted)
+        return None if self._late else matrices(admitted)
+
+    def when_read(self, then: Callable[[], object]) -> None:
+        if self.unread is None:
+            then()
+        else:
+            self.unread.append(then)
+
+    def answer(self, admitted: Admitted, results: Sequence[torch.Tensor], sent: Callable[[], object]) -> None:
+        self.sent.append((Type.RESULT, [admitted.message.id]))
+        self.when_read(sent)
 
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         return False
@@ -131,13 +146,25 @@ class Ends:
         self.closed = True
 
 
-def matrices(message: CallMessage) -> tuple[torch.Tensor, ...]:
-    return (torch.zeros(message.rows, 4),)
+def matrices(admitted: Admitted) -> tuple[torch.Tensor, ...]:
+    return (torch.zeros(admitted.message.rows, 4),)
 
 
-def a_peer(*, join: bool = True, late: bool = False, service: Service | None = None) -> tuple[Peer, Ends, Service]:
+SMALL = Limits(calls=2, rows=10)
+
+
+def a_peer(
+    *,
+    join: bool = True,
+    late: bool = False,
+    service: Service | None = None,
+    tenant: str = "alice",
+    limits: Limits = SMALL,
+) -> tuple[Peer, Ends, Service]:
     service, ends = service or Service(), Ends(late)
-    peer: Any = Peer(service, Limits(calls=2, rows=10), "alice", ends, ends)  # type: ignore[arg-type]
+    peer: Any = Peer(service, limits, ends, ends)  # type: ignore[arg-type]
+    assert peer.account.open()
+    peer.identified(tenant)
     if join:
         peer.received(wire.pack_hello(Hello("job")))
         assert ends.sent.pop()[0] is Type.WELCOME
@@ -164,11 +191,12 @@ async def test_a_client_joins_calls_and_leaves() -> None:
     await answered(session.replies[1], (torch.zeros(1, 8),))
     await answered(session.replies[0], LayerError("no"))
     assert ends.sent == [(Type.RESULT, [2]), (Type.FAILED, [1, "LayerError", "no"])]
-    assert ends.freed == [2, 1]
     assert not peer.busy
     peer.leave("it closed the connection")
     assert session.closed
     assert ends.closed
+    peer.closed()
+    assert service.budget.held == 0
 
 
 async def test_a_status_connection_has_no_session() -> None:
@@ -209,7 +237,7 @@ async def test_more_rows_than_allowed_are_refused_before_their_tensors_are_read(
     if before:
         peer.received(a_call(1, rows=before))
     peer.received(a_call(2, rows=11 - before))
-    assert [message.id for message in ends.messages] == [1] * bool(before)
+    assert [admitted.message.id for admitted in ends.admitted] == [1] * bool(before)
     type_, (error, text) = ends.sent[-1]
     assert (type_, error) == (Type.ENDED, "WireError")
     assert text == "11 rows are outstanding; at most 10 are allowed"
@@ -236,11 +264,11 @@ async def test_tensors_that_arrive_after_their_message() -> None:
     peer.received(a_call(1))
     assert peer.busy
     assert not session.replies
-    assert peer.arrived(ends.messages[0], matrices(ends.messages[0]))
+    peer.arrived(ends.admitted[0], matrices(ends.admitted[0]))
     assert len(session.replies) == 1
     peer.received(a_call(2))
     peer.received(wire.pack(Type.CANCEL, 2))
-    assert not peer.arrived(ends.messages[1], matrices(ends.messages[1]))
+    peer.arrived(ends.admitted[1], matrices(ends.admitted[1]))
     assert len(session.replies) == 1
     assert ends.sent[-1][0] is Type.FAILED
 
@@ -251,6 +279,105 @@ async def test_an_unknown_layer_fails_that_call_alone() -> None:
     assert (ends.sent[0][0], ends.sent[0][1][:2]) == (Type.FAILED, [1, RequestError.__name__])
     peer.received(a_call(2))
     assert len(service.sessions["tenant/job"].replies) == 1
+
+
+LARGE = Limits(calls=8)
+ROWS = 220_000
+"""A call of so many rows takes 20 of the 100 MiB."""
+SMALLEST = COVERED_BYTES // 100
+"""A call of so many rows counts for nothing: the bytes that the connection counts for cover it."""
+
+
+async def crowd() -> tuple[Service, Peer, Ends]:
+    """Return an executor whose memory two tenants have filled, and one of them."""
+    service = Service()
+    for name, rows in (("bob", ROWS), ("carol", ROWS // 2)):
+        peer, ends, _ = a_peer(service=service, tenant=name, limits=LARGE)
+        peer.received(a_call(1, rows=ROWS))
+        peer.received(a_call(2, rows=rows))
+        assert len(ends.admitted) == 2
+        service.sessions[name] = service.sessions.pop("tenant/job")
+    return service, peer, ends
+
+
+async def test_a_call_waits_until_there_is_room() -> None:
+    service, _, _ = await crowd()
+    peer, ends, _ = a_peer(service=service, limits=LARGE)
+    peer.received(a_call(1, rows=SMALLEST))
+    assert ends.listening
+    peer.received(a_call(2, rows=2 * ROWS))
+    assert not ends.listening
+    assert len(ends.admitted) == 1
+    await answered(service.sessions["carol"].replies[0], (torch.zeros(1, 8),))
+    await asyncio.sleep(0)
+    assert len(ends.admitted) == 2
+    assert ends.listening
+
+
+async def test_a_call_for_which_there_is_no_room_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "ROOM_WITHIN_S", 0.01)
+    service, _, _ = await crowd()
+    peer, ends, _ = a_peer(service=service, limits=LARGE)
+    held = service.budget.held
+    peer.received(a_call(1, rows=2 * ROWS))
+    await asyncio.sleep(0.05)
+    assert (ends.sent[-1][0], ends.sent[-1][1][:2]) == (Type.FAILED, [1, BusyError.__name__])
+    assert ends.listening
+    peer.received(a_call(1, rows=SMALLEST))
+    assert len(ends.admitted) == 1
+    assert service.budget.held == held
+
+
+async def test_a_client_that_leaves_while_its_call_waits() -> None:
+    service, other, _ = await crowd()
+    peer, ends, _ = a_peer(service=service, limits=LARGE)
+    peer.received(a_call(1, rows=2 * ROWS))
+    peer.leave("it closed the connection")
+    other.leave("it closed the connection")
+    other.closed()  # there is room now
+    peer.closed()
+    await asyncio.sleep(0)
+    assert not ends.admitted
+    assert service.budget.held < CONNECTION_BYTES + (42 << 20)
+
+
+async def test_answers_count_until_they_are_read() -> None:
+    peer, ends, service = a_peer(limits=LARGE)
+    session = service.sessions["tenant/job"]
+    ends.unread = []
+    for id_ in range(2):
+        peer.received(a_call(id_, rows=ROWS // 2))
+    for reply in session.replies:
+        await answered(reply, (torch.zeros(1, 8),))
+    assert not peer.busy
+    assert service.budget.held > 18 << 20
+    for then in ends.unread:
+        then()
+    assert service.budget.held == CONNECTION_BYTES
+
+
+async def test_a_client_for_whose_answer_there_is_no_memory_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(*_: Any) -> None:
+        raise RuntimeError("not enough memory")
+
+    peer, ends, service = a_peer()
+    monkeypatch.setattr(ends, "answer", answer)
+    peer.received(a_call(1))
+    await answered(service.sessions["tenant/job"].replies[0], (torch.zeros(1, 8),))
+    assert ends.dropped
+    peer.closed()
+    assert service.budget.held == 0
+
+
+async def test_a_cancelled_call_counts_until_its_tensors_have_come() -> None:
+    peer, ends, service = a_peer(late=True, limits=LARGE)
+    peer.received(a_call(1, rows=ROWS))
+    peer.received(wire.pack(Type.CANCEL, 1))
+    assert service.budget.held > 18 << 20
+    assert not ends.sent, "an answer would tell the client that it may send as much again"
+    peer.arrived(ends.admitted[0], matrices(ends.admitted[0]))
+    assert (ends.sent[0][0], ends.sent[0][1][:2]) == (Type.FAILED, [1, "ClientClosedError"])
+    assert service.budget.held == CONNECTION_BYTES
 
 
 async def test_an_executor_that_closes_says_so() -> None:

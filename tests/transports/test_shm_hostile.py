@@ -74,7 +74,7 @@ ENDED = wire.Type.ENDED
 BAD = {
     "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN before HELLO"),
     "another protocol": ([b"GET / HTTP/1.1\r\n\r\n"], "no message"),
-    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], "speaks 4"),
+    "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], f"speaks {wire.VERSION}"),
     "a name that is none": ([wire.pack_hello(wire.Hello("a\nb"))], "printable"),
 }
 
@@ -215,7 +215,7 @@ async def test_cancelled_while_it_opens(base: Any, address: str) -> None:
 async def test_a_frozen_executor_is_given_up(base: Any, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process of the executor exists, so the kernel reports no end, but it does not answer pings."""
     monkeypatch.setattr("symbiosis.transports.conversation.PING_AFTER_S", 0.2)
-    monkeypatch.setattr("symbiosis.transports.conversation.SILENT_FOR_S", 1.0)
+    monkeypatch.setattr("symbiosis.transports.conversation.UNANSWERED", 2)
     async with symbiosis.Executor(base) as executor:
         await executor.listen(address)
         async with symbiosis.connect(address, retry=0.0) as remote, remote.client() as client:

@@ -1,0 +1,309 @@
+"""Fuzzing guided by coverage: ``python -m tests.fuzz TARGET FOLDER -max_total_time=3600``. Needs pip install atheris.
+
+Targets are the executor's ends of the transports (shm, tcp, dist), the TLS handshake (tls), and the client's end of
+tcp:// (client). One input is one connection: its bytes decide which messages come, sound or not, in which pieces, and
+when the other side reads. The folder keeps the inputs that reached new code. Any unexpected exception, and any memory,
+session or handle that is left behind, ends the run with the input that did it. ``-runs=0`` only replays the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import atheris  # type: ignore[import-not-found]
+
+with atheris.instrument_imports(include=["symbiosis.transports", "symbiosis.core", "symbiosis.executor"]):
+    import torch
+
+    import symbiosis
+    from symbiosis.core.requests import Call, Key, Pass
+    from symbiosis.core.terms import Kind
+    from symbiosis.errors import SymbiosisError
+    from symbiosis.testing import tiny_model
+    from symbiosis.transports import dist, wire
+    from symbiosis.transports.conversation import CARRIED, Conversation
+    from symbiosis.transports.joining import joining
+    from symbiosis.transports.keys import load_key, new_key
+    from symbiosis.transports.limits import Limits
+    from symbiosis.transports.shm import ShmLine
+    from symbiosis.transports.stream import TlsByteStream, frame
+    from symbiosis.transports.tcp_client import AsyncTcpConnection
+    from symbiosis.transports.tcp_listener import TcpLine
+    from symbiosis.transports.wire import CallMessage, Hello, Type
+
+LIMITS = Limits(calls=4, rows=64, arena_bytes=1 << 20)
+
+
+class Pipe:
+    """An asyncio transport without a socket behind it. While it is ``stuck``, nothing that is written is read."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.protocol: Any = None
+        self.written = bytearray()
+        self.stuck = self.closing = False
+        self._unread = 0
+
+    def get_extra_info(self, name: str) -> Any:
+        return {"socket": self.socket, "peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}[name]
+
+    def write(self, data: Any) -> None:
+        self.written += data
+        if self.stuck:
+            before, self._unread = self._unread, self._unread + len(data)
+            if before <= 1 << 16 < self._unread:
+                self.protocol.pause_writing()
+
+    def read_all(self) -> None:
+        """Let the other side read again."""
+        self.stuck = False
+        if self._unread > 1 << 16:
+            self._unread = 0
+            self.protocol.resume_writing()
+        self._unread = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self._unread
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def abort(self) -> None:
+        self.closing = True
+
+    close = write_eof = abort
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+class FakeLanes:
+    """Lanes that deliver at once, or at the next turn of the event loop."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._loop = asyncio.get_running_loop()
+
+    def met(self, *arguments: Any) -> None: ...
+
+    def send(self, tensors: Any, sent: Any) -> None:
+        self._loop.call_soon(sent)
+
+    def receive(self, tensors: Any, arrived: Any) -> None:
+        for tensor in tensors:
+            tensor.zero_()
+        self._loop.call_soon(arrived)
+
+    def close(self) -> None: ...
+
+
+def message(data: Any, types: Any = tuple(Type)) -> tuple[bytes, bytes]:
+    """Return a message, sound in most parts, and its payload."""
+    what = data.ConsumeIntInRange(0, 5)
+    number = data.ConsumeIntInRange(0, 4)
+    if what == 0:
+        return wire.pack_hello(Hello(data.ConsumeUnicodeNoSurrogates(3) or None)), b""
+    if what <= 2:
+        layers = tuple(data.ConsumeIntInRange(0, 15) for _ in range(data.ConsumeIntInRange(1, 3)))
+        rows = data.ConsumeIntInRange(0, 70)
+        place, answer = (64 * data.ConsumeIntInRange(0, 1 << 15) for _ in range(2)) if what == 1 else (0, 0)
+        key = Key(layers, data.PickValueInList(list(Pass)), data.ConsumeBool())
+        call = CallMessage(number, key, data.PickValueInList(list(Kind)), rows, place, answer)
+        return wire.pack_call(call), bytes(data.PickValueInList([0, 64, 128 * rows, 256 * rows]))
+    if what == 3:
+        content = [
+            data.PickValueInList([number, "x", b"y", None, -1, [1], {"a": 1}, (1 << 64) - 1]) for _ in range(number)
+        ]
+        return wire.pack(data.PickValueInList(list(types)), *content), b""
+    if what == 4:
+        return wire.pack(data.PickValueInList([Type.CANCEL, Type.SHARE]), number), b""
+    return data.ConsumeBytes(data.ConsumeIntInRange(0, 40)), b""
+
+
+def feed(protocol: Any, data: bytes) -> None:
+    """Give a protocol bytes, as an event loop does."""
+    while data and not protocol._transport.closing:
+        room = protocol.get_buffer(-1)
+        count = min(len(room), len(data))
+        room[:count] = data[:count]
+        protocol.buffer_updated(count)
+        data = data[count:]
+
+
+async def play(protocol: Any, data: Any, encode: Any = frame) -> None:
+    """Send what an input says over a connection."""
+    pipe = protocol._transport
+    while data.remaining_bytes() and not pipe.closing:
+        what = data.ConsumeIntInRange(0, 9)
+        if what < 6:
+            sent, payload = message(data)
+            stream = encode(sent, len(payload)) + payload
+            cut = data.ConsumeIntInRange(0, len(stream))
+            feed(protocol, stream[:cut])
+            feed(protocol, stream[cut:])
+        elif what == 6:
+            feed(protocol, data.ConsumeBytes(data.ConsumeIntInRange(1, 60)))
+        elif what == 7:
+            pipe.stuck = True
+        elif what == 8:
+            pipe.read_all()
+        else:
+            await asyncio.sleep(0)
+    await turns()
+
+
+async def turns() -> None:
+    """Let the event loop run what is ready, and what that makes ready."""
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+class Fuzzer:
+    """One executor, and a connection for each input."""
+
+    def __init__(self, target: str) -> None:
+        torch.set_num_threads(1)
+        self.target = target
+        self.loop = asyncio.new_event_loop()
+        self.errors: list[Any] = []
+        self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
+        self.executor = symbiosis.Executor(tiny_model(num_hidden_layers=1), max_bytes=96 << 20)
+        self.folder = Path(tempfile.mkdtemp())
+        server = socket.create_server(("127.0.0.1", 0))
+        self.tcp = socket.create_connection(server.getsockname())
+        self.unix, _ = socket.socketpair(socket.AF_UNIX)
+        self.listener: Any = self.run(self._open())
+        dist.Lanes = FakeLanes  # type: ignore[assignment, misc]
+        ShmLine.send_descriptors = lambda self, arena: None  # type: ignore[method-assign]
+
+    def run(self, work: Any) -> Any:
+        return self.loop.run_until_complete(work)
+
+    async def _open(self) -> Any:
+        await self.executor.start()
+        if self.target == "shm":
+            return await self.executor.listen(f"shm://{self.folder}/s.sock", limits=LIMITS)
+        if self.target == "dist":
+            return await self.executor.listen("dist://127.0.0.1:0", limits=LIMITS, insecure=True, backend="gloo")
+        for name in ("server", "alice"):
+            new_key(self.folder, name)
+        keys = {"keys": self.folder} if self.target == "tls" else {}
+        return await self.executor.listen("tcp://127.0.0.1:0", limits=LIMITS, **keys)
+
+    def one(self, data: bytes) -> None:
+        """Play one input, and check that nothing is left behind."""
+        self.run(self._client(atheris.FuzzedDataProvider(data)) if self.target == "client" else self._one(data))
+        assert not self.errors, self.errors
+        assert self.executor.service.budget.held == 0
+        assert not self.executor.service.clients
+        assert not self.executor.engine.calls
+        assert not self.executor.service.budget._waiting
+
+    async def _one(self, data: bytes) -> None:
+        line: Any = (ShmLine if self.target == "shm" else TcpLine)(self.listener)
+        pipe = Pipe(self.unix if self.target == "shm" else self.tcp)
+        pipe.protocol = line
+        line.connection_made(pipe)
+        if self.target == "tls":
+            self._shake_hands(line, pipe, data)
+        else:
+            provider = atheris.FuzzedDataProvider(data)
+            if provider.ConsumeBool():
+                feed(line, frame(wire.pack_hello(Hello("mallory"))))
+            await play(line, provider)
+        line.connection_lost(None)
+        await turns()
+
+    def _shake_hands(self, line: Any, pipe: Pipe, data: bytes) -> None:
+        """Send a sound handshake of which some bytes are changed, or anything."""
+        provider = atheris.FuzzedDataProvider(data)
+        context = load_key(self.folder / "alice.secret").context
+        assert context is not None
+        client = TlsByteStream(wire.MAX_TO_CLIENT, context, server=False)
+        for _ in range(4):
+            sent = bytearray(client.unsent())
+            for _ in range(provider.ConsumeIntInRange(0, 2)):
+                if sent:
+                    sent[provider.ConsumeIntInRange(0, len(sent) - 1)] ^= provider.ConsumeIntInRange(0, 255)
+            feed(line, bytes(sent) + provider.ConsumeBytes(provider.ConsumeIntInRange(0, 20)))
+            answer, pipe.written = bytes(pipe.written), bytearray()
+            with contextlib.suppress(OSError, SymbiosisError):
+                while answer and not client.ready:
+                    room = client.room()
+                    count = min(len(room), len(answer))
+                    room[:count] = answer[:count]
+                    answer = answer[count:]
+                    client.filled(count)
+        if client.ready and not pipe.closing:
+            with contextlib.suppress(OSError):
+                for _ in range(provider.ConsumeIntInRange(0, 4)):
+                    sent_message, payload = message(provider)
+                    parts = client.encode(sent_message, len(payload), [payload])
+                    feed(line, b"".join(map(bytes, parts)))
+
+    async def _client(self, data: Any) -> None:
+        """Be the executor of a client: a sound welcome with some changes, then any messages."""
+        connection: Any = AsyncTcpConnection("tcp://127.0.0.1:1", None, False)
+        pipe = Pipe(self.tcp)
+        pipe.protocol = connection
+        connection.connection_made(pipe)
+        share = self.executor.service.share()
+        file = self.listener.share
+        welcome = {
+            "share": dict(share.description),
+            "tokenizer": {},
+            "limits": {"calls": 4, "rows": 64, "arena_bytes": 1 << 20, "clients": 1},
+            "instance": "i",
+            "share_bytes": file.size(),
+        }
+        if data.ConsumeBool():
+            welcome[data.PickValueInList(list(welcome))] = data.PickValueInList([None, 1, -1, "x", {}, [], {"a": b""}])
+        exchange = asyncio.ensure_future(connection.exchange(joining("tcp://x", Hello("a"), False)))
+        await asyncio.sleep(0)
+        feed(connection, frame(wire.pack(Type.WELCOME, welcome)))
+        start = 0
+        await turns()
+        while not exchange.done() and start < file.size():
+            chunk = file.chunk(start) if not data.ConsumeProbability() > 0.9 else bytes(data.ConsumeIntInRange(0, 99))
+            feed(connection, frame(wire.pack(Type.SHARE, start), len(chunk)) + chunk)
+            start += 1 << 18
+            await turns()
+        if not exchange.done():
+            exchange.cancel()
+        with contextlib.suppress(SymbiosisError, asyncio.CancelledError):
+            await exchange
+            talk = Conversation("tcp://x", Hello("a"), 0.0)
+            talk.joined(connection.welcome, connection.carrier.most_bytes)
+            for _ in range(3):
+                talk.call(Call(Key((0,), Pass.FORWARD), Kind.DECODE, (torch.zeros(1, 32),)))
+            while (pending := talk.outstanding.next()) is not None:
+                connection.send(connection.carrier.put(pending))
+            while data.remaining_bytes():
+                sent, payload = message(data)
+                feed(connection, frame(sent, len(payload)) + payload)
+                while (found := connection._take()) is not None:
+                    type_, content, attached = found
+                    settled = talk.receive(type_, content)
+                    if settled is not None and settled[1] is None:
+                        connection.carrier.take(settled[0], attached)
+                    if settled is not None:
+                        connection.carrier.free(settled[0])
+                        talk.outstanding.settle(settled[0])
+                    elif type_ in CARRIED:
+                        connection.carrier.control(type_, content)
+        connection.close()
+
+
+def main() -> None:
+    fuzzer = Fuzzer(sys.argv[1])
+    atheris.Setup([sys.argv[0], *sys.argv[2:]], fuzzer.one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The executor's memory under attacks by peers without a key and by tenants, all at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import symbiosis
+from symbiosis.core.budget import CONNECTION_BYTES
+from symbiosis.core.registry import make_transport
+from tests.attack import ATTACKS
+from tests.helpers import IDS, LOGITS
+from tests.service import Service, free_port, save_model
+
+SECONDS = float(os.environ.get("ATTACK_SECONDS", "20"))
+MAX_BYTES = int(os.environ.get("ATTACK_BYTES", str(256 << 20)))
+
+
+def memory(pid: int, field: str) -> int:
+    """Return a size in ``/proc/PID/status``, in bytes."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) << 10
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300 + 2 * int(SECONDS))
+def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path, keys: Path) -> None:
+    checkpoint = save_model(tmp_path / "model", num_hidden_layers=2, vocab_size=32_000, hidden_size=256)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        expected = plain(IDS).logits
+    shm, tcp = f"shm://{tmp_path}/s.sock", f"tcp://127.0.0.1:{free_port()}"
+    options = ("--listen", tcp, "--keys", str(keys), "--max-bytes", str(MAX_BYTES))
+    with Service(checkpoint, shm, *options, log=tmp_path / "service.log") as service:
+        with (
+            symbiosis.open_model(tcp, key=keys / "alice.secret") as one,
+            symbiosis.open_model(shm) as other,
+            torch.no_grad(),
+        ):
+            one(IDS)
+            other(IDS)
+            before = memory(service.pid, "VmRSS")
+            attackers = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.attack", name, str(SECONDS)]
+                    + (
+                        [shm] if name == "arenas" else [tcp] if name == "strangers" else [tcp, str(keys / "bob.secret")]
+                    ),
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+                for name in ATTACKS
+            ]
+            served = 0
+            while any(attacker.poll() is None for attacker in attackers):
+                for model in (one, other):
+                    assert (model(IDS).logits - expected).abs().max() <= LOGITS * expected.abs().max()
+                    served += 1
+        said = [attacker.communicate()[0] for attacker in attackers]
+        growth = memory(service.pid, "VmHWM") - before
+        print(*said, f"{served} walks of two honest tenants; growth at most {growth >> 20} of {MAX_BYTES >> 20} MiB")  # noqa: T201
+        assert all(attacker.returncode == 0 for attacker in attackers), said
+        assert growth < MAX_BYTES
+        assert served > SECONDS / 10
+        assert "Traceback" not in service.log
+        look = make_transport(shm).look
+        deadline = time.monotonic() + 30
+        while look(shm).status["held_bytes"] > 2 * CONNECTION_BYTES:
+            assert time.monotonic() < deadline, look(shm).status
+            time.sleep(0.1)
+        assert look(shm).status["clients"] == []
+        assert memory(service.pid, "VmRSS") < before + MAX_BYTES // 2
+        assert psutil.Process(service.pid).num_fds() < 60
