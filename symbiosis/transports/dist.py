@@ -27,9 +27,9 @@ from symbiosis.transports.blocking import ThreadedChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import Carrier, Receiver
 from symbiosis.transports.conversation import Pending
+from symbiosis.transports.courier import Admitted
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.peer import Admitted
 from symbiosis.transports.share import Progress, bar_unless
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.tcp import TcpTransport

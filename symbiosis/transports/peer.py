@@ -1,8 +1,7 @@
 """The executor's side of the wire, without I/O: one :class:`Peer` for each connection of a listener.
 
-A transport feeds a peer messages and provides two small objects: a :class:`Line`, which sends messages and ends the
-connection, and a :class:`Courier`, which finds the tensors of a call and delivers its results. All rules of the
-conversation and the limits of calls and rows are here, so every transport has the same.
+A transport feeds a peer messages and provides a line and a courier (:mod:`symbiosis.transports.courier`). All rules of
+the conversation and all limits of calls, rows and bytes are here, so every transport has the same.
 
 ==========  ===========================  ==========  ==================================================================
 state       message                      next        answer
@@ -20,14 +19,13 @@ any         anything else                gone        ENDED with WireError
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from symbiosis.core.budget import Account
-from symbiosis.core.requests import Call, Expected, Results
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.transport import Service, Session
 from symbiosis.errors import (
     BusyError,
@@ -41,6 +39,7 @@ from symbiosis.errors import (
 from symbiosis.log import get_logger
 from symbiosis.transports import wire
 from symbiosis.transports.arena import sizes
+from symbiosis.transports.courier import Admitted, Courier, Line
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.wire import CallMessage, Type
 
@@ -64,90 +63,6 @@ ROOM_WITHIN_S = 60.0
 _COPIES = 2
 """How often the executor may hold a call and its results while it runs: as a part of a batch, and apart."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
-
-
-class Line(Protocol):
-    """The executor's end of one connection, as far as messages are concerned."""
-
-    @property
-    def authenticated(self) -> bool:
-        """Whether the connection has shown whose it is. Other clients cannot have the names of tenants with keys."""
-
-    def when_read(self, then: Callable[[], object]) -> None:
-        """Call ``then`` when the client has read what was sent so far, or all but 64 KiB of it; perhaps at once."""
-
-    def send(self, message: bytes) -> None:
-        """Send a message without waiting. Has no effect when the client is gone."""
-
-    def drop(self, why: object) -> None:
-        """End the connection now."""
-
-    def hang_up(self) -> None:
-        """End the connection when the messages sent have been read, or after :data:`GOODBYE_S`."""
-
-    def listen(self, wanted: bool) -> None:
-        """Stop feeding messages to the peer, or resume."""
-
-    def show(self, status: dict[str, Any]) -> dict[str, Any]:
-        """Return what of the executor's status the client may see."""
-
-    def admit(self, name: str) -> str:
-        """Return the name under which a client of this name joins. Raises BusyError if the tenant has too many
-        connections."""
-
-
-@dataclass(slots=True, eq=False)
-class Admitted:
-    """A call that is within the limits."""
-
-    message: CallMessage
-    expected: Expected
-    incoming: int
-    """Bytes of its tensors, each aligned as in an arena."""
-    size: int
-    """The same, with the results."""
-    tensors: Results = ()
-    """Its matrices, where they are in memory that the client shares."""
-    answers: Results = ()
-    """Where its results belong, in such memory."""
-    call: Call | None = None
-    """None while its tensors have not arrived."""
-
-
-class Courier(ABC):
-    """The executor's end of one connection, as far as tensors are concerned."""
-
-    apart = True
-    """Whether the executor can refuse a call and go on with the next one, whose tensors it finds."""
-
-    @abstractmethod
-    def welcome(self, joined: bool) -> dict[str, Any]:
-        """Return what this transport adds to WELCOME. ``joined``: the client has joined; else it only looks. Raises
-        WireError: the client does not take what comes with the welcome."""
-
-    @abstractmethod
-    def check(self, admitted: Admitted, payload: int) -> int:
-        """Check where the tensors of a call are and its results belong. In shared memory, note both.
-
-        Return how many bytes the connection keeps from then on, of its arena for instance. ``payload`` is the number of
-        raw bytes that follow the message. Raises WireError: tensors or results do not fit there.
-        """
-
-    @abstractmethod
-    def tensors(self, admitted: Admitted) -> Results | None:
-        """Return the matrices of a call, [rows, width] each; None if they arrive later, by :meth:`Peer.arrived`."""
-
-    @abstractmethod
-    def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
-        """Send RESULT, with the results where the call wants them. Call ``sent`` when they take no memory here any
-        more, perhaps at once."""
-
-    def control(self, type_: Type, content: Sequence[Any]) -> bool:
-        """Take a message of a type that only this transport has. Return whether it is one."""
-        return False
-
-    def close(self) -> None:
-        """Give up the memory of the connection."""
 
 
 class Peer:
@@ -180,10 +95,8 @@ class Peer:
         self.account = Account(service.budget)
         self._kept = 0
         """Bytes that the connection keeps between calls."""
-        self._waits = False
-        """Whether a call waits for room. No message is read then."""
         self._no_room: asyncio.TimerHandle | None = None
-        """Ends this wait."""
+        """Ends the wait of a call for room; None if none waits. No message is read while one does."""
         self._paused = False
         self._greeted = False
 
@@ -279,9 +192,9 @@ class Peer:
                 f"{self._bytes + size} bytes of tensors and results are outstanding; at most {limits.arena_bytes} are "
                 "allowed"
             )
-        admitted = Admitted(message, due, incoming, size)
+        admitted = Admitted(message, due, incoming, size, _COPIES * size)
         more = max(self._courier.check(admitted, payload) - self._kept, 0)
-        if self.account.hold(_COPIES * size + more):
+        if self.account.hold(admitted.counted + more):
             self._admit(session, admitted, more)
         else:
             self._wait(session, admitted, more)
@@ -301,24 +214,22 @@ class Peer:
             loop.call_soon(self._enter, session, admitted, more)
 
         loop = asyncio.get_running_loop()
-        self._waits = True
         timer = self._no_room = loop.call_later(ROOM_WITHIN_S, self._give_up, admitted)
-        self.account.wait(_COPIES * admitted.size + more, granted)
+        self.account.wait(admitted.counted + more, granted)
         self._pause_if_full()
 
     def _enter(self, session: Session, admitted: Admitted, more: int) -> None:
         if not self.gone:
-            self._waits = False
+            self._no_room = None
             self._admit(session, admitted, more)
             self._pause_if_full()
 
     def _give_up(self, admitted: Admitted) -> None:
         self.account.stop_waiting()
-        self._waits = False
-        size = _COPIES * admitted.size
+        self._no_room = None
         error = (
-            f"the executor had no room for {size} bytes within {ROOM_WITHIN_S:.0f} s; try later, send fewer rows, or "
-            "ask its host for more max_bytes"
+            f"the executor had no room for {admitted.counted} bytes within {ROOM_WITHIN_S:.0f} s; try later, send "
+            "fewer rows, or ask its host for more max_bytes"
         )
         self._fail(admitted.message, BusyError(error))
         self._pause_if_full()
@@ -331,8 +242,7 @@ class Peer:
             tensors = self._courier.tensors(admitted)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             log.error("no memory for a call", client=session.client, why=str(error))
-            self._forget(admitted)
-            self.account.release(_COPIES * admitted.size)
+            self._settle(admitted)
             self._fail(admitted.message, BusyError("the executor's process has no memory for this call; try later"))
             return
         if tensors is None:
@@ -347,8 +257,7 @@ class Peer:
             del self._calls[admitted.message.id]
             self._submit(self.session, admitted, tensors)
         else:  # it was cancelled on its way, or the client is gone
-            self._forget(admitted)
-            self.account.release(_COPIES * admitted.size)
+            self._settle(admitted)
             if not self.gone:
                 self._line.send(_cancelled(admitted.message.id))
         self._pause_if_full()
@@ -382,9 +291,14 @@ class Peer:
         self._rows -= admitted.message.rows
         self._bytes -= admitted.size
 
+    def _settle(self, admitted: Admitted) -> None:
+        """Give up the memory of a call that is not computed."""
+        self._forget(admitted)
+        self.account.release(admitted.counted)
+
     def _reply(self, admitted: Admitted, outcome: Results | BaseException) -> None:
         self._forget(admitted)
-        release = partial(self.account.release, _COPIES * admitted.size)
+        release = partial(self.account.release, admitted.counted)
         if isinstance(outcome, BaseException):
             self._line.send(wire.pack_error(admitted.message.id, outcome))
             release()
@@ -410,14 +324,13 @@ class Peer:
         if admitted.call is None:
             return  # its tensors are still to arrive; it counts until then, also at the client
         session.cancel(admitted.call)
-        self._forget(admitted)
-        self.account.release(_COPIES * admitted.size)
+        self._settle(admitted)
         self._line.send(_cancelled(id_))
         self._pause_if_full()
 
     def _pause_if_full(self) -> None:
         """Stop listening to a client at its limits; resume when it is within them."""
-        full = self._waits or len(self._calls) >= self._limits.calls or self._rows >= self._limits.rows
+        full = self._no_room is not None or len(self._calls) >= self._limits.calls or self._rows >= self._limits.rows
         if self._paused != full:
             self._paused = full
             self._line.listen(not full)

@@ -30,9 +30,10 @@ from symbiosis.transports import descriptors, device, peer, wire
 from symbiosis.transports.arena import Arena, Memory
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
+from symbiosis.transports.courier import Admitted, Courier
 from symbiosis.transports.device import Segment
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.peer import Admitted, Courier, Peer
+from symbiosis.transports.peer import Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.shm_client import BlockingShmConnection, ShmConnection, join, socket_path
 from symbiosis.transports.stream_line import StreamLine

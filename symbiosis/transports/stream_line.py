@@ -28,7 +28,7 @@ LEAST_BYTES = 1 << 20
 
 
 class StreamLine(asyncio.BufferedProtocol):
-    """One connection of a listener. Implements :class:`~symbiosis.transports.peer.Line`."""
+    """One connection of a listener. Implements :class:`~symbiosis.transports.courier.Line`."""
 
     peer: Peer
 

@@ -20,9 +20,10 @@ from symbiosis.core.transport import Service
 from symbiosis.errors import BusyError, ExecutorClosedError, RefusedError, SymbiosisError, UsageError, WireError
 from symbiosis.log import get_logger
 from symbiosis.transports import peer, wire
+from symbiosis.transports.courier import Admitted, Courier
 from symbiosis.transports.keys import Keyring, identity
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.peer import Admitted, Courier, Peer
+from symbiosis.transports.peer import Peer
 from symbiosis.transports.share import ServedShare
 from symbiosis.transports.sockets import Endpoint, carries_tensors, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of

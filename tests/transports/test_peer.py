@@ -18,8 +18,9 @@ from symbiosis.core.transport import Identity
 from symbiosis.errors import BusyError, ExecutorClosedError, LayerError, RefusedError, RequestError, UsageError
 from symbiosis.transports import peer as rules
 from symbiosis.transports import wire
+from symbiosis.transports.courier import Admitted
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.peer import Admitted, Peer
+from symbiosis.transports.peer import Peer
 from symbiosis.transports.wire import CallMessage, Hello, Type
 
 LAYERS = [LayerSpec(0, "q", 4, 8, torch.float32, False, True)]
