@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.fibers import RandomStream
@@ -218,6 +219,8 @@ class _VirtLinear(VirtLayer):
         self.register_parameter("bias", shared_parameter(bias, device) if isinstance(bias, torch.Tensor) else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, x)
         if self._own_weight() is not None:
             return super().forward(x)  # type: ignore[no-any-return]
         pass_ = self._pass()
@@ -269,6 +272,16 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
     _names_of_sizes = ("nx", "nf")
 
 
+@_disable_dynamo  # torch.compiler.disable would import the compiler here, which takes a second
+def _uncompiled(layer: VirtLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call a layer from compiled code, which ends before and goes on after it.
+
+    The compiler looks at the frames of whatever its thread runs, until a disabled function is called. A fiber that
+    waited inside compiled code would have it compile the executor and other clients.
+    """
+    return cast(torch.Tensor, layer.forward(*args, **kwargs))
+
+
 def _is_missing(parameter: nn.Parameter | None) -> bool:
     return isinstance(parameter, SharedParameter) and parameter.is_placeholder
 
@@ -311,6 +324,8 @@ class VirtModule(VirtLayer):
         return not (self.training and self._dropouts)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, x, *args, **kwargs)
         if self._requester.masked or args or kwargs or not self._is_untouched():
             self._check_can_run_here()
             return cast(torch.Tensor, super().forward(x, *args, **kwargs))

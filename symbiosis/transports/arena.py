@@ -77,7 +77,8 @@ class Arena(Memory):
 
     @classmethod
     def create(cls, size: int) -> tuple[Arena, int]:
-        """Return a new arena of ``size`` bytes of address space, and its descriptor."""
+        """Return a new arena of ``size`` bytes of address space or a few more, and its descriptor."""
+        size = align(size)  # a segment of the GPU's memory begins where it ends
         descriptor = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, size)

@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import CompileConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import symbiosis
@@ -276,3 +277,23 @@ async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis
     finally:
         torch.set_num_threads(1)
     assert seen == [6, 3, 6]
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+async def test_compiled_code_calls_layers_uncompiled(base: Any, base_layers: str) -> None:
+    """On a GPU, ``generate`` compiles a model that has a static cache."""
+    compile_config = CompileConfig(backend="eager")
+    compile_config._compile_all_devices = True
+    torch.compiler.reset()
+    async with (
+        symbiosis.Executor(base, base_layers=base_layers) as executor,
+        executor.client(lora()) as one,
+        executor.client() as other,
+    ):
+        options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False}
+        expected = [await client.generate(**options) for client in (one, other)]
+        assert not torch.compiler.is_compiling()
+        static = one.generate(**options, cache_implementation="static", compile_config=compile_config)
+        results = await asyncio.wait_for(asyncio.gather(static, other.generate(**options)), 60)
+        assert all(map(torch.equal, results, expected))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
