@@ -168,6 +168,9 @@ def make_skeleton(
     for spec, _ in layers:
         if not spec.linear:
             virtualize(skeleton.get_submodule(spec.name), spec, requester)
+    if (generation := getattr(skeleton, "generation_config", None)) is not None:
+        # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
+        generation.disable_compile = True
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
             setattr(skeleton, method, _refuse_to_save)

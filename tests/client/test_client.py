@@ -281,7 +281,6 @@ async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis
 
 @pytest.mark.parametrize("base_layers", ["linear", "mlp"])
 async def test_compiled_code_calls_layers_uncompiled(base: Any, base_layers: str) -> None:
-    """On a GPU, ``generate`` compiles a model that has a static cache."""
     compile_config = CompileConfig(backend="eager")
     compile_config._compile_all_devices = True
     torch.compiler.reset()
@@ -292,8 +291,14 @@ async def test_compiled_code_calls_layers_uncompiled(base: Any, base_layers: str
     ):
         options = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False}
         expected = [await client.generate(**options) for client in (one, other)]
-        assert not torch.compiler.is_compiling()
-        static = one.generate(**options, cache_implementation="static", compile_config=compile_config)
+        torch._dynamo.utils.counters.clear()
+        assert torch.equal(
+            await one.generate(**options, cache_implementation="static", compile_config=compile_config), expected[0]
+        )
+        assert not torch._dynamo.utils.counters["stats"], "generate compiles only if it is asked to"
+        static = one.generate(
+            **options, cache_implementation="static", compile_config=compile_config, disable_compile=False
+        )
         results = await asyncio.wait_for(asyncio.gather(static, other.generate(**options)), 60)
         assert all(map(torch.equal, results, expected))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
