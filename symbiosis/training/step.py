@@ -28,7 +28,7 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """A backward pass."""
+    """A backward pass. The driver sends back what ``run`` returns."""
 
     run: Callable[[], Any]
 
@@ -69,8 +69,7 @@ def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
     if loss is None:
         raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; add labels")
     _check_trainable(loss)
-    yield Backward(loss.backward)
-    return loss.item()
+    return (yield Backward(lambda: _backward(loss)))  # type: ignore[no-any-return]
 
 
 def _windows(step: WindowedStep) -> Step:
@@ -80,12 +79,17 @@ def _windows(step: WindowedStep) -> Step:
     for index in reversed(range(len(step))):
         loss: torch.Tensor = yield Forward(lambda index=index: step.loss(index))  # type: ignore[misc]
         _check_trainable(loss)
-        yield Backward(loss.backward)
-        total += loss.item()
+        total += yield Backward(lambda loss=loss: _backward(loss))  # type: ignore[misc]
     tensors, gradients = step.rest()
     if tensors:
         yield Backward(lambda: torch.autograd.backward(tensors, gradients))
     return total
+
+
+def _backward(loss: torch.Tensor) -> float:
+    """Run the backward pass of a loss and return the loss. On a GPU this waits until the pass has run there."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item()
 
 
 def _check_trainable(loss: torch.Tensor) -> None:

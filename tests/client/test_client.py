@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -302,3 +303,23 @@ async def test_compiled_code_calls_layers_uncompiled(base: Any, base_layers: str
         results = await asyncio.wait_for(asyncio.gather(static, other.generate(**options)), 60)
         assert all(map(torch.equal, results, expected))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("window", [None, 4])
+async def test_the_loss_is_read_on_the_clients_own_thread(
+    executor: symbiosis.Executor, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, whoever reads it waits until the backward pass has run."""
+    threads = set()
+    item = torch.Tensor.item
+
+    def noted(tensor: torch.Tensor) -> Any:
+        threads.add(threading.get_ident())
+        return item(tensor)
+
+    async with executor.client(lora()) as client:
+        optimizer = adamw(client.model)
+        monkeypatch.setattr(torch.Tensor, "item", noted)
+        await client.train_step(BATCH, optimizer, window=window)
+    assert threads
+    assert threading.get_ident() not in threads
