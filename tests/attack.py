@@ -194,7 +194,37 @@ def joins(address: str, key: Path | None) -> Step:
     return line.push
 
 
-ATTACKS = {one.__name__: one for one in (strangers, stalled, unread, questions, groups, arenas, joins)}
+def torn(address: str, key: Path | None) -> Step:
+    """Sends all of a call but a few bytes, and closes the connection."""
+    line = Tenant(address, key)
+    rows, due = line.largest(Key((0,), Pass.FORWARD), 8)
+    size = spread(rows, due.widths, due.dtype)
+    line.call(Key((0,), Pass.FORWARD), rows, size, size - 64)
+
+    def step() -> None:
+        if line.push():
+            line.socket.close()
+            raise EOFError
+
+    return step
+
+
+def cancelled(address: str, key: Path | None) -> Step:
+    """Makes calls and cancels them at once."""
+    line = Tenant(address, key)
+    rows, due = line.largest(Key((0,), Pass.FORWARD), 8)
+    size = spread(rows, due.widths, due.dtype)
+    ids = itertools.count()
+
+    def step() -> None:
+        if line.push():
+            line.call(Key((0,), Pass.FORWARD), rows, size, size)
+            line.send(wire.pack(Type.CANCEL, next(ids)))
+
+    return step
+
+
+ATTACKS = {one.__name__: one for one in (strangers, stalled, unread, questions, groups, arenas, joins, torn, cancelled)}
 LINES = 60
 
 

@@ -25,8 +25,10 @@ transport has put it, as a part of a batch, and as results; one owner alone may 
 class Budget:
     """Counts the bytes that connections hold.
 
-    An owner may hold as many bytes as are free (dynamic thresholds, Choudhury and Hahne 1998): one greedy owner gets
-    half of the total, n of them get a part of 1/(n+1) each, and the same part stays free for newcomers.
+    An owner may take bytes if it then holds no more than was free before (dynamic thresholds,
+    Choudhury and Hahne 1998). Of n greedy owners that take small steps in turn, each gets a part of 1/(n+1), and as
+    much stays free. Of owners that come one after another, each leaves the next one half of what it found: nothing is
+    taken back from an owner.
 
     Args:
         total: bytes that may be held.
@@ -66,11 +68,14 @@ class Budget:
         self._by[owner] -= size
         if not self._by[owner]:
             del self._by[owner]
-        if self._waiting:
-            for account, (due, granted) in list(self._waiting.items()):
-                if account.hold(due):
-                    del self._waiting[account]
-                    granted()
+        self._grant()
+
+    def _grant(self) -> None:
+        """Give accounts that wait what they wait for, where there is room."""
+        for account, (due, granted) in list(self._waiting.items()):
+            if account.hold(due):
+                del self._waiting[account]
+                granted()
 
 
 class Account:
@@ -121,6 +126,8 @@ class Account:
         if less > 0:
             self._counted -= less
             self._budget.give_back(self.owner, less)
+        elif self in self._budget._waiting:  # it waits for less now
+            self._budget._grant()
 
     def wait(self, size: int, granted: Callable[[], object]) -> None:
         """Hold ``size`` more bytes as soon as there is room, and call ``granted`` then, which must not release any."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 
 
 def return_freed() -> None:
-    """Return free memory to the operating system, where the C library is glibc.
+    """Return free memory to the operating system in the event loop's next turn, where the C library is glibc.
 
     glibc keeps blocks of up to 32 MiB when they are freed, for the next ones, and memory of other kinds comes on top:
     under attacks the process kept 270 MiB after all connections had ended
     (docs/decisions/0024-memory-of-all-connections.md).
     """
     if _trim is not None:
-        _trim(0)
+        asyncio.get_running_loop().call_soon(_trim, 0)  # the caller may still refer to what it frees
 
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -29,7 +29,7 @@ from symbiosis.executor.share import share_of
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
 
-KEYS = 1 << 13
+KEYS = 1 << 12
 """Keys whose shapes are kept. Few models have as many layers and groups of siblings."""
 
 

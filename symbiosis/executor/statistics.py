@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from symbiosis.core.requests import Batch, Key, Request
 
-MAX_KEYS = 8192
+MAX_KEYS = 4096
 MAX_CLIENTS = 4096
 """Largest number of clients with counts of their own; beyond it the oldest are forgotten."""
 

@@ -78,6 +78,7 @@ class Peer:
         session: the client's session; None before HELLO.
         gone: whether the conversation has ended.
         account: what the connection holds of the executor's memory.
+        kept: bytes of it that the connection keeps between calls.
     """
 
     def __init__(self, service: Service, limits: Limits, line: Line, courier: Courier) -> None:
@@ -93,8 +94,7 @@ class Peer:
         self._rows = self._bytes = 0
         """Rows of these calls, and bytes of their tensors and results."""
         self.account = Account(service.budget)
-        self._kept = 0
-        """Bytes that the connection keeps between calls."""
+        self.kept = 0
         self._no_room: asyncio.TimerHandle | None = None
         """Ends the wait of a call for room; None if none waits. No message is read while one does."""
         self._paused = False
@@ -193,7 +193,7 @@ class Peer:
                 "allowed"
             )
         admitted = Admitted(message, due, incoming, size, _COPIES * size)
-        more = max(self._courier.check(admitted, payload) - self._kept, 0)
+        more = max(self._courier.check(admitted, payload) - self.kept, 0)
         if self.account.hold(admitted.counted + more):
             self._admit(session, admitted, more)
         else:
@@ -220,22 +220,28 @@ class Peer:
 
     def _enter(self, session: Session, admitted: Admitted, more: int) -> None:
         if not self.gone:
-            self._no_room = None
-            self._admit(session, admitted, more)
-            self._pause_if_full()
+            self._go_on()
+            try:
+                self._admit(session, admitted, more)
+            except (WireError, BusyError) as error:
+                self.refuse(error)
+
+    def _go_on(self) -> None:
+        """Read messages again after a call has waited for room."""
+        self._no_room = None
+        self._pause_if_full()
 
     def _give_up(self, admitted: Admitted) -> None:
         self.account.stop_waiting()
-        self._no_room = None
+        self._go_on()
         error = (
             f"the executor had no room for {admitted.counted} bytes within {ROOM_WITHIN_S:.0f} s; try later, send "
             "fewer rows, or ask its host for more max_bytes"
         )
         self._fail(admitted.message, BusyError(error))
-        self._pause_if_full()
 
     def _admit(self, session: Session, admitted: Admitted, more: int) -> None:
-        self._kept += more
+        self.kept += more
         self._rows += admitted.message.rows
         self._bytes += admitted.size
         try:
@@ -310,11 +316,11 @@ class Peer:
 
     def keep(self, size: int) -> bool:
         """Keep ``size`` bytes in all between calls. Return whether there is room."""
-        if size < self._kept:
-            self.account.release(self._kept - size)
-        elif not self.account.hold(size - self._kept):
+        if size < self.kept:
+            self.account.release(self.kept - size)
+        elif not self.account.hold(size - self.kept):
             return False
-        self._kept = size
+        self.kept = size
         return True
 
     def _cancel(self, session: Session, id_: int) -> None:
@@ -324,6 +330,7 @@ class Peer:
         if admitted.call is None:
             return  # its tensors are still to arrive; it counts until then, also at the client
         session.cancel(admitted.call)
+        admitted.call.reply = admitted.call = None  # its callback refers to `admitted`: the tensors would stay
         self._settle(admitted)
         self._line.send(_cancelled(id_))
         self._pause_if_full()

@@ -198,8 +198,6 @@ class ArenaCourier(Courier):
         """Identity of the GPU, for a client that may have a segment of its memory."""
         self._segment: Segment | None = None
         self._segment_bytes = 0
-        self._touched = 0
-        """Bytes from the arena's start up to the last one that a call has used."""
 
     def welcome(self, joined: bool) -> dict[str, Any]:
         if not joined:
@@ -233,6 +231,11 @@ class ArenaCourier(Courier):
         self._line.send(wire.pack(Type.SEGMENT, *answer))
         return True
 
+    @property
+    def _touched(self) -> int:
+        """Bytes from the arena's start up to the last one that a call has used."""
+        return self._line.peer.kept - self._segment_bytes
+
     def _memory(self, place: int) -> Memory:
         assert self._arena is not None
         return self._arena if self._segment is None or place < self._arena.end else self._segment
@@ -245,10 +248,11 @@ class ArenaCourier(Courier):
         memory, place, answer, arena = self._memory, message.place, message.answer, self._arena.end
         admitted.tensors = memory(place).matrices(place, message.rows, due.widths, due.dtype)
         admitted.answers = memory(answer).matrices(answer, message.rows, due.results, due.dtype)
+        touched = self._touched
         for start, end in ((place, place + incoming), (answer, answer + admitted.size - incoming)):
-            if start < arena and end > self._touched:
-                self._touched = end
-        return self._touched + self._segment_bytes
+            if start < arena and end > touched:
+                touched = end
+        return touched + self._segment_bytes
 
     def tensors(self, admitted: Admitted) -> Results | None:
         tensors, segment = admitted.tensors, self._segment

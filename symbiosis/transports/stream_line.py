@@ -65,13 +65,14 @@ class StreamLine(asyncio.BufferedProtocol):
             connections: number of connections of the listener.
             readable: whether the client can read a reason.
         """
+        if not self.peer.account.open():  # nor is there for a goodbye
+            self.drop(BusyError("no memory is left for another connection"))
+            return False
         left = descriptors.left(self._transport.get_extra_info("socket").fileno())
         if left <= 0:
             why = "no file descriptors are left"
         elif connections > peer.MAX_CONNECTIONS:
             why = f"{peer.MAX_CONNECTIONS} clients are connected already"
-        elif not self.peer.account.open():
-            why = "no memory is left for another connection"
         else:
             return True
         error = BusyError(f"{why} at the executor; try later")
@@ -143,6 +144,9 @@ class StreamLine(asyncio.BufferedProtocol):
             self._watch.cancel()
         if self._transport is not None:
             self.peer.leave("it closed the connection" if error is None else str(error))
+            # A payload that was under way refers to this line: its memory would stay until Python looks for cycles.
+            self._stream = ByteStream(0)
+            self._then.clear()
             self.peer.closed()
 
     def send(self, message: bytes, payload: int = 0, parts: Sequence[Any] = (), *, results: bool = False) -> None:
@@ -190,22 +194,28 @@ class StreamLine(asyncio.BufferedProtocol):
         self._transport.abort()
 
     def hang_up(self) -> None:
+        if not self._transport.is_closing():
+            try:
+                self._transport.write_eof()
+            except OSError:  # the client is gone
+                self._transport.abort()
+                return
+            self._resume()  # and drop what comes: with bytes unread, the kernel would drop what was sent
+        self._abort_soon()
+
+    def eof_received(self) -> None:
+        """Close the connection of a client that sends no more, also if it does not read either."""
+        self._abort_soon()
+
+    def _abort_soon(self) -> None:
         self._stop_deadline()
-        if self._transport.is_closing():
-            return
-        try:
-            self._transport.write_eof()
-        except OSError:  # the client is gone
-            self._transport.abort()
-            return
-        self._resume()  # and drop what comes: with bytes unread, the kernel would drop what was sent
         self._deadline = asyncio.get_running_loop().call_later(peer.GOODBYE_S, self._transport.abort)
 
     def listen(self, wanted: bool) -> None:
         self._listening = wanted
-        if wanted:
+        if wanted or self._stream.awaits:
             self._read_soon()
-        elif not self._stream.awaits:
+        else:
             self._pause()
 
     def _read_soon(self) -> None:

@@ -150,3 +150,15 @@ def test_freed_is_called_when_as_much_as_the_largest_call_was_given_back() -> No
         for _ in range(21):  # half of each MiB counts
             assert one.hold(MIB)
             one.release(MIB)
+
+
+def test_a_connection_that_releases_bytes_gets_what_it_waits_for() -> None:
+    """Also where these bytes were covered, and count for nothing."""
+    budget = Budget(64 * MIB)
+    one = account(budget, "alice")
+    assert one.hold(COVERED_BYTES)
+    free = budget.total - budget.held - CONNECTION_BYTES
+    granted: list[int] = []
+    one.wait(free + MIB // 4, lambda: granted.append(1))
+    one.release(MIB // 4)
+    assert granted

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -16,7 +20,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import BusyError
-from symbiosis.transports import peer, stream_line, wire
+from symbiosis.transports import peer, stream_line, tcp_listener, wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.stream import frame
 from symbiosis.transports.wire import Type
@@ -85,13 +89,18 @@ async def test_a_call_waits_for_room_and_short_calls_do_not(base: Any, scheme: s
 
 
 @pytest.mark.usefixtures("owners")
-async def test_a_call_without_room_fails_and_the_next_one_is_served(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+async def test_a_call_without_room_fails_and_the_next_one_is_served(
+    base: Any, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(peer, "ROOM_WITHIN_S", 0.3)
     async with symbiosis.Executor(base, max_bytes=104 * MIB) as executor:
         listener: Any = await executor.listen(LOCAL)
+        await executor.listen(f"shm://{tmp_path}/s.sock")
+        where = listener.address if scheme == "tcp" else f"shm://{tmp_path}/s.sock"
         stalled = await fill(listener.address)
         await until(lambda: executor.service.budget.held > 49 * MIB)
-        channel = await make_transport(listener.address).connect(listener.address, "alice")
+        channel = await make_transport(where).connect(where, "alice")
         key = Key((0,), Pass.FORWARD)
         late = channel.send(Call(key, Kind.PREFILL, (torch.ones(LARGEST, 32),)))
         with pytest.raises(BusyError, match="no room"):
@@ -136,6 +145,78 @@ async def test_questions_of_a_client_that_does_not_read_wait(base: Any, message:
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
             await alice.forward(input_ids=IDS)
         line.socket.close()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "cut off"])
+async def test_the_memory_of_a_call_is_freed_when_it_counts_no_more(
+    how: str, base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not later, when Python looks for cycles."""
+    blocks: list[Any] = []
+
+    def block(size: int) -> tuple[torch.Tensor, memoryview]:
+        array = numpy.empty(size, numpy.uint8)
+        blocks.append(weakref.ref(array))
+        return torch.from_numpy(array), array.data
+
+    monkeypatch.setattr(tcp_listener, "block", block)
+    async with symbiosis.Executor(base, policy="lockstep") as executor:
+        listener: Any = await executor.listen(LOCAL)
+        thinking, line = [await join(listener.address, name) for name in ("bob", "mallory")]
+        thinking.send(wire.pack(Type.BEGIN))
+        await until(lambda: executor.engine.scheduler.thinking == 1)
+        gc.collect()
+        gc.disable()
+        try:
+            announce(line)
+            await until(lambda: bool(blocks))
+            assert blocks[0]() is not None
+            if how == "cancelled":
+                line.socket.sendall(rows(LARGE))
+                await until(lambda: executor.engine.scheduler.outstanding == 1)
+                line.send(wire.pack(Type.CANCEL, 1))
+                await in_thread(receive, line)
+            else:
+                line.socket.close()
+            await until(lambda: executor.service.budget.held <= 2 * CONNECTION_BYTES)
+            await asyncio.sleep(0)
+            assert blocks[0]() is None
+        finally:
+            gc.enable()
+        for one in (thinking, line):
+            one.socket.close()
+
+
+@pytest.mark.parametrize("unread", [False, True])
+async def test_a_client_that_sends_no_more_is_gone_in_a_second(base: Any, unread: bool) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL)
+        line = await join(listener.address, "mallory")
+        (served,) = listener.lines
+        while unread and not served._transport.get_write_buffer_size():
+            served.send(bytes(4096))  # as STATUS would
+        line.socket.shutdown(socket.SHUT_WR)
+        await until(lambda: not listener.lines)
+        assert executor.service.budget.held == 0
+        line.socket.close()
+
+
+@pytest.mark.usefixtures("owners")
+@pytest.mark.parametrize("limits", [Limits(calls=1), Limits(rows=LARGEST)], ids=["calls", "rows"])
+async def test_a_client_at_its_limits_is_served_after_its_call_had_no_room(base: Any, limits: Limits) -> None:
+    async with symbiosis.Executor(base, max_bytes=104 * MIB) as executor:
+        network: Any = await executor.listen(LOCAL)
+        stalled = await fill(network.address)
+        await until(lambda: executor.service.budget.held > 49 * MIB)
+        limited: Any = await executor.listen(LOCAL, limits=limits)
+        channel = await make_transport(limited.address).connect(limited.address, "alice")
+        reply = channel.send(Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (torch.ones(LARGEST, 32),)))
+        await until(lambda: bool(executor.service.budget._waiting))
+        for line in stalled:
+            line.socket.close()
+        (result,) = await asyncio.wait_for(asyncio.ensure_future(reply), 20)
+        assert result.shape[0] == LARGEST
+        channel.close()
 
 
 @pytest.mark.parametrize("limits", [Limits(calls=1), Limits(rows=LARGEST)], ids=["calls", "rows"])
