@@ -142,4 +142,4 @@ class Account:
         self.stop_waiting()
         self.release(self._held)
         self._budget.give_back(self.owner, self._itself)
-        self._itself = 0
+        self.owner, self._itself = "", 0

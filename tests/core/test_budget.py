@@ -106,7 +106,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["hold", "release"
 def test_what_is_held_is_counted_and_never_exceeds_the_total(steps: list[tuple[int, str, int]]) -> None:
     budget = Budget(100 * MIB)
     accounts = [account(budget, str(number % 3)) for number in range(5)]
-    held, waiting = [0] * 5, [0] * 5
+    held, waiting, connected = [0] * 5, [0] * 5, [True] * 5
 
     def granted(number: int) -> None:
         held[number] += waiting[number]
@@ -114,6 +114,8 @@ def test_what_is_held_is_counted_and_never_exceeds_the_total(steps: list[tuple[i
 
     for number, step, size in steps:
         one = accounts[number]
+        if step != "close" and not connected[number]:
+            continue
         if step == "hold":
             held[number] += size * one.hold(size)
         elif step == "release":
@@ -132,9 +134,10 @@ def test_what_is_held_is_counted_and_never_exceeds_the_total(steps: list[tuple[i
         elif step == "close":
             one.close()
             held[number] = waiting[number] = 0
-            assert one.open()
-            assert one.admit(str(number % 3))
-        wanted = sum(CONNECTION_BYTES + max(one - COVERED_BYTES, 0) for one in held)
+            connected[number] = one.open() and one.admit(str(number % 3))  # unless its owner holds too much
+            if not connected[number]:
+                one.close()
+        wanted = sum(connected) * CONNECTION_BYTES + sum(max(one - COVERED_BYTES, 0) for one in held)
         assert budget.held == wanted <= budget.total
     for one in accounts:
         one.close()
