@@ -330,7 +330,7 @@ class Peer:
         if admitted.call is None:
             return  # its tensors are still to arrive; it counts until then, also at the client
         session.cancel(admitted.call)
-        admitted.call.reply = admitted.call = None  # its callback refers to `admitted`: the tensors would stay
+        admitted.call.reply = None  # its callback refers to `admitted`: the tensors would stay
         self._settle(admitted)
         self._line.send(_cancelled(id_))
         self._pause_if_full()
