@@ -18,17 +18,16 @@ COVERED_BYTES = 1 << 19
 """The part of these bytes that is for tensors: a connection that holds no more counts for no more. The other part is
 for buffers, keys of TLS, short messages and cached views."""
 LARGEST_PART = 8
-"""Divisor of the total that gives the largest call. An executor holds such a call up to three times: where the
-transport has put it, as a part of a batch, and as results; one owner alone may hold half of the total."""
+"""Divisor of the total that gives the largest call with its results. Such a call counts twice, so an owner finds room
+for it if a half of the total is free."""
 
 
 class Budget:
     """Counts the bytes that connections hold.
 
-    An owner may take bytes if it then holds no more than was free before (dynamic thresholds,
-    Choudhury and Hahne 1998). Of n greedy owners that take small steps in turn, each gets a part of 1/(n+1), and as
-    much stays free. Of owners that come one after another, each leaves the next one half of what it found: nothing is
-    taken back from an owner.
+    An owner may take bytes if it then holds no more than was free before (dynamic thresholds, Choudhury and Hahne
+    1998). Of n greedy owners that take small steps in turn, each gets a part of 1/(n+1), and as much stays free. Of
+    owners that come one after another, each leaves the next one about half of what it found: nothing is taken back.
 
     Args:
         total: bytes that may be held.

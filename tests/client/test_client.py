@@ -309,7 +309,7 @@ async def test_compiled_code_calls_layers_uncompiled(base: Any, base_layers: str
 async def test_the_loss_is_read_on_the_clients_own_thread(
     executor: symbiosis.Executor, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, whoever reads it waits until the backward pass has run."""
+    """On a GPU, the thread that reads the loss waits until the backward pass has run."""
     threads = set()
     item = torch.Tensor.item
 

@@ -315,6 +315,22 @@ async def test_a_call_waits_until_there_is_room() -> None:
     assert ends.listening
 
 
+async def test_a_call_that_waited_may_find_its_transport_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tensors(_: Admitted) -> None:
+        raise BusyError("no lane is left")
+
+    service, other, _ = await crowd()
+    peer, ends, _ = a_peer(service=service, limits=LARGE)
+    monkeypatch.setattr(ends, "tensors", tensors)
+    peer.received(a_call(1, rows=2 * ROWS))
+    assert not ends.sent
+    other.leave("it closed the connection")
+    other.closed()
+    await asyncio.sleep(0)
+    assert ends.sent == [(Type.ENDED, ["BusyError", "no lane is left"])]
+    assert peer.gone
+
+
 async def test_a_call_for_which_there_is_no_room_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "ROOM_WITHIN_S", 0.01)
     service, _, _ = await crowd()

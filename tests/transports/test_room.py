@@ -253,3 +253,15 @@ async def test_clients_of_one_process_do_not_keep_each_other_from_getting_room(b
             channel.end_walk()
             channel.close()
         await until(lambda: executor.service.budget.held == 0)
+
+
+async def test_a_connection_without_room_ends_at_once(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL)
+        budget = executor.service.budget
+        assert budget.take("others", budget.total)
+        with raw(listener.address) as line, pytest.raises((EOFError, ConnectionError)):
+            await in_thread(receive, line)
+        await until(lambda: not listener.lines)
+        assert budget.held == budget.total
+        budget.give_back("others", budget.total)
