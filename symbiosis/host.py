@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 from symbiosis.client.client import Client
+from symbiosis.client.joint import make_decoder
 from symbiosis.core.budget import LARGEST_PART, LEAST_BYTES, TABLES_BYTES, Budget
 from symbiosis.core.policy import Policy
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.scheduler import tell_unloaded
-from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.core.transport import Channel, Listener
-from symbiosis.errors import UsageError
+from symbiosis.errors import ExecutorClosedError, UsageError
 from symbiosis.executor.allocator import return_freed
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.loading import load_model
@@ -52,6 +53,8 @@ class Executor:
             base layers that are served whole.
         max_bytes: memory that clients in other processes may take here together, in bytes; at least 96 MiB. A call for
             which there is no room waits; one call, with its results, may have a ninth.
+        joint: how clients of this process that decode are walked together: ``"exact"``, ``"fast"`` or ``"off"``;
+            ``"auto"`` is ``"fast"``. See docs/tenants.md.
         name: of the address ``inproc://name``; chosen freely by default.
 
     Attributes:
@@ -75,9 +78,10 @@ class Executor:
         dtype: torch.dtype | str | None = None,
         max_rows: int = 8192,
         max_bytes: int = 8 << 30,
+        joint: str = "auto",
         name: str | None = None,
     ) -> None:
-        self._build(model, policy, base_layers, device, dtype, max_rows, max_bytes, name, source=None)
+        self._build(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, name, source=None)
 
     def _build(
         self,
@@ -88,6 +92,7 @@ class Executor:
         dtype: torch.dtype | str | None,
         max_rows: int,
         max_bytes: int,
+        joint: str,
         name: str | None,
         source: str | Path | None,
     ) -> None:
@@ -112,6 +117,7 @@ class Executor:
         budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
         self.service = ExecutorService(split, self.engine, budget, address, source)
         self._client_numbers = itertools.count(1)
+        self._joint = make_decoder(joint, self._connect_joint, self.engine.may_join, self.engine.walked)
 
     @classmethod
     def from_pretrained(
@@ -125,6 +131,7 @@ class Executor:
         dtype: torch.dtype | str | None = None,
         max_rows: int = 8192,
         max_bytes: int = 8 << 30,
+        joint: str = "auto",
         name: str | None = None,
         **options: Any,
     ) -> Executor:
@@ -142,7 +149,7 @@ class Executor:
             options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
         loaded = load_model(model, model_class, **options)
         executor = cls.__new__(cls)
-        executor._build(loaded, policy, base_layers, device, None, max_rows, max_bytes, name, source=model)
+        executor._build(loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, name, source=model)
         return executor
 
     async def __aenter__(self) -> Executor:
@@ -171,6 +178,12 @@ class Executor:
     async def close(self) -> None:
         """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
         await self.service.close()
+        if self._joint is not None:
+            await self._joint.close(ExecutorClosedError.of(self.service.address))
+
+    async def _connect_joint(self) -> Channel:
+        address = self.service.address
+        return await make_transport(address).connect(address, JOINT)
 
     def __repr__(self) -> str:
         service, scheduler = self.service, self.engine.scheduler
@@ -223,6 +236,8 @@ class Executor:
             PrivacyError: the privacy scheme does not take these options.
         """
         name = name or f"client-{next(self._client_numbers)}"
+        if name == JOINT:
+            raise UsageError(f"the name {name!r} is the executor's own; choose another one")
         try:
             terms = Terms(priority, slo_ms, ttft_ms, kind).check(self._token_s)
         except UsageError as error:
@@ -242,6 +257,7 @@ class Executor:
             device=device,
             masked=scheme is not None,
             crowded=lambda: len(service.clients) > 1,
+            joint=self._joint if scheme is None and kind is None else None,
         )
 
     def statistics(self) -> Statistics:

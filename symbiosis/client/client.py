@@ -19,6 +19,7 @@ import torch
 
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
+from symbiosis.client.joint import JointDecoder, Seat
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -61,6 +62,7 @@ class Client:
         device: str | torch.device | None = None,
         masked: bool = False,
         crowded: Callable[[], bool] = lambda: False,
+        joint: JointDecoder | None = None,
     ) -> None:
         self.name = name
         self._connect = connect
@@ -73,6 +75,8 @@ class Client:
         self._thread = ClientThread(name, crowded)
         self._stream: RandomStream | None = None
         self._turn = asyncio.Lock()
+        self._joint = joint
+        self._seat: Seat | None = None
         self._closed = False
 
     async def __aenter__(self) -> Client:
@@ -98,6 +102,8 @@ class Client:
             model = skeleton_for(channel, self._requester)
             if device != channel.device:
                 model = model.to(device)
+            elif self._joint is not None:
+                self._seat = self._joint.seat(self.name, model, self._requester)
             if self._peft_config is not None:
                 with self._stream:
                     model = add_adapter(model, self._peft_config, self._requester)
@@ -112,11 +118,15 @@ class Client:
         if not self._closed:
             self._closed = True
             self._requester.close()
+            if self._seat is not None:
+                self._seat.leave(self._closed_error())
             if self._channel is not None:
                 self._channel.interrupt(self._closed_error())
                 self._channel.close()
         async with self._having_turn():  # operations in progress have ended
             self._thread.close()
+            if self._seat is not None:
+                self._seat.give_back()
 
     def _closed_error(self) -> ClientClosedError:
         return ClientClosedError(f"client {self.name!r} is closed; its model cannot be used any more")
@@ -300,6 +310,8 @@ class Client:
         try:
             return await run_in_fiber(self._stream, channel, fn, *args, **kwargs)
         finally:
+            if self._seat is not None:
+                self._seat.rest()
             self._requester.forget()
             channel.end_walk()
 

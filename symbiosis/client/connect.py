@@ -7,6 +7,7 @@ import getpass
 import itertools
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symbiosis.client.client import Client
+from symbiosis.client.joint import make_decoder
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy, make_transport
-from symbiosis.core.terms import Kind, Terms
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.core.transport import Channel, Look
 from symbiosis.errors import ExecutorClosedError, ShareError, UsageError
 
@@ -32,12 +34,14 @@ def new_name() -> str:
     return f"{getpass.getuser()}-{os.getpid()}-{next(_numbers)}"
 
 
-def connect(address: str, *, privacy: str | Privacy | None = None, **options: Any) -> Base:
+def connect(address: str, *, privacy: str | Privacy | None = None, joint: str = "auto", **options: Any) -> Base:
     """Return a base model served by another process, to be opened with ``async with``.
 
     Args:
         address: an executor's address, such as ``shm:///run/symbiosis.sock``.
         privacy: how the rows of its clients are masked by default; see :meth:`symbiosis.Executor.client`.
+        joint: how its clients that decode are walked together; see :class:`symbiosis.Executor`. Clients with terms of
+            their own, and clients whose rows are masked, walk alone.
         **options: of the transport. All transports have ``retry``: seconds to wait for an executor that was lost, 60 by
             default.
 
@@ -45,19 +49,23 @@ def connect(address: str, *, privacy: str | Privacy | None = None, **options: An
         UnknownNameError: no transport or privacy scheme has this name.
         UsageError: the transport or the scheme has no such option.
     """
-    return Base(address, privacy=privacy, **options)
+    return Base(address, privacy=privacy, joint=joint, **options)
 
 
 class Base:
     """A base model at an address; see :func:`connect`."""
 
-    def __init__(self, address: str, *, privacy: str | Privacy | None = None, **options: Any) -> None:
+    def __init__(
+        self, address: str, *, privacy: str | Privacy | None = None, joint: str = "auto", **options: Any
+    ) -> None:
         self.address = address
         self._options = options
         self._privacy = make_privacy(privacy)
         self._transport = make_transport(address, **options)
         self._look: Look | None = None
         self._clients: list[Client] = []
+        self._walks: dict[str, Counter[str]] = {}
+        self._joint = make_decoder(joint, self._connect_joint, lambda client: True, self._walked)
 
     async def __aenter__(self) -> Base:
         self._look = await asyncio.to_thread(self._transport.look, self.address)
@@ -73,6 +81,8 @@ class Base:
         self._look = None
         while self._clients:
             await self._clients.pop().close()
+        if self._joint is not None:
+            await self._joint.close(ExecutorClosedError.of(self.address))
 
     def client(
         self,
@@ -109,10 +119,26 @@ class Base:
             return channel if scheme is None else await scheme.wrap(channel, self.address, terms, self._options)
 
         client = Client(
-            connect, peft_config, name=name or new_name(), seed=seed, device=device, masked=scheme is not None
+            connect,
+            peft_config,
+            name=name or new_name(),
+            seed=seed,
+            device=device,
+            masked=scheme is not None,
+            joint=self._joint if scheme is None and terms == NO_TERMS else None,
         )
         self._clients.append(client)
         return client
+
+    async def _connect_joint(self) -> Channel:
+        return await self._transport.connect(self.address, f"{new_name()}-joint")
+
+    def _walked(self, client: str, alone: str | None) -> None:
+        self._walks.setdefault(client, Counter())[alone or "joint"] += 1
+
+    def walks(self) -> dict[str, dict[str, int]]:
+        """Return by client the number of tokens that were decoded ``"joint"``, or alone, by the reason."""
+        return {client: dict(counts) for client, counts in self._walks.items()}
 
     async def status(self) -> dict[str, Any]:
         """Return what the executor is and does, as plain data."""

@@ -133,6 +133,11 @@ class Policy(ABC):
         """Return the terms that the policy grants to a client of this name by default."""
         return NO_TERMS
 
+    def may_join(self, client: str, now: float) -> bool:
+        """Return whether a client may take part in a walk with other clients now. A policy that holds back the requests
+        of this client, and would thus hold back the others, says False."""
+        return True
+
     def unloaded(self, seconds: float) -> None:
         """Note how long one token takes in the base layers of an idle executor.
 

@@ -138,6 +138,8 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     """Matrices of equal row count: (X,) forward; (dY,) backward of a linear layer; (X, dY) backward of a layer that is
     recomputed."""
+    tenants: tuple[str, ...] = ()
+    """In a joint walk, the clients whose rows these are, one row each. Empty where all rows are the caller's."""
     id: int = -1
     """Set when the call is sent or accepted."""
     results: tuple[torch.Tensor, ...] | None = None
@@ -170,6 +172,13 @@ class Request:
     """Number of batches that had started when it was queued."""
     passed: int = field(default=0)
     """Number of batches that passed over earlier requests of the same walk."""
+    tenants: tuple[str, ...] = field(default=())
+    """In a joint walk, the clients that the rows belong to, one row each."""
+
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The clients that the rows belong to, in equal parts."""
+        return self.tenants or (self.client,)
 
     @property
     def remaining(self) -> int:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, Run, Wait
 from symbiosis.core.queues import Queue, Queues
 from symbiosis.core.requests import Batch, Key, Request, Slice
-from symbiosis.core.terms import NO_TERMS, Terms, effective
+from symbiosis.core.terms import NO_TERMS, Terms, effective, most_urgent
 from symbiosis.errors import PolicyError, UsageError
 
 MAX_REASON = 64
@@ -116,6 +116,9 @@ class Scheduler:
         """During a wait without a limit: the client whose request it holds up, and since when."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
+        self._joint: tuple[str, ...] = ()
+        """Tenants of the latest joint request."""
+        self._joint_terms = NO_TERMS
 
     @property
     def queues(self) -> Mapping[Key, Queue]:
@@ -178,6 +181,14 @@ class Scheduler:
         less than TURN_S ago. A simulation has no other work and does not ask.
         """
         return not self.thinking and now - self._turned < TURN_S
+
+    def may_join(self, client: str, now: float) -> bool:
+        """Return whether the policy lets a client take part in a walk with other clients now."""
+        try:
+            return self.policy.may_join(client, now)
+        except Exception as error:  # noqa: BLE001 (a policy may raise anything)
+            self._refuse("raised in may_join()", "the client walks alone", error)
+            return False
 
     def offer(self, request: Request, now: float) -> Batch | None:
         """Run or queue a request. Its id must be new, and its client must have joined.
@@ -360,6 +371,12 @@ class Scheduler:
             state.thinking = False
             self.thinking -= 1
         request.terms, request.local = state.terms, state.local
+        if request.tenants:
+            if request.tenants is not self._joint:  # once for a walk
+                self._joint = request.tenants
+                known = [self._clients[name].terms for name in request.tenants if name in self._clients]
+                self._joint_terms = most_urgent(known)
+            request.terms = self._joint_terms
         return state
 
     def _closed(self, request: Request, now: float) -> None:

@@ -8,6 +8,7 @@ the default, never for a higher one.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -68,6 +69,8 @@ class Terms(NamedTuple):
 
 
 NO_TERMS = Terms()
+JOINT = "joint walks"
+"""Name of the client that walks the model for several tenants of the executor's process. No tenant may have it."""
 
 
 def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:
@@ -92,6 +95,16 @@ def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:
         _longer(wishes.slo_ms, default.slo_ms),
         _longer(wishes.ttft_ms, default.ttft_ms),
         wishes.kind,
+    )
+
+
+def most_urgent(terms: Iterable[Terms]) -> Terms:
+    """Return the terms of a request that serves several clients: the highest priority and the shortest targets."""
+    terms = list(terms)
+    return Terms(
+        max((each.priority for each in terms), default=0),
+        min((each.slo_ms for each in terms if each.slo_ms), default=None),
+        min((each.ttft_ms for each in terms if each.ttft_ms), default=None),
     )
 
 

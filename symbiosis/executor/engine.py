@@ -87,6 +87,10 @@ class Engine:
         """Count from zero."""
         self.counters = Counters()
 
+    def walked(self, client: str, alone: str | None) -> None:
+        """Count a token that a client of this process decoded; see :meth:`Counters.walked`."""
+        self.counters.walked(client, alone)
+
     def record(self, timeline: Timeline | None) -> None:
         """Record what runs in a timeline from now on, or stop recording."""
         self.timeline = timeline
@@ -125,6 +129,11 @@ class Engine:
         if self.timeline is not None:
             self.timeline.walk_ended(client, now())
         self._pump_soon()
+
+    def may_join(self, client: str) -> bool:
+        """Return whether a client may take part in a walk with other clients now."""
+        with self._lock:
+            return self.scheduler.may_join(client, now())
 
     def submit(self, client: str, call: Call, kind: Kind) -> asyncio.Future[Results]:
         """Run a checked call of a client at once, or queue it. Called on the event loop."""
@@ -188,7 +197,8 @@ class Engine:
             self._decide(loop)
 
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
-        return Request(next(self._ids), client, call.key, call.tensors[0].shape[0], kind, now())
+        rows = call.tensors[0].shape[0]
+        return Request(next(self._ids), client, call.key, rows, kind, now(), tenants=call.tenants)
 
     def _pump_soon(self) -> None:
         """Ask the scheduler again once everything that is ready on the event loop has run."""

@@ -19,7 +19,7 @@ from symbiosis.core.budget import Budget
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import LayerSpec, expected
 from symbiosis.core.share import Resident, Share
-from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.core.terms import JOINT, NO_TERMS, Terms
 from symbiosis.core.transport import Identity, Listener, Session
 from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
 from symbiosis.executor.engine import Engine, now
@@ -121,13 +121,13 @@ class ExecutorService:
 
     def check_name(self, client: str) -> None:
         tenant = client.partition("/")[0]
-        if any(tenant in tenants() for tenants in self._reserved):
+        if client == JOINT or any(tenant in tenants() for tenants in self._reserved):
             raise RefusedError(f"the name {client!r} is for a tenant with a key; choose another one")
 
     @property
     def clients(self) -> list[str]:
         """Names of the clients that have joined, sorted."""
-        return sorted(self._sessions)
+        return sorted(self._sessions.keys() - {JOINT})
 
     @property
     def layers(self) -> list[LayerSpec]:

@@ -40,6 +40,10 @@ class ClientStatistics(NamedTuple):
     """Seconds that its requests were queued, summed."""
     mean_batch: float
     """Size of the batch of a request in requests, averaged over the client's requests."""
+    joint: int = 0
+    """Tokens that the client decoded in walks with other clients. For clients in this process."""
+    alone: Mapping[str, int] = {}
+    """Tokens that it decoded by itself, by the reason. For clients in this process."""
 
 
 class Statistics(NamedTuple):
@@ -72,6 +76,8 @@ class Statistics(NamedTuple):
 
 _MAX_REASONS = 100
 """Largest number of reasons that are counted apart, so that a policy with a new reason for each batch is harmless."""
+_MAX_ALONE = 20
+"""Largest number of reasons to walk alone that are counted apart for each client."""
 
 
 @dataclass(slots=True)
@@ -90,6 +96,8 @@ class _ClientCounts:
     wait_s: float = 0.0
     companions: int = 0
     """Sum over requests of the size of their batch."""
+    joint: int = 0
+    alone: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
@@ -106,15 +114,20 @@ class Counters:
     reasons: Counter[str] = field(default_factory=Counter)
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
-        """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests."""
-        size = len(batch.slices)
-        self.requests += len(answered)
+        """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests.
+
+        A request of a joint walk counts as one of each of its tenants.
+        """
+        size = sum([len(request.tenants) or 1 for request, _, _ in batch.slices])
         self.batches += 1
         self.members += size
         self.rows += batch.rows
         layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
         for request in answered:
-            self._request(layer, request.client, request.rows, started - request.arrived, size)
+            clients = request.tenants or (request.client,)
+            self.requests += len(clients)
+            for client in clients:
+                self._request(layer, client, request.rows // len(clients), started - request.arrived, size)
 
     def _layer(self, key: Key, size: int, rows: int, reason: str, seconds: float) -> _Layer:
         self.run_s += seconds
@@ -132,15 +145,27 @@ class Counters:
     def _request(self, layer: _Layer, name: str, rows: int, wait: float, size: int) -> None:
         layer.requests += 1
         layer.wait_s += wait
+        client = self._client(name)
+        client.requests += 1
+        client.rows += rows
+        client.wait_s += wait
+        client.companions += size
+
+    def walked(self, name: str, alone: str | None) -> None:
+        """Count a token of a client: from a joint walk, or for a reason from a walk of its own."""
+        client = self._client(name)
+        if alone is None:
+            client.joint += 1
+        else:
+            client.alone[alone if alone in client.alone or len(client.alone) < _MAX_ALONE else "other"] += 1
+
+    def _client(self, name: str) -> _ClientCounts:
         client = self.clients.get(name)
         if client is None:
             if len(self.clients) >= MAX_CLIENTS:
                 del self.clients[next(iter(self.clients))]
             client = self.clients[name] = _ClientCounts()
-        client.requests += 1
-        client.rows += rows
-        client.wait_s += wait
-        client.companions += size
+        return client
 
     def snapshot(self, names: list[str]) -> Statistics:
         """Return the statistics so far. ``names`` are those of the layer table."""
@@ -156,6 +181,8 @@ class Counters:
                 client.rows,
                 client.wait_s,
                 client.companions / client.requests if client.requests else 0.0,
+                client.joint,
+                dict(client.alone),
             )
             for name, client in self.clients.items()
         }

@@ -60,24 +60,27 @@ class Timeline:
         """Record a batch, and the requests that it answered."""
         with self._lock:
             name = self._name_of(batch.key)
-            members = len(batch.slices)
+            members = sum([len(request.clients) for request, _, _ in batch.slices])
             pass_ = batch.key.pass_.name.lower()
             facts = {"rows": batch.rows, "members": members, "reason": batch.reason, "pass": pass_}
             self._event(_BATCHES, name, "batch", started, ended, facts)
             for request, start, stop in batch.slices:
-                line = self._line(request.client)
-                if start == 0:
-                    self._thought(request.client, request.arrived)
-                    if batch.reason != LONE:
-                        self._event(line, "waiting", "waiting", request.arrived, started)
-                elif (cut := self._cut.pop(request.client, None)) is not None and cut[0] == request.id:
-                    self._event(line, "waiting", "waiting", cut[1], started)
-                if stop < request.rows:
-                    self._cut[request.client] = request.id, ended
-                mine = {"rows": stop - start, "kind": request.kind.name.lower()}
-                self._event(line, name, "running", started, ended, mine)
+                rows = min(stop - start, max(request.rows // len(request.clients), 1))
+                for client in request.clients:
+                    line = self._line(client)
+                    if start == 0:
+                        self._thought(client, request.arrived)
+                        if batch.reason != LONE:
+                            self._event(line, "waiting", "waiting", request.arrived, started)
+                    elif (cut := self._cut.pop(client, None)) is not None and cut[0] == request.id:
+                        self._event(line, "waiting", "waiting", cut[1], started)
+                    if stop < request.rows:
+                        self._cut[client] = request.id, ended
+                    mine = {"rows": rows, "kind": request.kind.name.lower()}
+                    self._event(line, name, "running", started, ended, mine)
             for request in answered:
-                self._thinks_since[request.client] = ended
+                for client in request.clients:
+                    self._thinks_since[client] = ended
 
     def walk_began(self, client: str, now: float) -> None:
         with self._lock:

@@ -71,6 +71,9 @@ class Admission(Policy):
     def default_terms(self, client: str) -> Terms:
         return self.policy.default_terms(client)
 
+    def may_join(self, client: str, now: float) -> bool:
+        return self.policy.may_join(client, now)
+
     @abstractmethod
     def hold(self, request: Request) -> None:
         """Note that a request was queued. It is held back until :meth:`admit` is called for it."""

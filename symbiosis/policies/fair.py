@@ -142,14 +142,19 @@ class Fair(Admission):
         return found.counter if found else 0.0
 
     def hold(self, request: Request) -> None:
-        tenant = self._of.get(request.client) or self._tenant(request.client)
-        if not tenant.queued:
-            tenant.counter = max(tenant.counter, self._reached - self.quantum)
-            self._floor = min(self._floor, tenant.counter)
-            self._queued.add(tenant)
-        self._held.add(tenant)
-        tenant.queued += 1
-        tenant.held[request.id] = request
+        ahead = None
+        for client in request.clients:
+            tenant = self._of.get(client) or self._tenant(client)
+            if not tenant.queued:
+                tenant.counter = max(tenant.counter, self._reached - self.quantum)
+                self._floor = min(self._floor, tenant.counter)
+                self._queued.add(tenant)
+            tenant.queued += 1
+            if ahead is None or tenant.counter > ahead.counter:
+                ahead = tenant
+        assert ahead is not None
+        self._held.add(ahead)
+        ahead.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         layers, max_rows, least = view.layers, view.max_rows, self._held.least
@@ -168,23 +173,36 @@ class Fair(Admission):
             _, request = first.held.popitem(last=False)
             if counter > self._reached:
                 self._reached = counter
-            first.counter = counter + self._kinds[request.kind] * token_count(request, layers) / first.weight
-            first.inside += request.rows
+            clients = request.clients
+            tokens = self._kinds[request.kind] * token_count(request, layers) / len(clients)
+            for client in clients:
+                tenant = self._of[client]
+                tenant.counter += tokens / tenant.weight
+                tenant.inside += request.rows // len(clients)
             self.admit(request)
         return math.inf
 
+    def may_join(self, client: str, now: float) -> bool:
+        tenant, least = self._of.get(client), self._queued.least(lambda tenant: tenant.queued)
+        is_ahead = tenant is not None and least is not None and tenant.counter > least.counter + self.quantum
+        return not is_ahead and super().may_join(client, now)
+
     def drop(self, request: Request) -> None:
-        tenant = self._of[request.client]
-        if tenant.held.pop(request.id, None) is not None:
-            tenant.inside += request.rows  # `gone` follows and takes them off again
+        clients = request.clients
+        tenants = [self._of[client] for client in clients]
+        if any(tenant.held.pop(request.id, None) for tenant in tenants):
+            for tenant in tenants:
+                tenant.inside += request.rows // len(clients)  # `gone` follows and takes them off again
 
     def gone(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            tenant = self._of[request.client]
-            tenant.queued -= 1
-            tenant.inside -= request.rows
-            if tenant.held:
-                self._held.add(tenant)
+            clients = request.clients
+            for client in clients:
+                tenant = self._of[client]
+                tenant.queued -= 1
+                tenant.inside -= request.rows // len(clients)
+                if tenant.held:
+                    self._held.add(tenant)
 
     def _least(self) -> float:
         """Return the least counter of the tenants with a request queued, of which there is one."""

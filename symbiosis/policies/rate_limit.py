@@ -34,6 +34,10 @@ class _Bucket:
         """Return the tokens in the bucket at a time; less than 0 is a debt."""
         return min(self.size, self.level + self.rate * max(now - self.filled, 0.0))
 
+    def pay(self, tokens: float, now: float) -> None:
+        """Take tokens out of the bucket."""
+        self.level, self.filled = self.level_at(now) - tokens, now
+
 
 class RateLimit(Admission):
     """Limit each tenant (the part of a client's name before the slash) to a number of tokens per second.
@@ -81,14 +85,8 @@ class RateLimit(Admission):
         return len(self._due)
 
     def hold(self, request: Request) -> None:
-        name = tenant_of(request.client)
-        bucket = self._buckets.get(name)
-        if bucket is None:
-            if len(self._buckets) >= _MAX_TENANTS:
-                self._forget(request.arrived)
-            rate = self.tenants.get(name, self.tokens_per_s)
-            size = rate * self.burst_s
-            bucket = self._buckets[name] = _Bucket(rate, size, size, request.arrived)
+        buckets = [self._bucket(client, request.arrived) for client in request.clients]
+        bucket = min(buckets, key=lambda bucket: bucket.level_at(request.arrived) / bucket.rate)
         if not bucket.due:
             bucket.due = True
             self._new.append(bucket)
@@ -107,7 +105,9 @@ class RateLimit(Admission):
             held = bucket.held
             while held and bucket.level > 0:
                 _, request = held.popitem(last=False)
-                bucket.level -= token_count(request, view.layers)
+                tokens = token_count(request, view.layers) / len(request.clients)
+                for client in request.clients:
+                    self._bucket(client, now).pay(tokens, now)
                 self.admit(request)
             if held:
                 bucket.due = True
@@ -116,7 +116,23 @@ class RateLimit(Admission):
         return due[0][0] if due else math.inf
 
     def drop(self, request: Request) -> None:
-        self._buckets[tenant_of(request.client)].held.pop(request.id, None)
+        for client in request.clients:
+            self._bucket(client, request.arrived).held.pop(request.id, None)
+
+    def may_join(self, client: str, now: float) -> bool:
+        return self._bucket(client, now).level_at(now) > 0 and super().may_join(client, now)
+
+    def _bucket(self, client: str, now: float) -> _Bucket:
+        """Return the bucket of a client's tenant, which is full if it is new."""
+        name = tenant_of(client)
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            if len(self._buckets) >= _MAX_TENANTS:
+                self._forget(now)
+            rate = self.tenants.get(name, self.tokens_per_s)
+            size = rate * self.burst_s
+            bucket = self._buckets[name] = _Bucket(rate, size, size, now)
+        return bucket
 
     def _forget(self, now: float) -> None:
         """Forget the buckets that are full and hold nothing back: they would be made anew as they are."""

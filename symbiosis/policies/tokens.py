@@ -124,6 +124,8 @@ class Tokens:
         default = (self._ttft_ms if prefill else self._slo_ms) / 1e3
         asked = terms.ttft_ms if prefill else terms.slo_ms
         slo = asked / 1e3 if asked else default
+        if request.tenants:  # some of them may have the default
+            slo = min(slo, default)
         aim = margins.early * slo
         text_began, number = (before.text_began, before.number + 1) if before else (now, 0)
         due = min(text_began + (number + 1) * aim, now + margins.most * aim)

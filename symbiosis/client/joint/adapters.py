@@ -1,0 +1,167 @@
+"""The adapters of a joint walk: what each tenant's adapter does to its row of a layer.
+
+* ``exact``: products run row by row, with the tenant's own parameters and in their precision, as in PEFT's own forward
+  pass. Each row gets the bits that PEFT gives it.
+* ``fast``: products of the same rank run as one batched product (:mod:`symbiosis.client.joint.stacks`). The order of
+  sums differs, and nothing else.
+
+In both, what LoRA adds is added in its own precision and rounded once, as in PEFT.
+
+Legend: N rows, one of each tenant; i in_features; o out_features; r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from peft.tuners.ia3 import layer as ia3
+from torch.nn import functional as F
+
+from symbiosis.client.joint.stacks import Group, Slot, Stack
+from symbiosis.client.virtlayer import VirtConv1D, VirtLinear
+
+Adapted = Mapping[str, tuple[Any, str]]
+"""A tenant's tuner layers and the names of their active adapters, by the name of the module that they wrap."""
+
+
+class RowAdapters:
+    """The adapters of one layer, by row.
+
+    Args:
+        layers: the tenants' tuner layers and names of active adapters in the order of rows, or None.
+        slots: the tenants' slots in stacks, or None, in which case the products of a row are exact.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Any, str] | None], slots: Sequence[Slot | None]) -> None:
+        self._count = len(layers)
+        self._one_by_one: list[tuple[int, Any, Any, Mapping[str, float], str]] = []
+        self._before: list[tuple[int, Any, str]] = []
+        self._after: list[tuple[int, Any, str]] = []
+        stacks: dict[Stack, list[tuple[int, int, float]]] = {}
+        for row, (found, slot) in enumerate(zip(layers, slots, strict=True)):
+            if found is None:
+                continue
+            layer, name = found
+            if isinstance(layer, ia3.Linear):
+                (self._before if layer.is_feedforward else self._after).append((row, layer.ia3_l, name))
+            elif slot is None:
+                self._one_by_one.append((row, layer.lora_A[name], layer.lora_B[name], layer.scaling, name))
+            else:
+                stacks.setdefault(slot.stack, []).append((row, slot.number, layer.scaling[name]))
+        self._groups = [Group(stack, members, self._count) for stack, members in stacks.items()]
+
+    def __call__(self, x: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Return the layer's results for x, [N, …, i] → [N, …, o], given what the base layer does."""
+        y = base(self._scaled(x, self._before) if self._before else x)
+        if self._after:
+            y = self._scaled(y, self._after)
+        if self._one_by_one:
+            y = self._with_rows(x, y)
+        return self._with_groups(x, y) if self._groups else y
+
+    def _scaled(self, x: torch.Tensor, vectors: Sequence[tuple[int, Any, str]]) -> torch.Tensor:
+        """Return x with the rows of IA3 tenants scaled."""
+        rows = list(x.chunk(self._count))
+        for row, layer, name in vectors:
+            vector = layer[name]
+            rows[row] = (rows[row].to(vector.dtype) * vector.flatten()).to(x.dtype)
+        return torch.cat(rows)
+
+    def _with_rows(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return y plus what LoRA adds to the rows of its tenants, one by one."""
+        cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
+        added: list[torch.Tensor | None] = [None] * self._count
+        for row, a, b, scaling, name in self._one_by_one:
+            down = a._parameters["weight"]
+            rows = cast.get(down.dtype)
+            if rows is None:
+                rows = cast[down.dtype] = x.to(down.dtype).chunk(self._count)
+            added[row] = F.linear(F.linear(rows[row], down), b._parameters["weight"]) * scaling[name]
+        rows = y.chunk(self._count)
+        return torch.cat(
+            [one if more is None else (one + more).to(y.dtype) for one, more in zip(rows, added, strict=True)]
+        )
+
+    def _with_groups(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return y plus what LoRA adds to the rows of its tenants, by batched products."""
+        first = self._groups[0]
+        rows = x.to(first.dtype).view(self._count, 1, -1)
+        if len(self._groups) == 1 and first.is_whole:
+            added = first.product(rows)
+        else:
+            added = rows.new_zeros(self._count, 1, y.shape[-1])
+            for group in self._groups:
+                group.add_to(added, rows if group.dtype is rows.dtype else x.to(group.dtype).view_as(rows))
+        return (y + added.view(y.shape)).to(y.dtype)
+
+
+class _Joint:
+    """Behaviour of the joint model's layers; ``adapters`` are those of the present walk."""
+
+    adapters: RowAdapters | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = super().forward  # type: ignore[misc]
+        return base(x) if self.adapters is None else self.adapters(x, base)
+
+
+class _JointLinear(_Joint, VirtLinear):  # type: ignore[misc]  # as in VirtLinear
+    pass
+
+
+class _JointConv1D(_Joint, VirtConv1D):
+    pass
+
+
+class _JointEmbedding:
+    """Behaviour of the joint model's embeddings. PEFT's own layer gives a row: it needs no base layer for it."""
+
+    adapters: Sequence[tuple[Any, str] | None] | None = None
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows: torch.Tensor = super().forward(ids, *args, **kwargs)  # type: ignore[misc]
+        if self.adapters is None:
+            return rows
+        count = len(self.adapters)
+        return torch.cat(
+            [
+                row if found is None else found[0](one, *args, **kwargs)
+                for row, found, one in zip(rows.chunk(count), self.adapters, ids.chunk(count), strict=True)
+            ]
+        )
+
+
+def make_joint(model: Any) -> dict[str, Any]:
+    """Give the layers of a skeleton, in place, what they need for adapters by row. Return them by name."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if type(module) is VirtLinear:
+            module.__class__ = _JointLinear
+        elif type(module) is VirtConv1D:
+            module.__class__ = _JointConv1D
+        elif isinstance(module, torch.nn.Embedding):
+            cls = type(module)
+            module.__class__ = type(cls.__name__, (_JointEmbedding, cls), {"__module__": __name__})
+        else:
+            continue
+        found[name] = module
+    return found
+
+
+def seat_adapters(layers: Mapping[str, Any], tenants: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> None:
+    """Set the adapters of the next walk.
+
+    Args:
+        layers: the joint model's layers, from :func:`make_joint`.
+        tenants: for each row, its tenant's tuner layers and slots by name.
+    """
+    used: set[str] = set().union(*(adapted for adapted, _ in tenants))
+    for name, layer in layers.items():
+        if name not in used:
+            layer.adapters = None
+            continue
+        rows = [adapted.get(name) for adapted, _ in tenants]
+        is_embedding = isinstance(layer, torch.nn.Embedding)
+        layer.adapters = rows if is_embedding else RowAdapters(rows, [slots.get(name) for _, slots in tenants])

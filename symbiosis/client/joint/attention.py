@@ -1,0 +1,189 @@
+"""Attention of a joint walk: each row attends to its own tenant's cache.
+
+The walk runs the model's own code once, on rows [N, 1, ...] of N tenants. Two extension points of transformers put each
+tenant's cache in its place: the joint model's configuration names an attention implementation of this module, and its
+cache is a :class:`JointCache`. Both call what the tenant's own walk would call, row by row: the tenant's cache, and the
+model's own attention and mask functions. A row thus gets the bits that it would get alone, whatever the lengths of the
+caches, and no cache is copied or pooled (docs/decisions/0025-joint-decoding.md).
+
+Legend: N rows, one of each tenant; H heads; D features of a head; L cached tokens of one tenant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+T = TypeVar("T")
+NAME = "symbiosis_joint"
+"""The attention implementation of a joint model."""
+INNER = ("sdpa", "eager")
+"""Implementations that are called row by row."""
+
+
+class JointError(Exception):
+    """A model cannot be walked jointly."""
+
+
+class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
+    """The caches of the tenants of one walk, in the order of its rows.
+
+    Args:
+        caches: the tenants' caches, of equal structure (:func:`structure`).
+        inner: the attention implementation of the tenants' models.
+    """
+
+    def __init__(self, caches: Sequence[Any], inner: str) -> None:
+        self.layers = caches[0].layers  # for code that asks which layers have a sliding window
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.caches = caches
+        self.inner = inner
+        self.errors: dict[int, Exception] = {}
+        """Errors of single rows."""
+        self._kept: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        """Keys and values of all tenants, by the id of the new keys that the model has in hand."""
+        self._masked_layer = 0
+        """The layer whose mask is made."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the new keys and values [N, H, 1, D] to the tenants' caches, and return them as they are."""
+        found, count = [], len(self.caches)
+        rows = zip(self.caches, key_states.chunk(count), value_states.chunk(count), strict=True)
+        for row, (cache, key, value) in enumerate(rows):
+            found.append(self.for_row(row, cache.update, key, value, layer_idx) or (key, value))
+        self._kept = {id(key_states): (key_states, found)}
+        return key_states, value_states
+
+    def drop(self, row: int, error: Exception) -> None:
+        """Do nothing more for a tenant, whose row goes on without a meaning."""
+        self.errors.setdefault(row, error)
+
+    def for_row(self, row: int, do: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
+        """Do something for one tenant. If it fails, this row has failed and the others go on; the result is None."""
+        if row in self.errors:
+            return None
+        try:
+            return do(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 (a tenant's cache or mask may raise anything)
+            self.errors[row] = error
+            return None
+
+    def of(self, key: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each tenant's keys and values [1, H, L, D], given what :meth:`update` returned last."""
+        kept = self._kept.get(id(key))
+        if kept is None:
+            raise JointError("its attention changes the keys after they were cached")
+        return kept[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.caches[0].get_seq_length(layer_idx)  # type: ignore[no-any-return]
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.caches[0].get_query_offset(layer_idx)  # type: ignore[no-any-return]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        self._masked_layer = layer_idx
+        return self.caches[0].get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
+
+    def masks(self, make: Callable[..., Any], attention: Sequence[torch.Tensor | None], given: dict[str, Any]) -> Any:
+        """Return each tenant's mask, made as its own walk would make it; None if no tenant needs one.
+
+        Args:
+            make: the mask function of the inner implementation.
+            attention: the tenants' 2D attention masks, [1, L + 1] each, or None.
+            given: arguments of the mask function for the first tenant.
+        """
+        layer = self._masked_layer
+        masks: list[torch.Tensor | None] = []
+        for row, (cache, mask) in enumerate(zip(self.caches, attention, strict=True)):
+            kv_length, kv_offset = cache.get_mask_sizes(1, layer)
+            own = {
+                **given,
+                "batch_size": 1,
+                "kv_length": kv_length,
+                "kv_offset": kv_offset,
+                "q_offset": cache.get_query_offset(layer),
+                "attention_mask": None if mask is None else mask.to(torch.bool),
+            }
+            masks.append(self.for_row(row, make, **own))
+        return None if all(mask is None for mask in masks) else _Masks(masks)
+
+
+class _Masks:
+    """The masks of all tenants; the model's code hands them on as it would hand on one mask."""
+
+    def __init__(self, masks: Sequence[torch.Tensor | None]) -> None:
+        self.masks = masks
+
+
+class Walk:
+    """What the attention of a walk needs to know."""
+
+    def __init__(self, cache: JointCache, attention: Sequence[torch.Tensor | None]) -> None:
+        self.cache = cache
+        self.attention = attention
+
+
+walk: ContextVar[Walk] = ContextVar("walk")
+"""The joint walk of the running fiber."""
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of each query [N, H, 1, D] over its tenant's cache: [N, 1, H, D]."""
+    cache = walk.get().cache
+    inner = _attention_of(module, cache.inner)
+    masks = attention_mask.masks if isinstance(attention_mask, _Masks) else [None] * len(cache.caches)
+    outputs = []
+    for row, (one, (keys, values), mask) in enumerate(zip(query.chunk(len(masks)), cache.of(key), masks, strict=True)):
+        found = cache.for_row(row, inner, module, one, keys, values, mask, **options)
+        outputs.append(value.new_zeros(1, 1, query.shape[1], value.shape[3]) if found is None else found[0])
+    return torch.cat(outputs), None
+
+
+def _attention_of(module: torch.nn.Module, inner: str) -> Callable[..., Any]:
+    if inner == "eager":
+        found = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if found is None:
+            raise JointError("its attention is not transformers' own")
+        return found  # type: ignore[no-any-return]
+    return AttentionInterface._global_mapping[inner]  # type: ignore[no-any-return]
+
+
+def _mask(**given: Any) -> Any:
+    now = walk.get()
+    return now.cache.masks(AttentionMaskInterface._global_mapping[now.cache.inner], now.attention, given)
+
+
+AttentionInterface.register(NAME, _attend)
+AttentionMaskInterface.register(NAME, _mask)
+
+_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def structure(cache: Any) -> tuple[Any, ...] | str:
+    """Return what caches of one walk must have in common, or why a cache cannot be in any."""
+    if type(cache) is not DynamicCache:
+        return f"its cache is a {type(cache).__name__}"
+    if cache.offloading or not cache.layers:
+        return "its cache is offloaded" if cache.offloading else "its cache is empty"
+    layers = tuple([type(layer) for layer in cache.layers])
+    for layer in layers:
+        if layer not in _PLAIN_LAYERS:
+            return f"its cache has a {layer.__name__}"
+    return layers

@@ -1,0 +1,197 @@
+"""Reads which adapter a tenant's model has, and notices changes.
+
+A tenant takes part in joint walks only if its model is the shared skeleton with one active adapter whose effect on a
+row is known. Everything else walks alone. :meth:`Reading.is_current` is asked before each token, so that a tenant may
+train, switch or disable its adapter, or add a hook, between two tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from peft.tuners.ia3 import layer as ia3
+from peft.tuners.lora import layer as lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.nn.modules import module as global_hooks
+
+from symbiosis.client.joint.stacks import parameters_of
+from symbiosis.client.parameters import SharedParameter, values_of
+from symbiosis.client.virtlayer import VirtLayer, VirtModule
+
+_KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
+
+
+class Reading:
+    """A tenant's model, as it was read.
+
+    Args:
+        model: the tenant's top-level transformers model.
+        reference: a skeleton of the same base model that nobody has changed.
+
+    Attributes:
+        reason: why the tenant walks alone, or None.
+        adapted: the tuner layers whose active adapter has an effect, and its name, by the name of the module that they
+            wrap.
+    """
+
+    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+        self.adapted: dict[str, tuple[Any, str]] = {}
+        self._scalings: list[tuple[Mapping[str, float], str, float]] = []
+        self._parameters: list[torch.Tensor] = []
+        """Parameters of the active LoRA layers."""
+        self._tuners: list[tuple[dict[str, Any], bool, Any]] = []
+        self._shared: list[SharedParameter] = []
+        self._states: list[dict[str, Any]] = []
+        """Attributes of all modules."""
+        self._contents: list[dict[str, Any]] = []
+        """Children and parameters of all modules, and the configuration."""
+        self._hooks: list[Mapping[int, Any]] = []
+        self.reason: str | None = None
+        self._passing = False
+        """Whether the reason may go without a trace."""
+        try:
+            self._read(model, reference, "")
+            self._check_state()
+        except _WalksAloneError as error:
+            self.reason = str(error)
+        self._contents.append(vars(model.config))
+        self._objects = list(chain.from_iterable(map(_values, self._contents)))
+        self._ids = list(map(id, self._objects))
+        self.note_pointers()
+
+    def lora(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """Return A and B of the active LoRA layers, by the name of the module that they wrap."""
+        return {
+            name: parameters_of(layer, adapter)
+            for name, (layer, adapter) in self.adapted.items()
+            if isinstance(layer, lora.Linear)
+        }
+
+    def note_pointers(self) -> None:
+        """Take the present places of the parameters in memory for what was read."""
+        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+
+    def is_current(self) -> bool:
+        """Return whether the model is still what was read."""
+        # These are a thousand comparisons for each token, hence without a loop in Python.
+        if list(map(id, chain.from_iterable(map(_values, self._contents)))) != self._ids:
+            return False
+        if self._passing or any(self._hooks) or any(map(_training, self._states)) or None in map(_fetch, self._shared):
+            return False
+        for state, disabled, active in self._tuners:
+            if state["_disable_adapters"] is not disabled or state["_active_adapter"] != active:
+                return False
+            if state["merged_adapters"]:
+                return False
+        for scalings, name, value in self._scalings:
+            if scalings[name] != value:
+                return False
+        return list(map(torch.Tensor.data_ptr, self._parameters)) == self._pointers
+
+    def _read(self, module: nn.Module, reference: nn.Module, name: str) -> None:
+        """Compare a module with the one of the skeleton, and note the tuner layers in it."""
+        if isinstance(module, BaseTunerLayer):
+            for part in module.modules():
+                self._watch(part)
+            self._read_tuner(name, module)
+            self._read(module.base_layer, reference, name)
+            return
+        self._watch(module)
+        if name and not _alike(type(module), type(reference)):
+            raise _WalksAloneError(f"{type(module).__name__} in place of {type(reference).__name__} at {name}")
+        if module._modules.keys() != reference._modules.keys():
+            raise _WalksAloneError(f"other modules in {name or type(module).__name__}")
+        self._read_parameters(name, module, reference)
+        before = len(self._tuners)
+        for leaf, child in module._modules.items():
+            other = reference._modules[leaf]
+            if child is not None and other is not None:
+                self._read(child, other, f"{name}.{leaf}" if name else leaf)
+        if isinstance(module, VirtModule) and len(self._tuners) > before:
+            raise _WalksAloneError(f"an adapter inside {name}, which is served whole")
+
+    def _watch(self, module: nn.Module) -> None:
+        self._states.append(module.__dict__)
+        self._contents += [module._modules, module._parameters]
+        self._hooks += [module._forward_hooks, module._forward_pre_hooks]
+
+    def _check_state(self) -> None:
+        self._hooks += [global_hooks._global_forward_hooks, global_hooks._global_forward_pre_hooks]
+        self._passing = True
+        if any(self._hooks):
+            raise _WalksAloneError("forward hooks")
+        if any(map(_training, self._states)):
+            raise _WalksAloneError("training mode")
+        self._passing = False
+
+    def _read_parameters(self, name: str, module: nn.Module, other: nn.Module) -> None:
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            shared = other._parameters.get(leaf)
+            if not isinstance(parameter, SharedParameter) or parameter.own or shared is None:
+                raise _WalksAloneError(f"a {leaf} of its own at {name}")
+            if not parameter.is_placeholder and values_of(parameter).data_ptr() != values_of(shared).data_ptr():
+                raise _WalksAloneError(f"a {leaf} of its own at {name}")
+            self._shared.append(parameter)
+        for leaf, buffer in module._buffers.items():
+            theirs = other._buffers.get(leaf)
+            if buffer is not None and (theirs is None or not torch.equal(buffer, theirs)):
+                raise _WalksAloneError(f"a {leaf} of its own at {name}")
+
+    def _read_tuner(self, name: str, layer: Any) -> None:
+        state = layer.__dict__
+        if type(layer) not in _KINDS:
+            raise _WalksAloneError(f"the adapter {type(layer).__module__.split('.')[-2]} {type(layer).__name__}")
+        self._tuners.append((state, state["_disable_adapters"], state["_active_adapter"]))
+        if layer.merged_adapters:
+            raise _WalksAloneError("a merged adapter")
+        if layer.disable_adapters:
+            return
+        base = layer.base_layer
+        if isinstance(base, BaseTunerLayer):
+            raise _WalksAloneError("an adapter on an adapter")
+        active = [adapter for adapter in layer.active_adapters if adapter in _parts(layer)]
+        if len(active) > 1:
+            raise _WalksAloneError("several active adapters")
+        if not active:
+            return
+        (adapter,) = active
+        if isinstance(layer, (lora.Linear, lora.Embedding)):
+            if adapter in layer.lora_variant:
+                raise _WalksAloneError("a variant of LoRA")
+            if isinstance(layer, lora.Linear) and layer.lora_B[adapter].bias is not None:
+                raise _WalksAloneError("LoRA with a bias")
+            if not layer.cast_input_dtype_enabled:
+                raise _WalksAloneError("LoRA without casts")
+        if not isinstance(layer, lora.Embedding) and (not isinstance(base, VirtLayer) or isinstance(base, VirtModule)):
+            raise _WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
+        if isinstance(layer, lora.Linear):
+            self._scalings.append((layer.scaling, adapter, layer.scaling[adapter]))
+            self._parameters += parameters_of(layer, adapter)
+        self.adapted[name] = layer, adapter
+
+
+class _WalksAloneError(Exception):
+    """A tenant's model is not one that can be walked jointly; the text says what it has."""
+
+
+def _alike(one: type[Any], reference: type[Any]) -> bool:
+    """Return whether a module's class is the skeleton's, which the joint model extends."""
+    return issubclass(reference, one) or (issubclass(one, VirtModule) and one.__bases__ == reference.__bases__)
+
+
+def _parts(layer: Any) -> Any:
+    if isinstance(layer, lora.Embedding):
+        return layer.lora_embedding_A
+    return layer.lora_A if isinstance(layer, lora.Linear) else layer.ia3_l
+
+
+_values: Callable[[dict[str, Any]], Any] = dict.values
+_training = itemgetter("training")
+_fetch = attrgetter("_fetch")

@@ -1,0 +1,159 @@
+"""Stacks of LoRA adapters, so that one batched product serves the rows of several tenants.
+
+A stack holds the A matrices of up to :data:`SLOTS` tenants for one layer and rank, and their B matrices. The tenants'
+own parameters become windows on the stack: an optimizer step takes effect at once, and nothing is copied for a walk.
+Each window is a storage of its own, so that a tenant that saves or inspects its parameters sees its own numbers alone.
+
+Legend: S slots in use; i in_features; o out_features; r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+SLOTS = 8
+"""Tenants of one stack. More tenants have several stacks."""
+_ALIGNED = 64
+"""Bytes that each window starts at a multiple of, as tensors of torch do: results may depend on it in the last bit."""
+
+
+class _Matrices:
+    """Room for SLOTS matrices of one shape."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.shape = like.shape
+        step = _ALIGNED // like.element_size()
+        self._stride = -(-like.numel() // step) * step
+        self._room = torch.zeros(SLOTS, self._stride, dtype=like.dtype, device=like.device)
+        self._bytes = self._stride * like.element_size()
+        self.all = self._room.as_strided((SLOTS, *like.shape), (self._stride, like.shape[1], 1))
+
+    def window(self, slot: int) -> torch.Tensor:
+        """Return one slot's matrix, with a storage of its own."""
+        storage: Any = self._room.untyped_storage()[slot * self._bytes : (slot + 1) * self._bytes]
+        window = torch.empty(0, dtype=self._room.dtype, device=self._room.device)
+        return window.set_(storage, 0, self.shape, (self.shape[1], 1))
+
+
+class Stack:
+    """A and B of up to SLOTS tenants, for one layer and rank."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        self._a, self._b = _Matrices(a), _Matrices(b)
+        self.free = list(range(SLOTS))
+
+    def fits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        mine = self._a.all
+        return bool(self.free) and self._a.shape == a.shape and self._b.shape == b.shape and mine.dtype is a.dtype
+
+    def take(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> Slot:
+        """Move the parameters of a tenant into a free slot."""
+        slot = min(self.free)
+        self.free.remove(slot)
+        for parameter, matrices in ((a, self._a), (b, self._b)):
+            window = matrices.window(slot)
+            window.copy_(parameter.data)
+            parameter.data = window
+        return Slot(self, slot, a, b, a.data_ptr(), b.data_ptr())
+
+    def transposed(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A [S, i, r] and B [S, r, o] of the first slots."""
+        return self._a.all[:used].transpose(1, 2), self._b.all[:used].transpose(1, 2)
+
+
+class Slot(NamedTuple):
+    """One tenant's place in a stack."""
+
+    stack: Stack
+    number: int
+    a: torch.nn.Parameter
+    b: torch.nn.Parameter
+    a_pointer: int
+    b_pointer: int
+
+    def holds(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Return whether these are the parameters in this slot."""
+        return a is self.a and b is self.b and a.data_ptr() == self.a_pointer and b.data_ptr() == self.b_pointer
+
+    def give_back(self) -> None:
+        """Give the tenant its parameters back, as tensors of its own."""
+        for parameter, pointer in ((self.a, self.a_pointer), (self.b, self.b_pointer)):
+            if parameter.data_ptr() == pointer:
+                parameter.data = parameter.data.clone()
+        self.stack.free.append(self.number)
+
+
+class Stacks:
+    """The stacks of a joint model, by layer."""
+
+    def __init__(self) -> None:
+        self._stacks: dict[str, list[Stack]] = {}
+
+    def place(
+        self, held: Mapping[str, Slot], adapters: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]
+    ) -> dict[str, Slot]:
+        """Return the slots of a tenant's adapters (A and B by layer), given the slots that it has."""
+        kept = {name: slot for name, slot in held.items() if name in adapters and slot.holds(*adapters[name])}
+        give_back(slot for name, slot in held.items() if name not in kept)
+        return {name: kept.get(name) or self._stack(name, a, b).take(a, b) for name, (a, b) in adapters.items()}
+
+    def _stack(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Stack:
+        stacks = self._stacks.setdefault(name, [])
+        found = next((stack for stack in stacks if stack.fits(a, b)), None)
+        if found is None:
+            stacks[:] = [stack for stack in stacks if len(stack.free) < SLOTS]
+            found = Stack(a.data, b.data)
+            stacks.append(found)
+        return found
+
+
+def give_back(slots: Iterable[Slot]) -> None:
+    """Give tenants the parameters in these slots back."""
+    for slot in slots:
+        slot.give_back()
+
+
+class Group:
+    """The rows of one walk whose adapters are in one stack.
+
+    Args:
+        stack: where their adapters are.
+        members: row, slot, and LoRA's factor of each.
+        count: N.
+    """
+
+    def __init__(self, stack: Stack, members: Sequence[tuple[int, int, float]], count: int) -> None:
+        rows, slots = [row for row, _, _ in members], [slot for _, slot, _ in members]
+        used = max(slots) + 1
+        self._a, self._b = stack.transposed(used)
+        device = self._a.device
+        self._in_order = slots == list(range(used)) and rows == list(range(count))
+        by_slot = dict(zip(slots, rows, strict=True))
+        self._row_of_slot = torch.tensor([by_slot.get(slot, rows[0]) for slot in range(used)], device=device)
+        self._slots = torch.tensor(slots, device=device)
+        self._rows = torch.tensor(rows, device=device)
+        self._scaling = torch.tensor([[[factor]] for _, _, factor in members], dtype=self._a.dtype, device=device)
+        self.is_whole = len(rows) == count
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._a.dtype
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the adapters add to their rows, [rows, 1, o], given x [N, 1, i] in their precision."""
+        if self._in_order:
+            return torch.bmm(torch.bmm(x, self._a), self._b).mul_(self._scaling)
+        z = torch.bmm(torch.bmm(x.index_select(0, self._row_of_slot), self._a), self._b)
+        return z.index_select(0, self._slots).mul_(self._scaling)
+
+    def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Write the product to its rows of ``total`` [N, 1, o]."""
+        total.index_copy_(0, self._rows, self.product(x))
+
+
+def parameters_of(layer: Any, name: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
+    """Return A and B of a LoRA layer of PEFT."""
+    return layer.lora_A[name]._parameters["weight"], layer.lora_B[name]._parameters["weight"]

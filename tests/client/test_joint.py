@@ -1,0 +1,512 @@
+"""Joint decoding: tenants that are walked together get what plain PEFT gives each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import io
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from peft import get_peft_model
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import symbiosis
+from symbiosis import Client, Executor
+from symbiosis.core.terms import JOINT
+from symbiosis.errors import RefusedError, UsageError
+from symbiosis.policies import Fair, NoLockstep, RateLimit
+from symbiosis.testing import tiny_model
+from tests.helpers import LOGITS, ia3, lora, prefix
+
+_TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "tie_word_embeddings": False}),
+}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def model_of(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+    if architecture not in _MORE:
+        model = tiny_model(architecture, dtype=dtype, tie_word_embeddings=False)
+        model.generation_config.eos_token_id = None  # texts end when the test says so
+        return model
+    name, options = _MORE[architecture]
+    config = getattr(transformers, f"{name}Config")(**{**_TINY, **options})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
+
+
+def text(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 64, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def plain(base: Any, config: Any, seed: int) -> Any:
+    """Return the model of a plain PEFT job whose adapter is that of a client with this seed."""
+    torch.manual_seed(seed)
+    model = copy.deepcopy(base)
+    return (model if config is None else get_peft_model(model, copy.deepcopy(config))).eval()
+
+
+def written(out: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return out.sequences, torch.stack(out.logits)
+
+
+OPTIONS = {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+
+
+async def ready(executor: Executor, clients: Sequence[Client]) -> None:
+    """Decode until the joint model is made, and count from zero."""
+    joint = 0
+    async with asyncio.timeout(60):
+        while clients and joint < len(clients):
+            await asyncio.gather(*(client.generate(input_ids=text(3), max_new_tokens=4) for client in clients))
+            counts = executor.statistics().clients
+            joint = sum(counts[client.name].joint > 0 for client in clients)
+    executor.reset_statistics()
+
+
+def assert_equal(got: Any, expected: Any, tolerance: float = LOGITS) -> None:
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    logits, right = torch.stack(got.logits), torch.stack(expected.logits)
+    assert (logits - right).abs().max() <= tolerance * right.abs().max()
+
+
+def tenants_of(architecture: str) -> list[Any]:
+    """Return adapters of many kinds: ranks, targets, scalings, IA3, prefix tuning, and none."""
+    targets = {"gpt2": ["c_attn", "c_proj"]}.get(architecture, TARGETS)
+    more = {"gpt2": ["c_fc"], "mixtral": ["lm_head"], "lfm2": ["w1"]}.get(architecture, ["gate_proj", "lm_head"])
+    embedding = {"gpt2": "wte"}.get(architecture, "embed_tokens")
+    kinds: list[Any] = [
+        lora(architecture, target_modules=targets, r=4),
+        None,
+        lora(architecture, target_modules=[*targets, *more], r=16, use_rslora=True),
+        lora(architecture, target_modules=targets[:1], r=1, lora_alpha=3),
+        lora(architecture, target_modules=[*targets[:2], embedding], r=2),
+    ]
+    if architecture != "lfm2":
+        kinds += [prefix(architecture)]
+    if architecture in ("llama", "gpt2", "gemma2", "qwen3"):
+        kinds += [ia3(architecture)]
+    return kinds
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "qwen3", "mixtral", "lfm2"])
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+async def test_each_tenant_gets_what_plain_peft_gives(architecture: str, sample: bool, mode: str) -> None:
+    base = model_of(architecture)
+    plain_base = copy.deepcopy(base)
+    kinds = tenants_of(architecture)
+    async with Executor(base, joint=mode) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(kind, name=f"tenant-{number}", seed=number))
+            for number, kind in enumerate(kinds)
+        ]
+        joint = [client for client, kind in zip(clients, kinds, strict=True) if architecture != "lfm2"]
+        await ready(executor, joint)
+
+        async def write(number: int, client: Client) -> Any:
+            await asyncio.sleep(0.01 * number)  # prompts arrive in the middle of other texts
+            client.manual_seed(number)
+            return await client.generate(
+                input_ids=text(3 + 5 * number, number), max_new_tokens=16 - number, do_sample=sample, **OPTIONS
+            )
+
+        outs = await asyncio.gather(*(write(number, client) for number, client in enumerate(clients)))
+        counts = [executor.statistics().clients[client.name] for client in clients]
+    for number, (kind, out) in enumerate(zip(kinds, outs, strict=True)):
+        model = plain(plain_base, kind, number)
+        torch.manual_seed(number)
+        expected = model.generate(
+            input_ids=text(3 + 5 * number, number), max_new_tokens=16 - number, do_sample=sample, **OPTIONS
+        )
+        assert_equal(out, expected)
+    if architecture == "lfm2":
+        assert all(count.joint == 0 and count.alone for count in counts)
+        assert any("Linear" in reason for count in counts for reason in count.alone)
+    else:
+        assert sum(count.joint for count in counts) > sum(sum(count.alone.values()) for count in counts), counts
+
+
+@contextlib.asynccontextmanager
+async def some_clients(count: int, base: Any = None, **options: Any) -> Any:
+    """Yield an executor and clients with LoRA that have decoded jointly."""
+    base = model_of("llama") if base is None else base
+    async with Executor(base, **options) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(lora(), name=f"tenant-{number}", seed=number))
+            for number in range(count)
+        ]
+        await ready(executor, clients if options.get("joint") != "off" else [])
+        yield executor, clients
+
+
+async def generate(client: Client, length: int = 6, tokens: int = 12, **options: Any) -> Any:
+    options = {"input_ids": text(length, length), "max_new_tokens": tokens, **OPTIONS, **options}
+    return await client.generate(**options)
+
+
+async def _forever(client: Client) -> None:
+    while True:
+        await generate(client, tokens=50)
+
+
+def expected_of(base: Any, seed: int, length: int = 6, tokens: int = 12, **options: Any) -> Any:
+    model = plain(base, lora(), seed)
+    return model.generate(**{"input_ids": text(length, length), "max_new_tokens": tokens, **OPTIONS, **options})
+
+
+async def test_a_tenant_alone_walks_alone_and_is_bit_equal_to_plain_peft() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with Executor(base) as executor, executor.client(lora(), name="alice", seed=0) as alice:
+        out = await generate(alice)
+        counts = executor.statistics().clients["alice"]
+    assert (counts.joint, counts.alone) == (0, {"no other client decodes": 11})
+    assert_equal(out, expected_of(plain_base, 0), tolerance=0.0)
+
+
+async def test_in_bf16_a_joint_walk_gives_the_bits_of_a_walk_alone() -> None:
+    base = model_of("llama", torch.bfloat16)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(4, base, joint="exact") as (executor, clients):
+        outs = await asyncio.gather(*(generate(client, 3 + 4 * n) for n, client in enumerate(clients)))
+        assert all(executor.statistics().clients[client.name].joint >= 10 for client in clients)
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number, 3 + 4 * number), tolerance=0.0)
+
+
+async def test_off_means_that_everybody_walks_alone() -> None:
+    async with some_clients(2, joint="off") as (executor, clients):
+        await asyncio.gather(*map(generate, clients))
+        assert all(count.joint == 0 and not count.alone for count in executor.statistics().clients.values())
+
+
+@pytest.mark.parametrize("what", ["cancelled", "closed", "failed"])
+async def test_a_tenant_that_goes_in_the_middle_does_not_disturb_the_others(what: str) -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    class Fail(LogitsProcessor):
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            if ids.shape[1] == 10:
+                if what == "failed":
+                    raise ValueError("my own mistake")
+                asyncio.get_running_loop().call_soon(go)  # while the next token is under way
+            return scores
+
+    async with some_clients(4, base) as (_, clients):
+        going = asyncio.ensure_future(generate(clients[1], logits_processor=LogitsProcessorList([Fail()])))
+        closing: list[Any] = []
+
+        def go() -> None:
+            if what == "cancelled":
+                going.cancel()
+            else:
+                closing.append(asyncio.ensure_future(clients[1].close()))
+
+        others = [clients[0], *clients[2:]]
+        outs = await asyncio.gather(going, *map(generate, others), return_exceptions=True)
+        await asyncio.gather(*closing)
+        assert isinstance(outs[0], BaseException)
+        kinds = {"cancelled": asyncio.CancelledError, "failed": ValueError}
+        assert isinstance(outs[0], kinds.get(what, Exception)), outs[0]
+        again = await asyncio.gather(*map(generate, others))
+        if what != "closed":
+            assert_equal(await generate(clients[1]), expected_of(plain_base, 1))
+    for number, out, later in zip((0, 2, 3), outs[1:], again, strict=True):
+        assert_equal(out, expected_of(plain_base, number))
+        assert_equal(later, expected_of(plain_base, number))
+
+
+async def test_an_adapter_that_is_trained_between_two_tokens_takes_effect_at_once() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    batch = {"input_ids": text(9), "labels": text(9)}
+    config = lora(lora_dropout=0.0)
+
+    def token(model: Any, ids: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+        with torch.no_grad():
+            out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        return out.logits[:, -1], out.past_key_values
+
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(executor.client(config, name=name, seed=seed))
+            for seed, name in enumerate(("first", "second"))
+        ]
+        await ready(executor, [first, second])
+        optimizer = torch.optim.SGD([p for p in first.model.parameters() if p.requires_grad], lr=0.05)
+        other = asyncio.ensure_future(_forever(second))
+        got, cache, ids = [], None, text(5)
+        for _ in range(8):
+            logits, cache = await first.run(token, first.model.eval(), ids, cache)
+            got.append(logits)
+            ids = logits.argmax(-1, keepdim=True)
+            await first.train_step(batch, optimizer)
+        assert executor.statistics().clients["first"].joint >= 5
+        other.cancel()
+        await asyncio.wait([other])
+    model = plain(plain_base, config, 0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    cache, ids = None, text(5)
+    for logits in got:
+        right, cache = token(model.eval(), ids, cache)
+        assert (logits - right).abs().max() <= LOGITS * right.abs().max()
+        ids = right.argmax(-1, keepdim=True)
+        model.train()(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+async def test_no_tensor_of_a_tenant_shares_memory_with_another_tenants() -> None:
+    async with some_clients(3) as (executor, clients):
+        outs = await asyncio.gather(
+            *(generate(client, 4 + 3 * n, return_dict_in_generate=True) for n, client in enumerate(clients))
+        )
+        assert executor.statistics().clients[clients[0].name].joint >= 10
+    storages = [
+        {
+            tensor.untyped_storage().data_ptr()
+            for tensor in [
+                *out.logits,
+                *(t for layer in out.past_key_values.layers for t in (layer.keys, layer.values)),
+            ]
+        }
+        for out in outs
+    ]
+    for one, other in [(0, 1), (0, 2), (1, 2)]:
+        assert not storages[one] & storages[other]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in outs[0].logits)
+
+
+async def test_a_parameter_in_a_stack_has_a_storage_of_its_own_and_is_given_back() -> None:
+    async with some_clients(3) as (_, clients):
+        stacked = [p for p in clients[0].model.parameters() if p.requires_grad]
+        before = [p.detach().clone() for p in stacked]
+        file = io.BytesIO()
+        torch.save([p.data for p in stacked], file)
+        assert len(file.getvalue()) < 2 * sum(p.nbytes for p in stacked) + 1000 * len(stacked)
+        assert all(p.untyped_storage().nbytes() < p.nbytes + 64 for p in stacked)
+        pointers = [p.data_ptr() for p in stacked]
+        await clients[0].close()
+        assert all(p.data_ptr() != pointer for p, pointer in zip(stacked, pointers, strict=True))
+        assert all(torch.equal(p, values) for p, values in zip(stacked, before, strict=True))
+
+
+ALONE: dict[str, tuple[str, Callable[..., Any]]] = {
+    "several sequences": ("several sequences at once", lambda c: {"input_ids": text(6, 6).repeat(2, 1)}),
+    "beam search": ("several sequences at once", lambda c: {"num_beams": 2}),
+    "static cache": ("its cache is a StaticCache", lambda c: {"cache_implementation": "static"}),
+    "attentions": ("the argument output_hidden_states", lambda c: {"output_hidden_states": True}),
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+async def test_what_cannot_be_joint_walks_alone_and_says_why(case: str) -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    reason, options = ALONE[case]
+    async with some_clients(3, base) as (executor, clients):
+        outs = await asyncio.gather(
+            *(generate(client, tokens=20) for client in clients[:2]), generate(clients[2], **options(clients[2]))
+        )
+        counts = executor.statistics().clients
+    assert counts[clients[2].name].joint == 0
+    assert reason in counts[clients[2].name].alone
+    assert counts[clients[0].name].joint >= 15
+    got, right = outs[2], expected_of(plain_base, 2, **options(None))
+    assert got.sequences.tolist() == right.sequences.tolist()
+    for number, out in enumerate(outs[:2]):
+        assert_equal(out, expected_of(plain_base, number, tokens=20))
+
+
+async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:
+    """A hook, a disabled adapter and autocast take effect for the very next token."""
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    def decode(model: Any) -> list[torch.Tensor]:
+        ids, cache, found = text(5), None, []
+        for number in range(12):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.no_grad())
+                if 3 <= number < 5:
+                    stack.enter_context(model.disable_adapter())
+                if 6 <= number < 8:
+                    norm = model.base_model.model.model.norm
+                    hook = norm.register_forward_hook(lambda module, args, out: 2 * out)
+                    stack.callback(hook.remove)
+                if number == 9:
+                    stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+                if number == 10:
+                    model.base_model.model.lm_head.lora_A.default.weight.data.mul_(3)
+                out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits[:, -1].float())
+            ids = found[-1].argmax(-1, keepdim=True)
+        return found
+
+    config = lora(target_modules=["q_proj", "lm_head"])
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(executor.client(config, name=name, seed=seed))
+            for seed, name in enumerate(("first", "second"))
+        ]
+        await ready(executor, [first, second])
+        got, _ = await asyncio.gather(first.run(decode, first.model), generate(second, tokens=30))
+        counts = executor.statistics().clients["first"]
+    right = decode(plain(plain_base, config, 0))
+    for number, (one, other) in enumerate(zip(got, right, strict=True)):
+        tolerance = 0.05 if number >= 9 else LOGITS  # bf16 from there on
+        assert (one - other).abs().max() <= tolerance * other.abs().max(), number
+    assert counts.alone["forward hooks"] == 2
+    assert counts.alone["a torch mode, such as autocast or a hook"] == 1
+    assert counts.joint >= 7
+
+
+async def test_a_copy_of_a_model_walks_alone() -> None:
+    async with some_clients(2) as (executor, clients):
+        twin = copy.deepcopy(clients[0].model)
+        ids = text(6, 6)
+        both = await asyncio.gather(
+            clients[0].run(twin.generate, input_ids=ids, max_new_tokens=8, pad_token_id=0),
+            generate(clients[1], tokens=20),
+        )
+        assert (
+            clients[0].name not in executor.statistics().clients
+            or not executor.statistics().clients[clients[0].name].joint
+        )
+        assert both[0].tolist() == (await generate(clients[0], tokens=8)).sequences.tolist()
+
+
+async def test_the_executor_closes_in_the_middle() -> None:
+    async with some_clients(3) as (executor, clients):
+        texts = [asyncio.ensure_future(generate(client, tokens=100)) for client in clients]
+        await asyncio.sleep(0.02)
+        await executor.close()
+        errors = await asyncio.gather(*texts, return_exceptions=True)
+    assert all("was shut down" in str(error) for error in errors), errors
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_clients_of_one_process_are_walked_together_over_a_transport(transport: str, tmp_path: Path) -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        where = f"shm://{tmp_path}/joint.sock" if transport == "shm" else "tcp://127.0.0.1:0"
+        listener = await executor.listen(where)
+        served = await stack.enter_async_context(symbiosis.connect(listener.address))
+        clients = [
+            await stack.enter_async_context(served.client(lora(), name=f"tenant-{number}", seed=number))
+            for number in range(3)
+        ]
+        patient = await stack.enter_async_context(served.client(lora(), name="patient", slo_ms=500, seed=3))
+        for _ in range(3):
+            outs = await asyncio.gather(*map(generate, [*clients, patient]))
+        walks = served.walks()
+        assert all(walks[client.name]["joint"] >= 10 for client in clients), walks
+        assert "patient" not in walks
+        assert len(executor.service.clients) == 5
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number))
+
+
+async def test_statistics_and_a_trace_show_each_tenant(tmp_path: Path) -> None:
+    async with some_clients(3) as (executor, clients):
+        with executor.trace(tmp_path / "trace.json"):
+            await asyncio.gather(*map(generate, clients))
+        statistics = executor.statistics()
+        assert sorted(statistics.clients) == executor.service.clients == [client.name for client in clients]
+        rows = {count.rows for count in statistics.clients.values()}
+        assert len(rows) == 1, "equal texts have equal rows"
+        assert statistics.rows == sum(count.rows for count in statistics.clients.values())
+        assert statistics.mean_batch > 2
+    events = json.loads((tmp_path / "trace.json").read_text())[:-1]
+    lines = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    ran = Counter(event["tid"] for event in events if event.get("cat") == "running")
+    assert len({ran[lines[client.name]] for client in clients}) == 1
+    assert ran[lines[JOINT]] == 0
+
+
+async def test_fair_charges_each_tenant_of_a_joint_walk() -> None:
+    policy = Fair(quantum=16)
+    async with some_clients(4, policy=policy) as (executor, clients):
+        before, own = [policy.served(client.name) for client in clients], policy.served(JOINT)
+        outs = await asyncio.gather(*(generate(client, tokens=8 * (n + 1)) for n, client in enumerate(clients)))
+        assert executor.statistics().clients[clients[3].name].joint >= 20
+        charged = [policy.served(client.name) - start for client, start in zip(clients, before, strict=True)]
+        assert policy.served(JOINT) == own
+    assert charged == sorted(charged)
+    assert charged[0] > 0.5 * (6 + 2 * 7)  # lone requests are free
+    assert all(out.sequences.shape[1] == 6 + 8 * (n + 1) for n, out in enumerate(outs))
+
+
+async def test_a_tenant_above_its_rate_does_not_hold_up_the_others() -> None:
+    policy = RateLimit(tokens_per_s=1e6, tenants={"slow": 10.0}, burst_s=1.0)
+    async with some_clients(2, policy=policy) as (executor, clients), executor.client(lora(), name="slow") as slow:
+        started = time.monotonic()
+        others = [asyncio.ensure_future(_forever(client)) for client in clients]
+        await generate(slow, tokens=24)
+        assert time.monotonic() - started > 1.0
+        for other in others:
+            other.cancel()
+        await asyncio.wait(others)
+        counts = executor.statistics().clients
+        assert counts["slow"].alone["the policy holds it back"] >= 5
+        assert all(counts[client.name].joint > 10 * 24 for client in clients)
+
+
+async def test_a_joint_request_has_the_most_urgent_terms_of_its_tenants() -> None:
+    class Watch(NoLockstep):
+        seen: ClassVar[list[Any]] = []
+
+        def submitted(self, request: Any) -> None:
+            if request.tenants:
+                self.seen.append((request.tenants, request.terms))
+
+    base = model_of("llama")
+    async with Executor(base, policy=Watch()) as executor, contextlib.AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        clients = [
+            await enter(executor.client(name="low", priority=-2, slo_ms=900)),
+            await enter(executor.client(name="high", priority=3, ttft_ms=700)),
+            await enter(executor.client(name="soon", slo_ms=400)),
+        ]
+        await ready(executor, clients)
+        await asyncio.gather(*map(generate, clients))
+    terms = next(terms for names, terms in Watch.seen if set(names) == {"low", "high", "soon"})
+    assert terms == (3, 400, 700, None)
+
+
+def test_the_name_of_joint_walks_is_nobody_elses() -> None:
+    executor = Executor(model_of("llama"))
+    with pytest.raises(UsageError, match="executor's own"):
+        executor.client(name=JOINT)
+    with pytest.raises(RefusedError, match="choose another"):
+        executor.service.check_name(JOINT)
+    with pytest.raises(UsageError, match="joint is 'yes'"):
+        Executor(model_of("llama"), joint="yes")
