@@ -225,11 +225,14 @@ def _seated(cls: type[Any]) -> type[Any]:
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy the model as one of its own class, which has no seat."""
-        make, (_, *rest), *state = super(cls, self).__reduce_ex__(protocol)
-        return make, (cls, *rest), *state
+        return _new, (cls,), *super(cls, self).__reduce_ex__(protocol)[2:]
 
     members = {"forward": forward, "__reduce_ex__": reduce}
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _new(cls: type[Any]) -> Any:
+    return cls.__new__(cls)
 
 
 class JointDecoder:
