@@ -93,6 +93,14 @@ def serve(
     device: DeviceOption = "cpu",
     clients: ClientsOption = None,
     transport: TransportOption = TransportName.INPROC,
+    joint: Annotated[
+        list[str] | None,
+        typer.Option(help="Joint decoding: off, exact or fast; repeat to compare. off, fast by default."),
+    ] = None,
+    varied: Annotated[
+        bool,
+        typer.Option(help="Ranks 4 to 64 on several targets, IA3, prefix tuning and no adapter; prompts of 8 to 64."),
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Measure 1 to 16 decoding clients: tokens/s against plain jobs in turn and against a mixed-adapter batch."""
@@ -100,7 +108,12 @@ def serve(
     if transport is not TransportName.INPROC:
         wait_passively()
         counts.pop()
-    options = {"counts": tuple(clients or counts), "transport": transport.value}
+    options = {
+        "counts": tuple(clients or counts),
+        "transport": transport.value,
+        "modes": tuple(joint or ("off", "fast")),
+        "varied": varied,
+    }
     _on_model("serve", json, preset, rounds, policy, base_layers, device, **options)
 
 

@@ -140,13 +140,15 @@ class PlainJob:
 class Tenant:
     """A client that decodes and trains, for timing."""
 
-    def __init__(self, client: Client, preset: Preset, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self, client: Client, preset: Preset, device: torch.device, seed: int = 0, length: int | None = None
+    ) -> None:
         self.client = client
         self.batch = random_batch(preset, device, seed)
+        self._optimizer: torch.optim.Optimizer | None = None
         self._device = device
         self._steps = preset.decode_steps
-        self._decoding = Decoding(client.model, preset, device, seed)
-        self._optimizer = adamw(client.model)
+        self._decoding = Decoding(client.model, preset, device, seed, length=length)
 
     async def prefill(self) -> None:
         """Run the prompt from an empty cache."""
@@ -167,5 +169,7 @@ class Tenant:
     async def train(self) -> float:
         """Return the seconds of a training step."""
         start = now(self._device)
+        if self._optimizer is None:
+            self._optimizer = adamw(self.client.model)
         await self.client.train_step(self.batch, self._optimizer)
         return now(self._device) - start

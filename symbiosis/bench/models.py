@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -71,6 +72,22 @@ def lora(rank: int = 8, modules: list[str] | None = None) -> LoraConfig:
     )
 
 
+def varied(number: int) -> PeftConfig | None:
+    """Return one of eight kinds of adapter: LoRA of ranks 4 to 64 on several targets, IA3, prefix tuning, and none."""
+    attention, mlp = PAPER_LORA["LoRA 3: r8 qkvo"][1], ["gate_proj", "up_proj", "down_proj"]
+    kinds: list[PeftConfig | None] = [
+        lora(8),
+        lora(4, attention[:1]),
+        lora(64, attention),
+        lora(16, [*attention, *mlp]),
+        IA3Config(init_ia3_weights=False, target_modules=["k_proj", "v_proj"], feedforward_modules=[]),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8),
+        lora(32, [*attention[:2], "lm_head"]),
+        None,
+    ]
+    return kinds[number % len(kinds)]
+
+
 def build(preset: Preset, device: torch.device, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
     """Return a preset's model with random weights, scaled so that activations neither vanish nor explode."""
     default = torch.get_default_dtype()
@@ -93,7 +110,8 @@ def build(preset: Preset, device: torch.device, dtype: torch.dtype | None = None
     return model.requires_grad_(False).eval()
 
 
-def plain_peft(base: torch.nn.Module, config: LoraConfig) -> PeftModel:
+def plain_peft(base: torch.nn.Module, config: PeftConfig | None) -> Any:
     """Return plain PEFT on a model of its own that shares the frozen weights' memory."""
     memo = {id(parameter): parameter for parameter in base.parameters()}
-    return get_peft_model(copy.deepcopy(base, memo), config).eval()
+    model: Any = copy.deepcopy(base, memo)
+    return (model if config is None else get_peft_model(model, config)).eval()

@@ -40,7 +40,7 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
         async with AsyncExitStack() as stack:
             jobs = {}
             for name, spec in names.items():
-                executor = await stack.enter_async_context(settings.executor(base, spec))
+                executor = await stack.enter_async_context(settings.executor(base, spec, joint="off"))
                 crowd = await stack.enter_async_context(Crowd(executor, preset, load))
                 jobs[name] = partial(crowd.play, NO_SLO, settings.says_part)
             outcomes = await settings.interleaved(f"{count} clients", jobs)
@@ -70,8 +70,8 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
     report.notes.append(
         f"{REQUESTS_EACH} texts for each client; a client that is done takes the next text. Lengths of "
         f"{'the trace' if trace else 'a generated trace'} times {LENGTHS[preset.name]}; the paper's four LoRAs; "
-        f"medians of {rounds} rounds; base layers {settings.base_layers!r}. prefill_vs_none is a ratio of speeds: "
-        "the inverse of the ratio of times to the first token."
+        f"medians of {rounds} rounds; base layers {settings.base_layers!r}; joint decoding off. "
+        "prefill_vs_none is a ratio of speeds: the inverse of the ratio of times to the first token."
     )
     return report
 

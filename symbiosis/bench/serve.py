@@ -13,12 +13,14 @@ import torch
 
 from symbiosis.bench.jobs import Decoding, Tenant, now
 from symbiosis.bench.models import lora, plain_peft
+from symbiosis.bench.models import varied as varied_adapter
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import decoding_processes, served
 from symbiosis.bench.settings import Settings
 from symbiosis.core.registry import make_transport
 
-GOALS = {"speedup_8": "≥ 5 on 1b, then towards 7", "mean_batch_8": "8"}
+GOALS = {"speedup_8": "≥ 7", "speedup_16": "≥ 10", "vs_mixed_batch_8": "≥ 1.25", "mean_batch_8": "8"}
+VARIED_GOALS = {"varied_speedup_8": "≥ 6"}
 
 
 class _Decoder(Protocol):
@@ -32,76 +34,110 @@ _Counters = Callable[[], tuple[int, int]]
 """Returns the requests and the batches of the executor so far."""
 
 
-async def serve(settings: Settings, *, counts: tuple[int, ...], transport: str) -> Report:
+async def serve(
+    settings: Settings, *, counts: tuple[int, ...], transport: str, modes: tuple[str, ...], varied: bool
+) -> Report:
     """Measure clients that decode at once against plain PEFT jobs in turn, and against PEFT's mixed-adapter batch.
 
-    The mixed-adapter batch (``adapter_names``) has all adapters in one model, in lockstep. Over a ``transport`` other
-    than ``inproc``, executor and clients are separate processes; plain jobs run in this one, and there is no mixed
-    batch.
+    The mixed-adapter batch (``adapter_names``) has all adapters in one model, in lockstep; it knows LoRA alone, so
+    there is none for ``varied`` adapters. Over a ``transport`` other than ``inproc``, executor and clients are separate
+    processes, so nothing is decoded jointly; plain jobs run in this process, and there is no mixed batch.
+
+    Args:
+        settings: model, device, policy and rounds.
+        counts: numbers of clients.
+        transport: ``inproc``, or a transport between processes.
+        modes: of joint decoding; the last one is in the headline.
+        varied: adapters of many kinds and prompts of many lengths.
     """
-    preset, device = settings.preset, settings.device
+    preset = settings.preset
     here = transport == "inproc"
-    report = Report("serve", preset.name, GOALS if here else {}, transport="" if here else transport)
+    goals = (VARIED_GOALS if varied else GOALS) if here else {}
+    report = Report("serve", preset.name, goals, transport="" if here else transport)
     most = max(counts)
     settings.progress("building models")
     base = settings.base()
-    plain = [Decoding(plain_peft(base, lora()), preset, device, seed) for seed in range(most)]
-    mixed = _mixed(base, most) if here else None
-    async with _tenants(settings, base, transport, most) as (tenants, counters):
+    plain = [
+        Decoding(plain_peft(base, _adapter(seed, varied)), preset, settings.device, seed, length=_length(seed, varied))
+        for seed in range(most)
+    ]
+    mixed = _mixed(base, most) if here and not varied else None
+    async with AsyncExitStack() as stack:
+        ours = {
+            mode: await stack.enter_async_context(_tenants(settings, base, transport, most, mode, varied))
+            for mode in (modes if here else ("off",))
+        }
         for count in counts:
-            jobs = {
-                "plain": partial(_plain, settings, plain[:count]),
-                "ours": partial(_ours, settings, tenants[:count], counters),
-            }
+            jobs = {"plain": partial(_plain, settings, plain[:count])}
+            for mode, (tenants, counters) in ours.items():
+                jobs[mode] = partial(_ours, settings, tenants[:count], counters)
             if mixed is not None:
                 names = [f"tenant-{seed}" for seed in range(count)]
-                batch = Decoding(mixed, preset, device, rows=count, adapter_names=names)
+                batch = Decoding(mixed, preset, settings.device, rows=count, adapter_names=names)
                 jobs["mixed"] = partial(_plain, settings, [batch])
-            _add_row(report, settings, count, await settings.interleaved(f"{count} clients", jobs))
+            results = await settings.interleaved(f"{count} clients", jobs)
+            _add_row(report, settings, count, results, varied)
+    has = "an adapter of another kind and a prompt of 8 to 64 tokens" if varied else "its own LoRA (r8, qkvo)"
     report.notes.append(
-        f"Every client {'has' if here else 'is a process with'} its own LoRA (r8, qkvo) and decodes "
-        f"{preset.decode_steps} tokens after a {preset.prompt}-token prompt (prefill not timed); medians of "
-        f"{settings.rounds} rounds; policy {settings.policy}, base layers {settings.base_layers!r}, {transport}://."
+        f"Every client {'has' if here else 'is a process with'} {has} and decodes {preset.decode_steps} tokens after a "
+        f"prompt ({preset.prompt} tokens unless varied, not timed); medians of {settings.rounds} rounds; policy "
+        f"{settings.policy}, base layers {settings.base_layers!r}, {transport}://."
     )
     return report
 
 
-def _add_row(report: Report, settings: Settings, count: int, results: dict[str, list[tuple[float, float]]]) -> None:
+def _adapter(seed: int, varied: bool) -> Any:
+    return varied_adapter(seed) if varied else lora()
+
+
+def _length(seed: int, varied: bool) -> int | None:
+    return 8 + 8 * (3 * seed % 8) if varied else None
+
+
+def _add_row(
+    report: Report, settings: Settings, count: int, results: dict[str, list[tuple[float, float]]], varied: bool
+) -> None:
     times = {name: [seconds for seconds, _ in found] for name, found in results.items()}
     tokens = count * settings.preset.decode_steps
-    headline = {"speedup": ratio(times["plain"], times["ours"])}
-    row = {
-        "clients": count,
-        "symbiosis tok/s": tokens / median(times["ours"]),
-        "plain jobs in turn tok/s": tokens / median(times["plain"]),
-    }
+    modes = [name for name in times if name not in ("plain", "mixed")]
+    row: dict[str, Any] = {"clients": count, "plain jobs in turn tok/s": tokens / median(times["plain"])}
+    headline = {}
+    for mode in modes:
+        row[f"joint {mode} tok/s"] = tokens / median(times[mode])
+        headline["speedup" if mode is modes[-1] else f"speedup_{mode}"] = ratio(times["plain"], times[mode])
     if "mixed" in times:
         row["mixed batch tok/s"] = tokens / median(times["mixed"])
-        headline["vs_mixed_batch"] = ratio(times["mixed"], times["ours"])
-    headline["mean_batch"] = median(mean_batch for _, mean_batch in results["ours"])
+        headline["vs_mixed_batch"] = ratio(times["mixed"], times[modes[-1]])
+    headline["mean_batch"] = median(mean_batch for _, mean_batch in results[modes[-1]])
     row |= {name.replace("_", " "): value for name, value in headline.items()}
-    row["ms a token and client"] = median(times["ours"]) / settings.preset.decode_steps * 1e3
+    row["ms a token and client"] = median(times[modes[-1]]) / settings.preset.decode_steps * 1e3
     report.rows.append(row)
-    prefix = f"{report.transport}_" if report.transport else ""
+    prefix = f"{report.transport}_" if report.transport else "varied_" if varied else ""
     report.headline |= {f"{prefix}{name}_{count}": value for name, value in headline.items()}
 
 
 @asynccontextmanager
 async def _tenants(
-    settings: Settings, base: torch.nn.Module, transport: str, most: int
+    settings: Settings, base: torch.nn.Module, transport: str, most: int, mode: str, varied: bool
 ) -> AsyncIterator[tuple[Sequence[_Decoder], _Counters]]:
     """Yield tenants of one executor, and its counters."""
     preset, device = settings.preset, settings.device
     async with AsyncExitStack() as stack:
         if transport == "inproc":
-            executor = await stack.enter_async_context(settings.executor(base))
-            clients = [await stack.enter_async_context(executor.client(lora())) for _ in range(most)]
+            executor = await stack.enter_async_context(settings.executor(base, joint=mode))
+            clients = [await stack.enter_async_context(executor.client(_adapter(seed, varied))) for seed in range(most)]
 
             def counters() -> tuple[int, int]:
                 statistics = executor.statistics()
                 return statistics.requests, statistics.batches
 
-            yield [Tenant(client, preset, device, seed) for seed, client in enumerate(clients)], counters
+            yield (
+                [
+                    Tenant(client, preset, device, seed, length=_length(seed, varied))
+                    for seed, client in enumerate(clients)
+                ],
+                counters,
+            )
         else:
             address = stack.enter_context(served(preset.name, transport, settings.policy, settings.base_layers))
             settings.progress(f"starting the processes of {most} clients")

@@ -41,9 +41,10 @@ class Settings:
         """Return the preset's model."""
         return build(self.preset, self.device)
 
-    def executor(self, base: torch.nn.Module, policy: str | Policy = "") -> Executor:
+    def executor(self, base: torch.nn.Module, policy: str | Policy = "", *, joint: str = "auto") -> Executor:
         """Return an executor of a model, with the given policy, that of the settings, or the default."""
-        return Executor(base, policy=policy or self.policy or "opportunistic", base_layers=self.base_layers)
+        chosen = policy or self.policy or "opportunistic"
+        return Executor(base, policy=chosen, base_layers=self.base_layers, joint=joint)
 
     def says(self, turn: int, what: str) -> None:
         """Report that a measurement begins. Round -1 is the warm-up."""

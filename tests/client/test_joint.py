@@ -199,6 +199,26 @@ async def test_in_bf16_a_joint_walk_gives_the_bits_of_a_walk_alone() -> None:
         assert_equal(out, expected_of(plain_base, number, 3 + 4 * number), tolerance=0.0)
 
 
+async def test_whole_mlps_are_served_in_joint_walks_too() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    kinds = [lora(target_modules=TARGETS), None, lora(target_modules=["gate_proj"])]
+    async with Executor(base, base_layers="mlp") as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(kind, name=f"tenant-{number}", seed=number))
+            for number, kind in enumerate(kinds)
+        ]
+        await ready(executor, clients[:2])
+        outs = await asyncio.gather(*(generate(client, 4 + number) for number, client in enumerate(clients)))
+        counts = [executor.statistics().clients[client.name] for client in clients]
+    assert counts[0].joint >= 10
+    assert counts[2].joint == 0
+    assert any("served whole" in reason for reason in counts[2].alone)
+    for number, (kind, out) in enumerate(zip(kinds, outs, strict=True)):
+        model = plain(plain_base, kind, number)
+        assert_equal(out, model.generate(input_ids=text(4 + number, 4 + number), max_new_tokens=12, **OPTIONS))
+
+
 async def test_off_means_that_everybody_walks_alone() -> None:
     async with some_clients(2, joint="off") as (executor, clients):
         await asyncio.gather(*map(generate, clients))
@@ -360,6 +380,9 @@ async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:
                     norm = model.base_model.model.model.norm
                     hook = norm.register_forward_hook(lambda module, args, out: 2 * out)
                     stack.callback(hook.remove)
+                if number == 8:
+                    stack.callback(setattr, model.config, "use_cache", True)
+                    model.config.use_cache = False
                 if number == 9:
                     stack.enter_context(torch.autocast("cpu", torch.bfloat16))
                 if number == 10:
@@ -384,8 +407,9 @@ async def test_changes_of_a_model_are_noticed_between_two_tokens() -> None:
         tolerance = 0.05 if number >= 9 else LOGITS  # bf16 from there on
         assert (one - other).abs().max() <= tolerance * other.abs().max(), number
     assert counts.alone["forward hooks"] == 2
+    assert counts.alone["a configuration of its own"] == 1
     assert counts.alone["a torch mode, such as autocast or a hook"] == 1
-    assert counts.joint >= 7
+    assert counts.joint >= 5
 
 
 async def test_a_copy_of_a_model_walks_alone() -> None:

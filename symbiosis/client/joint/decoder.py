@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -157,7 +158,7 @@ class Seat:
             return "a torch mode, such as autocast or a hook"
         reading = self._reading
         if reading is None or not reading.is_current():
-            self._reading = reading = Reading(self._model, self._decoder.model)
+            self._reading = reading = Reading(self._model, self._decoder.model, self._decoder.settings)
             self.version += 1
             if self._decoder.stacks is not None:
                 self.slots = self._decoder.stacks.place(self.slots, {} if reading.reason else reading.lora())
@@ -231,7 +232,7 @@ def _seated(cls: type[Any]) -> type[Any]:
     return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
-def _new(cls: type[Any]) -> Any:
+def _new(cls: Any) -> Any:
     return cls.__new__(cls)
 
 
@@ -264,6 +265,8 @@ class JointDecoder:
         self._seats: set[Seat] = set()
         self._numbers = 0
         self._model: Any = None
+        self.settings: dict[str, Any] = {}
+        """Configuration of the base model."""
         self._layers: dict[str, Any] = {}
         self._inner = ""
         self._requester = Requester()
@@ -350,14 +353,16 @@ class JointDecoder:
         waiting = [step for step in self._waiting if not step.reply.done()]  # others are about to withdraw
         if self._under_way or not waiting:
             return
-        first = waiting[0]
-        steps = [step for step in waiting if step.structure == first.structure]
-        self._waiting = [step for step in self._waiting if step not in steps]
-        self.token_began()
-        if len(steps) == 1:
-            first.alone = True
-            first.reply.set_result(None)
-        else:
+        self._waiting = [step for step in self._waiting if step.reply.done()]
+        (structure, count), *_ = Counter([step.structure for step in waiting]).most_common(1)
+        steps = [step for step in waiting if count > 1 and step.structure == structure]
+        for step in waiting:
+            if step not in steps:  # it walks at the same time, so that its rows can share batches with the others
+                self.token_began()
+                step.alone = True
+                step.reply.set_result(None)
+        if steps:
+            self.token_began()
             steps.sort(key=lambda step: step.seat.number)  # so that the adapters of the last walk fit
             self._walking = steps
             self._cache = JointCache([step.cache for step in steps], self._inner)
@@ -435,6 +440,7 @@ class JointDecoder:
             refusal = _cannot_be_joint(model)
             if refusal is None:
                 self._inner = model.config._attn_implementation
+                self.settings = model.config.to_dict()
                 self._layers = make_joint(model)
                 self._model = model
                 channel.begin_walk()

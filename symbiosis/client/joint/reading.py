@@ -32,6 +32,7 @@ class Reading:
     Args:
         model: the tenant's top-level transformers model.
         reference: a skeleton of the same base model that nobody has changed.
+        settings: its configuration.
 
     Attributes:
         reason: why the tenant walks alone, or None.
@@ -39,7 +40,7 @@ class Reading:
             wrap.
     """
 
-    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+    def __init__(self, model: Any, reference: nn.Module, settings: Mapping[str, Any]) -> None:
         self.adapted: dict[str, tuple[Any, str]] = {}
         self._scalings: list[tuple[Mapping[str, float], str, float]] = []
         self._parameters: list[torch.Tensor] = []
@@ -55,6 +56,8 @@ class Reading:
         self._passing = False
         """Whether the reason may go without a trace."""
         try:
+            if model.config.to_dict() != settings:
+                raise _WalksAloneError("a configuration of its own")
             self._read(model, reference, "")
             self._check_state()
         except _WalksAloneError as error:
@@ -165,9 +168,11 @@ class Reading:
         if isinstance(layer, (lora.Linear, lora.Embedding)):
             if adapter in layer.lora_variant:
                 raise _WalksAloneError("a variant of LoRA")
-            if isinstance(layer, lora.Linear) and layer.lora_B[adapter].bias is not None:
-                raise _WalksAloneError("LoRA with a bias")
-            if not layer.cast_input_dtype_enabled:
+            if isinstance(layer, lora.Linear):
+                parts: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
+                if any(type(part) is not nn.Linear or part.bias is not None for part in parts):
+                    raise _WalksAloneError("LoRA with other layers or a bias")
+            if not getattr(layer, "cast_input_dtype_enabled", True):
                 raise _WalksAloneError("LoRA without casts")
         if not isinstance(layer, lora.Embedding) and (not isinstance(base, VirtLayer) or isinstance(base, VirtModule)):
             raise _WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
