@@ -91,7 +91,9 @@ class Calibration:
     async def __aenter__(self) -> Calibration:
         async with AsyncExitStack() as stack:
             settings = self._settings
-            self._executor = await stack.enter_async_context(settings.executor(settings.base(), self._recorder))
+            self._executor = await stack.enter_async_context(
+                settings.executor(settings.base(), self._recorder, joint="off")
+            )
             adapters = list(PAPER_LORA.values())
             for _, number in zip(range(self._together[0]), cycle(MIXED), strict=False):
                 client = self._executor.client(lora(*adapters[number]))

@@ -37,7 +37,7 @@ async def fairness(settings: Settings) -> Report:
     async with AsyncExitStack() as stack:
 
         async def crowd(chosen: Policy) -> _Tenants:
-            executor = await stack.enter_async_context(settings.executor(base, chosen))
+            executor = await stack.enter_async_context(settings.executor(base, chosen, joint="off"))
             names = [*(f"flood/{number}" for number in range(FLOOD)), *(f"polite-{number}" for number in range(POLITE))]
             clients = [await stack.enter_async_context(executor.client(lora(), name=name)) for name in names]
             tenants = [Tenant(client, settings.preset, settings.device, seed) for seed, client in enumerate(clients)]

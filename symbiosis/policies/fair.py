@@ -11,6 +11,11 @@ to V − quantum: it cannot save up the service that it did not use. VTC raises 
 Here a request is for one layer, and between two layers a tenant has none queued; with VTC's rule, a tenant that is
 behind would lose its claim to more service at each layer.
 
+A request of a joint walk has rows of several tenants. It is admitted when the one that was served least would be, so
+that it does not wait for the others, and each tenant is charged for its own rows. A tenant that is more than
+``quantum`` ahead is not let into the next joint walk. So a joint walk may put a tenant ahead by the tokens of its
+clients in that walk, in addition to the bound.
+
 *Bound.* An admitted tenant is at most ``quantum`` above the least counter. So no tenant with a queued request is below
 V − quantum, and none is above V + its own last charge. Hence the counters of two tenants with queued requests differ by
 at most U = ``quantum`` + the larger of their last charges. While both always have requests queued, the service that
@@ -142,7 +147,7 @@ class Fair(Admission):
         return found.counter if found else 0.0
 
     def hold(self, request: Request) -> None:
-        ahead = None
+        behind = None
         for client in request.clients:
             tenant = self._of.get(client) or self._tenant(client)
             if not tenant.queued:
@@ -150,11 +155,11 @@ class Fair(Admission):
                 self._floor = min(self._floor, tenant.counter)
                 self._queued.add(tenant)
             tenant.queued += 1
-            if ahead is None or tenant.counter > ahead.counter:
-                ahead = tenant
-        assert ahead is not None
-        self._held.add(ahead)
-        ahead.held[request.id] = request
+            if behind is None or tenant.counter < behind.counter:
+                behind = tenant
+        assert behind is not None
+        self._held.add(behind)
+        behind.held[request.id] = request
 
     def release(self, view: View, now: float) -> float:
         layers, max_rows, least = view.layers, view.max_rows, self._held.least

@@ -43,7 +43,8 @@ class RateLimit(Admission):
     """Limit each tenant (the part of a client's name before the slash) to a number of tokens per second.
 
     A request is admitted while its tenant's bucket is not empty. It may leave the bucket in debt; the debt is paid
-    before the next request is admitted.
+    before the next request is admitted. A request of a joint walk is admitted while the bucket of one of its tenants is
+    not empty, and all of them pay; a tenant in debt is not let into the next joint walk.
 
     Args:
         policy: decides about the admitted requests; opportunistic batching if None.
@@ -86,7 +87,7 @@ class RateLimit(Admission):
 
     def hold(self, request: Request) -> None:
         buckets = [self._bucket(client, request.arrived) for client in request.clients]
-        bucket = min(buckets, key=lambda bucket: bucket.level_at(request.arrived) / bucket.rate)
+        bucket = max(buckets, key=lambda bucket: bucket.level_at(request.arrived))
         if not bucket.due:
             bucket.due = True
             self._new.append(bucket)

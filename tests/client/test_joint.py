@@ -489,6 +489,24 @@ async def test_fair_charges_each_tenant_of_a_joint_walk() -> None:
     assert all(out.sequences.shape[1] == 6 + 8 * (n + 1) for n, out in enumerate(outs))
 
 
+async def test_fair_does_not_stop_a_joint_walk_of_tenants_that_were_served_unequally() -> None:
+    policy = Fair(quantum=2)
+    async with Executor(model_of("llama"), policy=policy) as executor, contextlib.AsyncExitStack() as stack:
+        flood = [await stack.enter_async_context(executor.client(lora(), name=f"flood/{n}")) for n in range(3)]
+        polite = [await stack.enter_async_context(executor.client(lora(), name="polite"))]
+        await ready(executor, [flood[0], *polite])
+        others = [asyncio.ensure_future(_forever(client)) for client in flood]
+        started = time.monotonic()
+        await generate(*polite, tokens=40)
+        assert time.monotonic() - started < 20
+        for other in others:
+            other.cancel()
+        await asyncio.wait(others)
+        counts = executor.statistics().clients
+    assert counts["polite"].joint > 0
+    assert any("the policy holds it back" in counts[client.name].alone for client in flood)
+
+
 async def test_a_tenant_above_its_rate_does_not_hold_up_the_others() -> None:
     policy = RateLimit(tokens_per_s=1e6, tenants={"slow": 10.0}, burst_s=1.0)
     async with some_clients(2, policy=policy) as (executor, clients), executor.client(lora(), name="slow") as slow:
