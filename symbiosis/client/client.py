@@ -103,7 +103,7 @@ class Client:
             if device != channel.device:
                 model = model.to(device)
             elif self._joint is not None:
-                self._seat = self._joint.seat(self.name, model, self._requester)
+                self._seat = self._joint.seat(self.name, model)
             if self._peft_config is not None:
                 with self._stream:
                     model = add_adapter(model, self._peft_config, self._requester)
@@ -235,10 +235,13 @@ class Client:
             return loss
 
     def wrap_channel(self, wrap: Callable[[Channel], C]) -> C:
-        """Send calls through a channel around the present one, such as a recorder of all that leaves this client."""
+        """Send calls through a channel around the present one, such as a recorder of all that leaves this client. The
+        client walks alone from now on."""
         channel = self._requester.channel
         if channel is None:
             raise self._closed_error()
+        if self._seat is not None:
+            self._seat.leave(UsageError(f"client {self.name!r} is in the middle of an operation"))
         wrapped = wrap(channel)
         self._requester.open(wrapped)
         return wrapped

@@ -40,7 +40,8 @@ class Wiretap:
                 await client.train_step(batch, optimizer)
         tap.seen  # list[Seen], in order of arrival
 
-    A call that a client sends again after a reconnect is recorded again.
+    A call that a client sends again after a reconnect is recorded again. Calls of joint walks are recorded as those of
+    the client ``joint walks``; with ``Executor(joint="off")`` there are none.
     """
 
     def __init__(self, executor: Executor) -> None:

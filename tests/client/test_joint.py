@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
 import io
 import json
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -425,6 +427,44 @@ async def test_a_copy_of_a_model_walks_alone() -> None:
             or not executor.statistics().clients[clients[0].name].joint
         )
         assert both[0].tolist() == (await generate(clients[0], tokens=8)).sequences.tolist()
+
+
+async def test_nothing_of_a_tenant_is_kept_after_its_text_and_after_it_has_left() -> None:
+
+    async def write(client: Client) -> weakref.ref[torch.Tensor]:
+        return weakref.ref((await generate(client)).past_key_values.layers[0].keys)
+
+    async with some_clients(3) as (_, clients):
+        keys, *_ = await asyncio.gather(*map(write, clients))
+        adapter = weakref.ref(next(p for p in clients[0].model.parameters() if p.requires_grad))
+        await clients[0].close()
+        clients[0]._model = clients[0]._seat = None
+        gc.collect()
+        assert keys() is None
+        assert adapter() is None
+
+
+async def test_a_client_with_a_recorder_walks_alone() -> None:
+    """A recorder must see all that leaves the client."""
+    calls = []
+
+    class Recorder:
+        def __init__(self, channel: Any) -> None:
+            self.channel = channel
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.channel, name)
+
+        def send(self, call: Any) -> Any:
+            calls.append(call)
+            return self.channel.send(call)
+
+    async with some_clients(3) as (executor, clients):
+        clients[0].wrap_channel(Recorder)
+        await asyncio.gather(*map(generate, clients))
+        assert executor.statistics().clients[clients[1].name].joint >= 10
+        assert executor.statistics().clients[clients[0].name].joint == 0
+    assert sum(call.tensors[0].shape[0] == 1 for call in calls) >= 11 * 5
 
 
 async def test_the_executor_closes_in_the_middle() -> None:

@@ -64,7 +64,7 @@ class _Step:
 class Seat:
     """One tenant's place before its model. Made by :meth:`JointDecoder.seat`."""
 
-    def __init__(self, decoder: JointDecoder, name: str, model: nn.Module, requester: Requester) -> None:
+    def __init__(self, decoder: JointDecoder, name: str, model: Any) -> None:
         self.name = name
         self.number = decoder.next_number()
         self.decoding = False
@@ -75,7 +75,6 @@ class Seat:
         """Places of the tenant's adapters in stacks, by layer."""
         self._decoder = decoder
         self._model = model
-        self._requester = requester
         self._reading: Reading | None = None
         self._step: _Step | None = None
 
@@ -89,7 +88,8 @@ class Seat:
         return self._reading
 
     def leave(self, error: BaseException) -> None:
-        """End the tenant's wait, if it waits."""
+        """Have the tenant walk alone from now on. If it waits, its wait ends with ``error``."""
+        self._model.__dict__.pop(_SEAT, None)
         self._decoder.unseat(self)
         step = self._step
         if step is not None and not step.reply.done():
@@ -102,7 +102,7 @@ class Seat:
 
     def rest(self) -> None:
         """Note that the tenant's operation has ended."""
-        self._decoder.rests(self)
+        self.decoding = False
 
     def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for a call, from a joint walk or from the tenant's own."""
@@ -167,13 +167,15 @@ class Seat:
             return reading.reason
         if ids.device != self._decoder.device:
             return "another device"
-        position = kwargs.get("position_ids")
+        position, attention = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if position is None:
+            if attention is not None and not attention.all():
+                return "a mask without positions"
             position = torch.tensor([[cache.get_seq_length()]], device=ids.device)
         elif position.shape != (1, 1):
             return "positions of another shape"
         loop = asyncio.get_running_loop()
-        return _Step(self, ids, position, kwargs.get("attention_mask"), cache, layers, loop.create_future())
+        return _Step(self, ids, position, attention, cache, layers, loop.create_future())
 
 
 class _Inputs(NamedTuple):
@@ -191,6 +193,8 @@ def _one_token(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _Inputs(ids, cache)
 
 
+_SEAT = "_symbiosis_seat"
+"""Attribute of a tenant's model."""
 _USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
 
 
@@ -213,13 +217,13 @@ def _not_plain(kwargs: dict[str, Any]) -> str | None:
 
 
 @functools.cache
-def _seated(cls: type[Any]) -> type[Any]:
+def _with_seat(cls: type[Any]) -> type[Any]:
     """Return a model class whose forward asks the seat of the instance first."""
     own_forward = cls.forward
 
     @functools.wraps(own_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seat = self.__dict__.get("_symbiosis_seat")
+        seat = self.__dict__.get(_SEAT)
         if seat is None or torch.compiler.is_compiling():
             return own_forward(self, *args, **kwargs)
         return seat.forward(functools.partial(own_forward, self), args, kwargs)
@@ -274,7 +278,7 @@ class JointDecoder:
         self._waiting: list[_Step] = []
         self._walking: Sequence[_Step] = ()
         """Steps of the joint walk under way, by row."""
-        self._cache: JointCache
+        self._cache: JointCache | None = None
         self._under_way = 0
         """Tokens under way, joint or not."""
         self._start: asyncio.Handle | None = None
@@ -291,22 +295,21 @@ class JointDecoder:
         self._numbers += 1
         return self._numbers
 
-    def seat(self, name: str, model: Any, requester: Requester) -> Seat:
+    def seat(self, name: str, model: Any) -> Seat:
         """Give a tenant's skeleton a seat."""
-        seat = Seat(self, name, model, requester)
+        seat = Seat(self, name, model)
         cls: Any = type(model)
-        model.__class__ = _seated(cls)
-        model.__dict__["_symbiosis_seat"] = seat
+        model.__class__ = _with_seat(cls)
+        model.__dict__[_SEAT] = seat
         self._seats.add(seat)
         return seat
 
     def unseat(self, seat: Seat) -> None:
+        """Forget a seat."""
         self._seats.discard(seat)
-        seat._model.__dict__.pop("_symbiosis_seat", None)
-        self.rests(seat)
-
-    def rests(self, seat: Seat) -> None:
-        seat.decoding = False
+        self._seated = ()
+        if not self._walking:
+            seat_adapters(self._layers, [])
 
     def meets_others(self, seat: Seat) -> bool:
         """Note that a tenant decodes. Return whether others do, too."""
@@ -338,7 +341,7 @@ class JointDecoder:
         """Note that a tenant does not wait for its token any more."""
         if step in self._waiting:
             self._waiting.remove(step)
-        elif step in self._walking:
+        elif self._cache is not None and step in self._walking:
             self._cache.drop(self._walking.index(step), ClientClosedError(str(error)))
         elif step.alone:
             self.token_ended()
@@ -365,10 +368,10 @@ class JointDecoder:
             self.token_began()
             steps.sort(key=lambda step: step.seat.number)  # so that the adapters of the last walk fit
             self._walking = steps
-            self._cache = JointCache([step.cache for step in steps], self._inner)
-            self._task = asyncio.get_running_loop().create_task(self._run(steps))
+            self._cache = cache = JointCache([step.cache for step in steps], self._inner)
+            self._task = asyncio.get_running_loop().create_task(self._run(steps, cache))
 
-    async def _run(self, steps: Sequence[_Step]) -> None:
+    async def _run(self, steps: Sequence[_Step], cache: JointCache) -> None:
         """Walk the model for several tenants, and give each its output."""
         assert self._stream is not None
         channel = self.channel
@@ -376,7 +379,7 @@ class JointDecoder:
         self._requester.tenants = tuple([step.seat.name for step in steps])
         channel.begin_walk()
         try:
-            outputs = await run_in_fiber(self._stream, channel, self._walk, steps)
+            outputs = await run_in_fiber(self._stream, channel, self._walk, steps, cache)
         except BaseException as error:
             for step in steps:
                 if not step.reply.done():
@@ -392,15 +395,16 @@ class JointDecoder:
                 else:
                     step.reply.set_result(output)
         finally:
-            self._walking = ()
+            self._walking, self._cache = (), None
+            if not self._seated:  # a tenant has left meanwhile
+                seat_adapters(self._layers, [])
             self._requester.forget()
             channel.end_walk()
             self.token_ended()
 
     @torch.no_grad()
-    def _walk(self, steps: Sequence[_Step]) -> list[Any]:
+    def _walk(self, steps: Sequence[_Step], cache: JointCache) -> list[Any]:
         """Return each tenant's output, or its error."""
-        cache = self._cache
         seated = tuple([(step.seat, step.seat.version) for step in steps])
         if seated != self._seated:
             seat_adapters(self._layers, [(step.seat.reading.adapted, step.seat.slots) for step in steps])
