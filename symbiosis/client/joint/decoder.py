@@ -66,7 +66,8 @@ class Seat:
 
     def __init__(self, decoder: JointDecoder, name: str, model: Any) -> None:
         self.name = name
-        self.number = decoder.next_number()
+        self.number = 0
+        """The place of its row in walks. Tenants are in the order of their first joint walks, as are stacks' slots."""
         self.decoding = False
         """Whether the running operation of the tenant has decoded a token."""
         self.version = 0
@@ -158,6 +159,8 @@ class Seat:
             return "a torch mode, such as autocast or a hook"
         reading = self._reading
         if reading is None or not reading.is_current():
+            if reading is None:
+                self.number = self._decoder.next_number()
             self._reading = reading = Reading(self._model, self._decoder.model, self._decoder.settings)
             self.version += 1
             if self._decoder.stacks is not None:
@@ -366,7 +369,7 @@ class JointDecoder:
                 step.reply.set_result(None)
         if steps:
             self.token_began()
-            steps.sort(key=lambda step: step.seat.number)  # so that the adapters of the last walk fit
+            steps.sort(key=lambda step: step.seat.number)
             self._walking = steps
             self._cache = cache = JointCache([step.cache for step in steps], self._inner)
             self._task = asyncio.get_running_loop().create_task(self._run(steps, cache))
