@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 import symbiosis
 from symbiosis.core.budget import CONNECTION_BYTES
 from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from tests.attack import ATTACKS
 from tests.helpers import IDS, LOGITS
 from tests.service import Service, free_port, save_model
@@ -82,3 +84,25 @@ def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path,
         assert look(shm).status["clients"] == []
         assert memory(service.pid, "VmRSS") < before + MAX_BYTES // 2
         assert psutil.Process(service.pid).num_fds() < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_calls_of_many_numbers_of_rows_leave_little_behind(scheme: str, tmp_path: Path) -> None:
+    """In bf16, oneDNN makes new code for each number of rows."""
+    checkpoint = save_model(tmp_path / "model", hidden_size=256)
+    address = f"shm://{tmp_path}/s.sock" if scheme == "shm" else f"tcp://127.0.0.1:{free_port()}"
+    with Service(checkpoint, address, "--dtype", "bfloat16", log=tmp_path / "service.log") as service:
+        channel = make_transport(address).connect_blocking(address, "mallory")
+        before = memory(service.pid, "VmRSS")
+        for rows in range(1, 121):
+            for layer in channel.layers[-8:]:
+                channel.call(Call(Key((layer.layer,), Pass.FORWARD), Kind.PREFILL, (bf16(rows, layer.in_features),)))
+                channel.call(Call(Key((layer.layer,), Pass.BACKWARD), Kind.FINETUNE, (bf16(rows, layer.out_features),)))
+        growth = memory(service.pid, "VmHWM") - before
+        channel.close()
+    assert growth < 128 << 20
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.ones(shape, dtype=torch.bfloat16)

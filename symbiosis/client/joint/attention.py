@@ -4,7 +4,7 @@ The walk runs the model's own code once, on rows [N, 1, ...] of N tenants. Two e
 tenant's cache in its place: the joint model's configuration names an attention implementation of this module, and its
 cache is a :class:`JointCache`. Both call what the tenant's own walk would call, row by row: the tenant's cache, and the
 model's own attention and mask functions. A row thus gets the bits that it would get alone, whatever the lengths of the
-caches, and no cache is copied or pooled (docs/decisions/0025-joint-decoding.md).
+caches, and no cache is copied or pooled (docs/decisions/0026-joint-decoding.md).
 
 Legend: N rows, one of each tenant; H heads; D features of a head; L cached tokens of one tenant.
 """
