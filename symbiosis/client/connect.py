@@ -17,6 +17,7 @@ import torch
 
 from symbiosis.client.client import Client
 from symbiosis.client.joint import make_decoder
+from symbiosis.client.offline import without_hub
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy, make_transport
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
@@ -187,6 +188,7 @@ def tokenizer_of(files: Mapping[str, bytes], address: str) -> Any:
                 raise ShareError(f"the executor at {address} sends {name!r}, which is no file of a tokenizer")
             (Path(folder) / name).write_bytes(data)
         try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            with without_hub():
+                return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
             raise ShareError(f"the tokenizer of the executor at {address} cannot be read: {error}") from error

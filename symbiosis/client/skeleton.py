@@ -15,7 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.bounded_build import bounded_build
+from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLinear, virtualize
@@ -51,69 +54,76 @@ class Hollow:
         device: where the client-side tensors are placed.
 
     Raises:
-        ShareError: the installed version of transformers cannot build the model.
+        ShareError: the installed version of transformers cannot build the model, or the description is malformed.
     """
 
     def __init__(self, share: Share, device: torch.device) -> None:
         import transformers
 
         description = share.description
-        try:
-            architecture: Any = getattr(transformers, description["architecture"])
-            config = transformers.CONFIG_MAPPING[description["model_type"]].from_dict(_data_only(description["config"]))
-            attention = _known_attention(description["attention"])
-            dtype = dtype_named(description["dtype"])
-            generation = description["generation_config"]
-            tied, buffers = dict(description["tied"]), set(description["buffers"])
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ShareError(
-                f"transformers {transformers.__version__} cannot build the executor's model "
-                f"({description.get('architecture')}): {error}; install the executor's version of transformers"
-            ) from error
-        known: Any = transformers.PreTrainedModel
-        if not (isinstance(architecture, type) and issubclass(architecture, known)):
-            raise ShareError(f"the executor's model is a {description['architecture']}, which is no transformers model")
-        with torch.device("meta"):
-            self.model: Any = getattr(architecture, "_from_config")(  # noqa: B009 (mypy does not know the class)
-                config, attn_implementation=attention, dtype=dtype
-            )
-        if generation is not None:
-            self.model.generation_config = transformers.GenerationConfig.from_dict(dict(generation))
-        self.model.requires_grad_(False).eval()
         self.device = device
-        self._fill(share.tensors, tied, buffers)
         try:
-            self._layers = [(spec, self.model.get_submodule(spec.name)) for spec in layers_of(description)]
-        except AttributeError as error:
-            raise self._misfit(error) from error
+            specs = layers_of(description)
+            tied, buffers = dict(description["tied"]), set(description["buffers"])
+            names = {*share.tensors, *tied, *(spec.name for spec in specs)}
+            with without_hub(), bounded_build(description["config"], len(names)):
+                self.model: Any = _build(description)
+            self._fill(share.tensors, tied, buffers)
+            self._layers = [(spec, self.model.get_submodule(spec.name)) for spec in specs]
+            for spec, module in self._layers:
+                if spec.linear and sorted(module.weight.shape) != sorted(spec[2:4]):
+                    raise ShareError(f"{spec.name} is {list(module.weight.shape)}, not {spec[2:4]}")
+                if spec.linear and not isinstance(module, (nn.Linear, Conv1D)):
+                    raise ShareError(f"{spec.name} is a {type(module).__name__}, which is no linear layer")
+        except ShareError:
+            raise
+        except Exception as error:  # a provider chooses what transformers is given
+            name, version = str(description.get("architecture"))[:100], transformers.__version__
+            raise ShareError(
+                f"transformers {version} cannot build the executor's model ({name}): {str(error)[:500]}; if the "
+                "executor has another version of transformers, install that one"
+            ) from error
 
     def _fill(self, tensors: Mapping[str, torch.Tensor], tied: Mapping[str, str], buffers: set[str]) -> None:
         """Put the tensors in their places; ``tied`` maps further names of a parameter to its first name."""
         names: dict[str, str] = {name: name for name in tensors} | dict(tied)
         parameters: dict[str, nn.Parameter] = {}
-        try:
-            for name, original in names.items():
-                path, _, leaf = name.rpartition(".")
-                module = self.model.get_submodule(path)
-                tensor = tensors[original].to(self.device)
-                if original in buffers:
-                    module._buffers[leaf] = tensor
-                    continue
-                if module._parameters[leaf].shape != tensor.shape:
-                    raise ShareError(f"{name} is {list(tensor.shape)}, not {list(module._parameters[leaf].shape)}")
-                if original not in parameters:
-                    parameters[original] = nn.Parameter(tensor, requires_grad=False)
-                module._parameters[leaf] = parameters[original]
-        except (AttributeError, KeyError) as error:
-            raise self._misfit(error) from error
-
-    def _misfit(self, error: Exception) -> ShareError:
-        name = type(self.model).__name__
-        return ShareError(f"the executor's share does not fit {name} of this version of transformers: {error}")
+        for name, original in names.items():
+            path, _, leaf = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            tensor = tensors[original].to(self.device)
+            if original in buffers:
+                module._buffers[leaf] = tensor
+                continue
+            if module._parameters[leaf].shape != tensor.shape:
+                raise ShareError(f"{name} is {list(tensor.shape)}, not {list(module._parameters[leaf].shape)}")
+            if original not in parameters:
+                parameters[original] = nn.Parameter(tensor, requires_grad=False)
+            module._parameters[leaf] = parameters[original]
 
     def skeleton(self, requester: Requester) -> nn.Module:
         """Return a new skeleton with its VirtLayers on ``requester``."""
         return make_skeleton(self.model, self._layers, requester, self.device)
+
+
+def _build(description: Mapping[str, Any]) -> Any:
+    """Return a model on the meta device. Raises ShareError, or whatever transformers raises."""
+    import transformers
+
+    architecture: Any = getattr(transformers, description["architecture"])
+    known: Any = transformers.PreTrainedModel
+    if not (isinstance(architecture, type) and issubclass(architecture, known)):
+        raise ShareError(f"the executor's model is a {description['architecture']}, which is no transformers model")
+    config = transformers.CONFIG_MAPPING[description["model_type"]].from_dict(_data_only(description["config"]))
+    with torch.device("meta"):
+        model: Any = getattr(architecture, "_from_config")(  # noqa: B009 (mypy does not know the class)
+            config,
+            attn_implementation=_known_attention(description["attention"]),
+            dtype=dtype_named(description["dtype"]),
+        )
+    if (generation := description["generation_config"]) is not None:
+        model.generation_config = transformers.GenerationConfig.from_dict(dict(generation))
+    return model.requires_grad_(False).eval()
 
 
 _NAMES_CODE = {"auto_map", "custom_pipelines"} | {

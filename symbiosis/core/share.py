@@ -48,10 +48,15 @@ def layers_of(description: Mapping[str, Any]) -> list[LayerSpec]:
         ShareError: the table is malformed, or names a dtype that this version of torch does not have.
     """
     try:
-        return [
+        specs = [
             LayerSpec(index, name, in_features, out_features, dtype_named(dtype), bias, linear)
             for index, name, in_features, out_features, dtype, bias, linear in description["layers"]
         ]
+        for index, spec in enumerate(specs):
+            types = [type(value) for value in (spec.name, spec.in_features, spec.out_features, *spec[5:])]
+            if spec.layer != index or types != [str, int, int, bool, bool] or min(spec[2:4]) < 1:
+                raise ValueError(f"entry {index} is {tuple(spec)}"[:300])
+        return specs
     except (KeyError, TypeError, ValueError) as error:
         raise ShareError(f"the executor's layer table cannot be read: {error}") from error
 

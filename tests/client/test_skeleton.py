@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from types import MappingProxyType
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
 import symbiosis
+from symbiosis.client.bounded_build import bounded_build
 from symbiosis.client.connect import tokenizer_of
 from symbiosis.client.skeleton import Hollow
 from symbiosis.core.share import Share
@@ -94,8 +97,56 @@ def test_a_configuration_that_names_code(share: Share) -> None:
         {"model_type": "no-such-type"},
         {"dtype": "manual_seed"},
         {"layers": [["x"]]},
+        {"layers": [[0, "model.embed_tokens", 1 << 40, 1 << 40, "float32", False, True]]},
+        {"layers": [[0, "model.embed_tokens", 32, 64, "float32", False, True]]},
+        {"layers": [[0, "lm_head", "32", "64", "float32", False, True]]},
+        {"layers": None},
+        {"config": [1, 2]},
+        {"tied": ["x"]},
+        {"tied": {"lm_head.weight": ["x"]}},
+        {"buffers": 1},
+        {"generation_config": [1]},
+        {"generation_config": {"watermarking_config": {"a": 1}}},
     ],
 )
 def test_descriptions_that_are_not_of_a_model(share: Share, entries: dict[str, Any]) -> None:
     with pytest.raises(ShareError):
         Hollow(changed(share, **entries), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("number", [10**7, 10**15])
+def test_a_configuration_of_a_model_without_end(share: Share, number: int) -> None:
+    config = {**share.description["config"], "num_hidden_layers": number}
+    config.pop("layer_types", None)
+    with pytest.raises(ShareError, match="its share allows 1000"):
+        Hollow(changed(share, config=config), torch.device("cpu"))
+
+
+def test_modules_of_a_model_are_counted() -> None:
+    with bounded_build({}, 1):
+        torch.nn.ModuleList(torch.nn.Identity() for _ in range(1000))
+    with pytest.raises(ShareError, match="too large a model"), bounded_build({}, 1):
+        torch.nn.ModuleList(torch.nn.Identity() for _ in itertools.count())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("detr", "DetrForObjectDetection"), ("upernet", "UperNetForSemanticSegmentation")],
+)
+def test_a_configuration_that_names_another_model(
+    share: Share, model_type: str, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers would ask the hub whether it has that model."""
+    asked: list[Any] = []
+
+    def connect(*where: Any) -> None:
+        asked.append(where)
+        raise OSError("the test allows no connection")
+
+    monkeypatch.setattr("socket.getaddrinfo", connect)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    config = {"model_type": model_type, "backbone": "someone/anything", "use_timm_backbone": False}
+    with pytest.raises(ShareError):
+        Hollow(changed(share, config=config, model_type=model_type, architecture=architecture), torch.device("cpu"))
+    assert not asked
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE, "other code of the process may ask"
