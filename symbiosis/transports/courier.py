@@ -96,3 +96,7 @@ class Courier(ABC):
 
     def close(self) -> None:
         """Give up the memory of the connection."""
+
+    def when_ended(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when the memory of the connection was given up, after :meth:`close`; perhaps at once."""
+        then()

@@ -117,7 +117,8 @@ class LaneCourier(TcpCourier):
 
     def control(self, type_: Type, content: Sequence[Any]) -> bool:
         if type_ is Type.RENDEZVOUS:
-            self._open().met(*wire.read_rendezvous(content))
+            value = wire.read_rendezvous(content)
+            self._open().met(*value)
             return True
         return super().control(type_, content)
 
@@ -148,6 +149,12 @@ class LaneCourier(TcpCourier):
     def close(self) -> None:
         if self._lanes is not None:
             self._lanes.close()
+
+    def when_ended(self, then: Callable[[], object]) -> None:
+        if self._lanes is None:
+            then()
+        else:
+            self._lanes.when_ended(then)
 
 
 class LaneCarrier(Carrier):

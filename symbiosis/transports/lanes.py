@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symbiosis.errors import BrokenError, BusyError, SymbiosisError
+from symbiosis.errors import BrokenError, BusyError, SymbiosisError, WireError
 from symbiosis.transports import wire
 from symbiosis.transports.wire import Type
 
@@ -47,6 +47,28 @@ MEET_WITHIN_S = 4.0
 """Seconds that one attempt of gloo to connect may take; gloo makes five attempts."""
 END_WITHIN_S = 5.0
 """Seconds to wait for the threads of lanes at the end of the process."""
+
+
+MOST_VALUES = 16
+"""Values of one lane's rendezvous, where the backend is not gloo."""
+MAX_HOST = 255
+"""Bytes of a host's name."""
+ADDRESS = 136
+"""Bytes of an address: a sockaddr_storage and a number. The numbers of both ranks' pairs follow, 8 bytes each."""
+
+
+def check_gloo(key: str, value: bytes, rank: int) -> None:
+    """Check what a peer of this rank wants gloo to read: the name and the address of its host, as gloo writes them.
+
+    gloo reads the lengths in the value without looking at its end, and a process that gives it an empty one dies.
+
+    Raises:
+        WireError: gloo of this version of torch does not write this.
+    """
+    name = int.from_bytes(value[:8], "little")
+    address = int.from_bytes(value[8 + name : 16 + name], "little")
+    if key != f"0/{rank}" or name > MAX_HOST or address != ADDRESS or len(value) != 8 + name + 8 + address + 16:
+        raise WireError(f"a RENDEZVOUS with the key {key[:20]!r} and {len(value)} bytes, which gloo does not write")
 
 
 class _Store(dist.Store):  # type: ignore[misc, name-defined]
@@ -67,6 +89,9 @@ class _Store(dist.Store):  # type: ignore[misc, name-defined]
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
+
+    def __len__(self) -> int:
+        return len(self._values)
 
     def close(self) -> None:
         """End every wait."""
@@ -133,11 +158,15 @@ class Lanes:
         self._loop = asyncio.get_running_loop()
         self._closed = False
         self._lanes: list[_Lane] = []
+        self._running = 0
+        """Lanes whose threads may hold tensors."""
+        self._ended: Callable[[], object] = lambda: None
         for number in (UP, DOWN):
             store = _Store(partial(self.from_thread, self._publish, number))
             sends = (number == UP) == (self.rank == TENANT)
             try:
                 self._lanes.append(_Lane(self, store, sends))
+                self._running += 1
             except RuntimeError as error:
                 self.close()
                 raise BusyError(f"a lane cannot be opened: {error}") from error
@@ -147,8 +176,13 @@ class Lanes:
         self.rendezvous(wire.pack(Type.RENDEZVOUS, lane, key, value))
 
     def met(self, lane: int, key: str, value: bytes) -> None:
-        """Take a value of a lane's rendezvous from the other side."""
-        self._lanes[lane].store.met(key, value)
+        """Take a value of a lane's rendezvous from the other side. Raises WireError if no process group sets it."""
+        store = self._lanes[lane].store
+        if self.backend == "gloo":
+            check_gloo(key, value, 1 - self.rank)
+        elif len(store) >= MOST_VALUES:
+            raise WireError(f"more than {MOST_VALUES} values of a rendezvous")
+        store.met(key, value)
 
     def send(self, tensors: Sequence[torch.Tensor], sent: Callable[[], object] | None = None) -> None:
         """Send contiguous matrices, one after another; ``sent`` is called when they are on their way."""
@@ -163,6 +197,23 @@ class Lanes:
         self._closed = True
         for lane in self._lanes:
             lane.close()
+
+    def when_ended(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when the lanes, which are closed, have let go of all tensors; perhaps at once."""
+        self._ended = then
+        if not self._running:
+            then()
+
+    def thread_ends(self) -> None:
+        """Note, on the thread of a lane, that it has let go of its tensors."""
+
+        def note() -> None:
+            self._running -= 1
+            if not self._running:
+                self._ended()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(note)
 
     def from_thread(self, callback: Callable[..., None], *arguments: Any) -> None:
         """Have the event loop call ``callback``, unless the lanes are closed by then."""
@@ -222,7 +273,9 @@ class _Lane:
                 lanes.from_thread(lanes.lost, BrokenError(f"torch.distributed: {first_line}"))
         finally:
             self._group = None
+            self._jobs = queue.SimpleQueue()  # and the tensors of what was not done
             _lanes.discard(self)  # the group is gone, with its own threads
+            lanes.thread_ends()
 
     def _one(self) -> bool:
         job, group, device = self._jobs.get(), self._group, self._lanes.device

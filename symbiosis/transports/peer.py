@@ -379,7 +379,8 @@ class Peer:
 
     def closed(self) -> None:
         """Note that the connection is closed and its buffers are gone."""
-        self.account.close()
+        self.account.stop_waiting()
+        self._courier.when_ended(self.account.close)
 
 
 def _cancelled(id_: int) -> bytes:

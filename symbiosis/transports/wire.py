@@ -224,8 +224,8 @@ def read_rendezvous(content: Sequence[Any]) -> tuple[int, str, bytes]:
     lane, key, value = content
     if type(key) is not str or len(key) > MAX_NAME:
         raise WireError(f"a RENDEZVOUS's key has at most {MAX_NAME} characters")
-    if type(value) is not bytes or len(value) > MAX_RENDEZVOUS:
-        raise WireError(f"a RENDEZVOUS's value has at most {MAX_RENDEZVOUS} bytes")
+    if type(value) is not bytes or not 0 < len(value) <= MAX_RENDEZVOUS:
+        raise WireError(f"a RENDEZVOUS's value has 1 to {MAX_RENDEZVOUS} bytes")
     return _integer(lane, 0, 1, "lane"), key, value
 
 

@@ -7,6 +7,8 @@ import copy
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import BrokenError, ConnectionLostError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
 from symbiosis.transports import lanes, wire
+from symbiosis.transports.dist import LaneCarrier
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.tcp_client import AsyncTcpConnection
-from symbiosis.transports.wire import Type
+from symbiosis.transports.tcp_client import AsyncTcpConnection, join
+from symbiosis.transports.wire import Hello, Type
 from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
-from tests.service import free_port
+from tests.service import Service, free_port, save_model
 from tests.transports.raw import a_call, hello, raw, receive, rows, violate
 
 LOCAL = "dist://127.0.0.1:0"
@@ -363,11 +366,87 @@ async def test_a_lane_keeps_its_order_in_both_directions_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [(), (0, "", 0), (2, "", b"7"), (0, "x" * 200, b"7"), (0, "", b"x" * 5000), (0, 1, b"7"), (0, "", "7")]
-)
+    "content",
+    [
+        (), (0, "", 0), (2, "", b"7"), (0, "x" * 200, b"7"), (0, "", b"x" * 5000), (0, 1, b"7"), (0, "", "7"),
+        (0, "0/1", b""),
+    ],
+)  # fmt: skip
 def test_a_rendezvous_is_checked(content: Any) -> None:
     with pytest.raises(WireError):
         wire.read_rendezvous(content)
+
+
+VALUE = b"".join([(2).to_bytes(8, "little"), b"vm", (136).to_bytes(8, "little"), bytes(136 + 16)])
+NOT_OF_GLOO = {
+    "empty": ("0/1", b""),
+    "one byte": ("0/1", b"x"),
+    "no lengths": ("0/1", b"\xff" * 4096),
+    "a short address": ("0/1", VALUE[:-17]),
+    "more behind it": ("0/1", VALUE + b"x"),
+    "a long name": ("0/1", (1 << 62).to_bytes(8, "little") + VALUE[8:]),
+    "the other side's key": ("0/0", VALUE),
+    "another key": ("x", VALUE),
+}
+
+
+@pytest.mark.parametrize("what", NOT_OF_GLOO)
+def test_values_that_gloo_does_not_write(what: str) -> None:
+    lanes.check_gloo("0/1", VALUE, TENANT)
+    with pytest.raises(WireError):
+        lanes.check_gloo(*NOT_OF_GLOO[what], TENANT)
+
+
+def test_an_executor_survives_values_that_gloo_does_not_write(tmp_path: Path) -> None:
+    """An empty value ended the process, and values with ever new keys filled its memory."""
+    checkpoint = save_model(tmp_path / "model")
+    port, shm = free_port(), f"shm://{tmp_path}/s.sock"
+    options = ("--listen", f"dist://127.0.0.1:{port}", "--insecure")
+    with Service(checkpoint, shm, *options, log=tmp_path / "service.log") as service:
+        for key, value in NOT_OF_GLOO.values():
+            with raw(f"tcp://127.0.0.1:{port}") as mallory:
+                mallory.send(hello("mallory"))
+                mallory.receive()
+                mallory.send(wire.pack(Type.RENDEZVOUS, 0, key, value))
+                while (answer := mallory.receive())[0] is Type.RENDEZVOUS:
+                    pass
+                assert (answer[0], answer[1][0]) == (Type.ENDED, "WireError")
+        time.sleep(0.5)  # gloo reads on a thread
+        assert make_transport(shm).look(shm).status["clients"] == []
+        assert service.stop() == 0
+
+
+VICTIM = """
+import sys, symbiosis, torch
+from symbiosis.errors import SymbiosisError
+try:
+    with symbiosis.open_model(sys.argv[1], retry=0) as model:
+        model(torch.tensor([[1]]))
+except SymbiosisError as error:
+    print(type(error).__name__)
+"""
+
+
+async def test_a_client_survives_values_that_gloo_does_not_write(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def publish(self: Lanes, lane: int, key: str, value: bytes) -> None:
+        self.rendezvous(wire.pack(Type.RENDEZVOUS, lane, key, b""))
+
+    monkeypatch.setattr(Lanes, "_publish", publish)
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, insecure=True)
+        victim = [sys.executable, "-c", VICTIM, listener.address]
+        result = await in_thread(partial(subprocess.run, victim, capture_output=True, text=True, timeout=60))
+        assert (result.returncode, result.stdout) == (0, "WireError\n"), result.stderr
+
+
+async def test_lanes_of_other_backends_take_a_few_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, tenant, _ = await _lanes()
+    executor.backend = "nccl"
+    monkeypatch.setattr(lanes, "MOST_VALUES", 0)
+    with pytest.raises(WireError, match="values of a rendezvous"):
+        executor.met(0, "0", b"7")
+    executor.close()
+    tenant.close()
 
 
 # ------------------------------------------------------------------------------------------------------ broken messages
@@ -444,6 +523,50 @@ async def test_a_client_that_announces_tensors_and_never_sends_them(base: Any) -
                 assert answer[0] is Type.ENDED
                 await until(lambda: executor.status()["clients"] == ["alice"])
             await alice.forward(input_ids=IDS)
+
+
+class Silent:
+    """Receives messages, and takes no results."""
+
+    def __init__(self, carrier: LaneCarrier) -> None:
+        self.carrier = carrier
+        self.answered = False
+
+    def received(self, type_: Type, content: Any, attached: Any) -> None:
+        if type_ is Type.RENDEZVOUS:
+            self.carrier.control(type_, content)
+        else:
+            self.answered = True
+
+    def lost(self, error: Any) -> None:
+        pass
+
+    def arrived(self, pending: Any, outcome: Any) -> None:
+        pass
+
+
+async def test_results_count_until_their_lane_has_let_go_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after the connection has ended: the lane's thread waits until its time limit."""
+    monkeypatch.setattr(lanes, "WITHIN_S", 4.0)
+    model = tiny_model(vocab_size=32_000, num_hidden_layers=1)
+    async with symbiosis.Executor(model) as executor:
+        listener: Any = await executor.listen(LOCAL, insecure=True)
+        carrier = partial(LaneCarrier, [])
+        options: Any = {"key": None, "insecure": True, "progress": None, "carrier": carrier}
+        mallory = await join(listener.address, Hello("mallory"), False, **options)
+        assert isinstance(mallory.carrier, LaneCarrier)
+        silent = Silent(mallory.carrier)
+        mallory.start(silent)
+        head, n = mallory.welcome.layers[-1].layer, 256
+        mallory.carrier._lanes.send([torch.ones(n, 32)])
+        mallory.send([a_call(1, n, head)])
+        await until(lambda: silent.answered, 20)
+        mallory._transport.abort()  # its lanes stay open
+        await until(lambda: not listener.lines)
+        budget = executor.service.budget
+        assert budget.held > 4 * n * 32_000
+        await until(lambda: budget.held == 0, 20)
+        mallory.close()
 
 
 async def test_a_regular_client_keeps_to_the_limits(base: Any) -> None:
