@@ -17,7 +17,10 @@ log = get_logger(__name__)
 AT_ONCE = 16
 """Messages of one client that are read before other clients get their turn."""
 MOST_SAID = 64 << 10
-"""Bytes of messages, apart from results, that a client may leave unread before it is not read any more."""
+"""Bytes of messages, apart from the tensors of results, that a client may leave unread before it is not read any
+more."""
+MESSAGE_BYTES = 1 << 10
+"""Bytes that a message counts for at least: the objects of an event loop that wait with it."""
 LOOK_S = 10.0
 """Seconds between two looks at whether a client moves the bytes that it should move."""
 LOOKS = 6
@@ -37,7 +40,7 @@ class StreamLine(asyncio.BufferedProtocol):
         self._unsent = False
         """Whether more than the event loop's 64 KiB wait for the client to read."""
         self._said = 0
-        """Bytes of messages, apart from results, sent meanwhile."""
+        """Bytes of messages, apart from the tensors of results, sent since the client had last read everything."""
         self._then: list[Callable[[], object]] = []
         """What to call when the client has read them."""
         self._moved = 0
@@ -107,7 +110,7 @@ class StreamLine(asyncio.BufferedProtocol):
                 if self._stream.awaits and not self._stream.take():
                     self._resume()
                     return
-                if not self._listening or self._said > MOST_SAID:
+                if not self._listening or self._said_enough():
                     self._pause()
                     return
                 found = self._stream.next()
@@ -154,11 +157,21 @@ class StreamLine(asyncio.BufferedProtocol):
         effect when the client is gone."""
         transport = self._transport
         if not self.peer.gone and not transport.is_closing():
+            if not transport.get_write_buffer_size():
+                self._said = 0
             for part in self._stream.encode(message, payload, parts):
                 self._moved += len(part)
                 transport.write(part)
-            if self._unsent:
-                self._said += len(message) if results else len(message) + payload
+            self._said += max(len(message) + (0 if results else payload), MESSAGE_BYTES)
+
+    def _said_enough(self) -> bool:
+        """Return whether the client leaves too much unread. If so, :meth:`resume_writing` is called when it has read
+        everything."""
+        if self._said <= MOST_SAID or not self._transport.get_write_buffer_size():
+            return False
+        if not self._unsent:
+            self._transport.set_write_buffer_limits(0)  # calls pause_writing if anything waits
+        return self._unsent
 
     def pause_writing(self) -> None:
         self._unsent = True
@@ -166,6 +179,7 @@ class StreamLine(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._unsent = False
         self._said = 0
+        self._transport.set_write_buffer_limits()
         then, self._then = self._then, []
         for one in then:
             one()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import socket
 import weakref
 from pathlib import Path
@@ -23,7 +24,8 @@ from symbiosis.errors import BusyError
 from symbiosis.transports import peer, stream_line, tcp_listener, wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.stream import frame
-from symbiosis.transports.wire import Type
+from symbiosis.transports.wire import CallMessage, Type
+from tests.attack import Tenant
 from tests.helpers import IDS, in_thread, until
 from tests.transports.raw import a_call, hello, raw, receive, rows
 
@@ -142,6 +144,49 @@ async def test_questions_of_a_client_that_does_not_read_wait(base: Any, message:
                 await asyncio.sleep(0)
         await asyncio.sleep(0.2)
         assert served._transport.get_write_buffer_size() < CONNECTION_BYTES // 2
+        async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
+            await alice.forward(input_ids=IDS)
+        line.socket.close()
+
+
+@pytest.mark.parametrize("what", ["pings", "calls", "failing calls"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+async def test_small_answers_that_are_not_read_are_few(base: Any, scheme: str, what: str, tmp_path: Path) -> None:
+    """Each takes a kilobyte of the executor, however short it is."""
+    sent: list[int] = []
+    async with symbiosis.Executor(base, policy="no-lockstep") as executor:
+        listener: Any = await executor.listen(LOCAL if scheme == "tcp" else f"shm://{tmp_path}/s.sock")
+        line = await in_thread(Tenant, listener.address, None)
+        (served,) = listener.lines if scheme == "tcp" else listener.connected
+        if scheme == "tcp":  # whose kernel buffers take megabytes
+            served._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        send = served.send
+
+        def counted(*parts: Any, **named: Any) -> None:
+            sent.append(served._transport.get_write_buffer_size())
+            send(*parts, **named)
+
+        served.send = counted
+        number = itertools.count()
+        message, payload = wire.PING, b""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(3):
+                while True:
+                    if what == "calls":
+                        key = Key((0,), Pass.FORWARD)
+                        message = wire.pack_call(CallMessage(next(number) % 1000, key, Kind.DECODE, 1, 0, 4096))
+                        payload = rows() if scheme == "tcp" else b""
+                    elif what == "failing calls":
+                        message = a_call(next(number), 1, 99)
+                    if line.push():
+                        line.waiting = b"".join(
+                            line._stream.encode(message, len(payload), [payload] if payload else [])
+                        )
+                    await asyncio.sleep(0)
+        waited = len(sent) - max(index for index, size in enumerate(sent) if not size)
+        assert len(sent) > 100
+        assert waited < 200
         async with symbiosis.connect(listener.address) as remote, remote.client(name="alice") as alice:
             await alice.forward(input_ids=IDS)
         line.socket.close()
