@@ -176,6 +176,7 @@ class ShmConnection(BlockingHandshake):
         return type_, content, self._descriptors
 
     def _fill(self) -> None:
+        self._wait()
         room = self._stream.room()
         data, descriptors, _, _ = socket.recv_fds(self._socket, len(room), 0 if self._descriptors else 2)
         if not data:

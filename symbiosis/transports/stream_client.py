@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import socket
 import struct
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from symbiosis.errors import ConnectionLostError, SymbiosisError, WireError
 from symbiosis.transports import wire
@@ -20,6 +21,7 @@ from symbiosis.transports.share import CHUNK
 from symbiosis.transports.stream import ByteStream, block
 from symbiosis.transports.wire import Type
 
+T = TypeVar("T")
 _TOGETHER = 64 << 10
 """Bytes of a message with its payload up to which they are copied together and sent at once."""
 
@@ -106,31 +108,36 @@ class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
-    async def _more(self) -> None:
-        """Wait for further bytes. Raises the reason if the connection has ended."""
-        if self._error is not None:
-            raise self._error
-        self._waiting = asyncio.get_running_loop().create_future()
+    async def _until(self, there: Callable[[], T | None]) -> T:
+        """Wait until enough bytes have come. Raises the reason if the connection has ended, or if they do not come in
+        time."""
         try:
             async with asyncio.timeout(ANSWER_WITHIN_S):
-                await self._waiting
+                while (found := there()) is None:
+                    if self._error is not None:
+                        raise self._error
+                    self._waiting = asyncio.get_running_loop().create_future()
+                    await self._waiting
+                return found
         except TimeoutError:
             raise ConnectionLostError(f"no executor answers on {self.address}") from None
+
+    def _shaken(self) -> bool | None:
+        """Send what TLS has to send. Return True if the handshake is over; otherwise None."""
+        self._transport.write(self._stream.unsent())
+        return self._stream.ready or None
 
     async def exchange(self, messages: Joining) -> None:
         """Send and receive the first messages of a connection."""
         with contextlib.closing(messages):
-            while not self._stream.ready:
-                self._transport.write(self._stream.unsent())
-                await self._more()
+            if not self._stream.ready:
+                await self._until(self._shaken)
             try:
                 requests = next(messages)
                 while True:
                     for request in requests:
                         self.send([request])
-                    while (message := self._take()) is None:
-                        await self._more()
-                    requests = messages.send(message)
+                    requests = messages.send(await self._until(self._take))
             except StopIteration as done:
                 self._use(done.value)
 
@@ -175,10 +182,12 @@ class BlockingHandshake(StreamClient):
     """The first messages of a connection, for a thread that blocks."""
 
     _socket: socket.socket
+    _due = 0.0
+    """Time at which the message that comes next must be there."""
 
     def _exchange(self, messages: Joining) -> None:
         """Send and receive the first messages. Raises OSError, and the errors of ``messages``."""
-        self._socket.settimeout(ANSWER_WITHIN_S)
+        self._due = time.monotonic() + ANSWER_WITHIN_S
         while not self._stream.ready:
             self._socket.sendall(self._stream.unsent())
             self._fill()
@@ -202,16 +211,25 @@ class BlockingHandshake(StreamClient):
         self._socket.close()
 
     def _first(self) -> Message:
+        self._due = time.monotonic() + ANSWER_WITHIN_S
         while (message := self._take()) is None:
             self._fill()
         return message
 
     def _fill(self) -> None:
         """Wait for bytes."""
+        self._wait()
         count = self._socket.recv_into(self._stream.room())
         if not count:
             raise ConnectionResetError("it closed the connection")
         self._stream.filled(count)
+
+    def _wait(self) -> None:
+        """Let the next operation of the socket take as long as the message may still take."""
+        left = self._due - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"no whole message within {ANSWER_WITHIN_S:.0f} s")
+        self._socket.settimeout(left)
 
 
 class BlockingStreamClient(BlockingHandshake, BlockingConnection):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 import symbiosis
-from symbiosis.errors import WireError
-from symbiosis.transports import wire
-from symbiosis.transports.stream import payload_of
+from symbiosis.core.registry import make_transport
+from symbiosis.errors import ConnectionLostError, WireError
+from symbiosis.transports import stream_client, wire
+from symbiosis.transports.stream import frame, payload_of
 from symbiosis.transports.tcp_listener import PayloadCourier
 from symbiosis.transports.wire import Type
 from tests.helpers import IDS, in_thread
@@ -68,3 +74,38 @@ async def test_the_client_ends_the_conversation(
                 with pytest.raises(WireError):
                     await client.forward(input_ids=IDS)
         assert psutil.Process().memory_info().vms - before < 4 << 30
+
+
+@pytest.mark.parametrize("how", ["look", "blocking", "asyncio"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+async def test_a_welcome_byte_by_byte_is_given_up(
+    how: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_client, "ANSWER_WITHIN_S", 0.5)
+    ended = threading.Event()
+    with socket.socket(socket.AF_UNIX if scheme == "shm" else socket.AF_INET) as listening:
+        listening.bind(str(tmp_path / "s.sock") if scheme == "shm" else ("127.0.0.1", 0))
+        listening.listen()
+
+        def serve() -> None:
+            with listening.accept()[0] as connected, contextlib.suppress(OSError):
+                for byte in frame(wire.pack(Type.WELCOME, {"a": b"x" * 1000})):
+                    connected.send(bytes([byte]))
+                    if ended.wait(0.05):
+                        break
+
+        server = threading.Thread(target=serve)
+        server.start()
+        address = f"shm://{tmp_path}/s.sock" if scheme == "shm" else f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        transport, begun = make_transport(address, retry=0), time.monotonic()
+        ways: dict[str, Callable[[], Any]] = {
+            "look": lambda: in_thread(transport.look, address),
+            "blocking": lambda: in_thread(transport.connect_blocking, address, "alice"),
+            "asyncio": lambda: transport.connect(address, "alice"),
+        }
+        with pytest.raises(ConnectionLostError):
+            await ways[how]()
+        took = time.monotonic() - begun
+        ended.set()
+        server.join(5)
+    assert took < 10
