@@ -81,7 +81,7 @@ class Account:
     """What one connection holds of a budget.
 
     Attributes:
-        owner: whom the bytes count for; empty until :meth:`admit`.
+        owner: whom the bytes count for; until :meth:`admit`, all peers of one listener whose owner is not known.
     """
 
     def __init__(self, budget: Budget) -> None:
@@ -93,9 +93,10 @@ class Account:
         self._counted = 0
         """The part of what is held that exceeds COVERED_BYTES."""
 
-    def open(self) -> bool:
-        """Count a connection whose owner is not known, if there is room. Return whether there was."""
-        if self._budget.take("", STRANGER_BYTES):
+    def open(self, listener: str) -> bool:
+        """Count a connection of a listener whose owner is not known, if there is room. Return whether there was."""
+        self.owner = f"unknown peers of {listener}"
+        if self._budget.take(self.owner, STRANGER_BYTES):
             self._itself = STRANGER_BYTES
         return bool(self._itself)
 
@@ -103,7 +104,7 @@ class Account:
         """Count the connection for its owner from now on, if there is room. Return whether there was."""
         if not self._budget.take(owner, CONNECTION_BYTES):
             return False
-        self._budget.give_back("", self._itself)
+        self._budget.give_back(self.owner, self._itself)
         self.owner, self._itself = owner, CONNECTION_BYTES
         return True
 

@@ -167,7 +167,7 @@ class ShmLine(StreamLine):
         self.peer = Peer(service, limits, self, ArenaCourier(self))
         if user not in (os.geteuid(), 0):
             self.peer.refuse(RefusedError(f"this executor serves its own user ({os.geteuid()}), not user {user}"))
-        elif self._has_room(len(self.listener.connected), readable=True):
+        elif self._has_room(self.listener.address, len(self.listener.connected), readable=True):
             self.open(f"uid {user} pid {pid} connection {connected.fileno()}")
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -61,16 +61,18 @@ class StreamLine(asyncio.BufferedProtocol):
         self._refuse_after(peer.HELLO_WITHIN_S, f"no HELLO within {peer.HELLO_WITHIN_S:.0f} s")
         self._look(0, 0)
 
-    def _has_room(self, connections: int, *, readable: bool) -> bool:
+    def _has_room(self, listener: str, connections: int, *, readable: bool) -> bool:
         """Return whether the executor can serve one more connection; otherwise end this one.
 
         Args:
+            listener: its address.
             connections: number of connections of the listener.
             readable: whether the client can read a reason.
         """
-        if not self.peer.account.open():  # nor is there for a goodbye
-            self.drop(BusyError("no memory is left for another connection"))
-            return False
+        while not self.peer.account.open(listener):
+            if not self._cut_oldest():  # there is no memory for a goodbye either
+                self.drop(BusyError("no memory is left for another connection"))
+                return False
         left = descriptors.left(self._transport.get_extra_info("socket").fileno())
         if left <= 0:
             why = "no file descriptors are left"
@@ -78,11 +80,18 @@ class StreamLine(asyncio.BufferedProtocol):
             why = f"{peer.MAX_CONNECTIONS} clients are connected already"
         else:
             return True
+        if self._cut_oldest():
+            return True
         error = BusyError(f"{why} at the executor; try later")
         if readable and 2 * left > -descriptors.SPARE:
             self.peer.refuse(error)
         else:
             self.drop(error)
+        return False
+
+    def _cut_oldest(self) -> bool:
+        """Cut the listener's oldest connection whose owner is not known, to have room for this one. Return whether
+        there was another one."""
         return False
 
     def get_buffer(self, hint: int) -> memoryview:

@@ -36,6 +36,8 @@ HANDSHAKE_S = 1.0
 """Seconds for a TLS handshake, apart from those in which the executor was busy."""
 _TICKS = 10
 """Parts of that time, each of which ends with a look at what has come. A long batch of the executor counts as one."""
+LINES = 10
+"""Lines of the log in a second about peers without a key."""
 SWEEP_S = 1.0
 """Seconds between two looks at whether the key of a client was removed."""
 
@@ -67,8 +69,26 @@ class TcpListener:
         self.share = ServedShare(service)
         self.lines: set[TcpLine] = set()
         """Connections; each adds and removes itself."""
+        self.strangers: dict[TcpLine, None] = {}
+        """The connections in their TLS handshake, the oldest first."""
         self._endpoint = endpoint
         self._server: asyncio.Server | None = None
+        self._logged = self._unlogged = 0
+        """Lines about such connections in this second, and how many were left out."""
+        self._second = 0.0
+
+    def log_stranger(self, event: str, why: str) -> None:
+        """Log what happened to a peer without a key, at most LINES times in a second."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._second + 1:
+            self._second, self._logged = now, 0
+        if self._logged == LINES:
+            self._unlogged += 1
+            return
+        self._logged += 1
+        left_out = {"left_out": self._unlogged} if self._unlogged else {}
+        log.warning(event, client=None, tenant="?", why=why, **left_out)
+        self._unlogged = 0
 
     async def open(self, address: str) -> None:
         """Start to accept clients. Raises UsageError if the port is not available, and ShareError if the model cannot
@@ -136,7 +156,7 @@ class TcpLine(StreamLine):
         where = transport.get_extra_info("peername")
         self.tenant = where[0] if where else "?"
         self.peer = Peer(listener.service, listener.limits, self, listener.courier(self))
-        if not self._has_room(len(listener.lines), readable=listener.keys is None):
+        if not self._has_room(listener.address, len(listener.lines), readable=listener.keys is None):
             return
         try:
             prepare(transport.get_extra_info("socket"))
@@ -149,6 +169,7 @@ class TcpLine(StreamLine):
             return
         for file, why in listener.keys.broken.items():
             log.warning("key file ignored", file=file, why=why)
+        listener.strangers[self] = None
         self._tick(_TICKS)
 
     def _tick(self, left: int) -> None:
@@ -179,6 +200,7 @@ class TcpLine(StreamLine):
 
     def _known(self) -> None:
         """Begin the conversation with a client whose certificate was accepted."""
+        self.listener.strangers.pop(self, None)
         assert isinstance(self._stream, TlsByteStream)
         assert self.listener.keys is not None
         self.user = identity(self._stream.certificate())
@@ -196,16 +218,35 @@ class TcpLine(StreamLine):
             why = _why(error)
             if why is _NO_TLS:
                 self._stream = ByteStream(wire.MAX_TO_EXECUTOR)  # which the peer can read
-                self.peer.refuse(RefusedError("this executor admits clients with a key; give key=file (--key)"))
+                refused = RefusedError("this executor admits clients with a key; give key=file (--key)")
+                self.listener.log_stranger("client refused", str(refused))
+                self.peer.end(refused)
                 return
-            log.warning("client refused", client=None, tenant=self.tenant, why=why)
+            self.listener.log_stranger("client refused", why)
             self.peer.leave(why)
             self._flush()
             self.hang_up()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.listener.lines.discard(self)
+        self.listener.strangers.pop(self, None)
         super().connection_lost(error)
+
+    def _cut_oldest(self) -> bool:
+        for oldest in self.listener.strangers:
+            oldest.drop("newer peers without a key have come")
+            oldest.peer.account.close()
+            return True
+        return False
+
+    def drop(self, why: object) -> None:
+        if self.listener.keys is None or self.user is not None:
+            super().drop(why)
+            return
+        self.listener.strangers.pop(self, None)
+        self.listener.log_stranger("connection cut", str(why))
+        self.peer.leave(str(why))
+        self._transport.abort()
 
     def end(self, error: SymbiosisError) -> None:
         if self._stream.ready:

@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 def account(budget: Budget, owner: str) -> Account:
     made = Account(budget)
-    assert made.open()
+    assert made.open("here")
     assert made.admit(owner)
     return made
 
@@ -40,7 +40,7 @@ def test_greedy_owners_leave_room_for_another_one(owners: int) -> None:
 def test_connections_count_and_those_of_strangers_keep_out_nobody() -> None:
     budget = Budget(1000 * MIB)
     strangers = [Account(budget) for _ in range(1024)]
-    assert all(one.open() for one in strangers)
+    assert all(one.open("here") for one in strangers)
     assert budget.held == 1024 * STRANGER_BYTES
     alice = [account(budget, "alice") for _ in range(100)]
     for one in strangers:
@@ -134,7 +134,7 @@ def test_what_is_held_is_counted_and_never_exceeds_the_total(steps: list[tuple[i
         elif step == "close":
             one.close()
             held[number] = waiting[number] = 0
-            connected[number] = one.open() and one.admit(str(number % 3))  # unless its owner holds too much
+            connected[number] = one.open("here") and one.admit(str(number % 3))  # unless its owner holds too much
             if not connected[number]:
                 one.close()
         wanted = sum(connected) * CONNECTION_BYTES + sum(max(one - COVERED_BYTES, 0) for one in held)

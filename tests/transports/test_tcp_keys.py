@@ -19,9 +19,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 import symbiosis
+from symbiosis.core import budget
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import ConnectionLostError, RefusedError, UsageError
-from symbiosis.transports import wire
+from symbiosis.transports import peer, tcp_listener, wire
 from symbiosis.transports.keys import load_key, new_key
 from symbiosis.transports.wire import Type
 from tests.helpers import IDS, in_thread, until
@@ -262,3 +263,28 @@ def test_keys_are_checked(keys: Path, tmp_path: Path) -> None:
     (keys / "alice.secret").write_text(carols.partition(end)[0] + end + alices.partition(end)[2])
     with pytest.raises(UsageError, match="do not belong together"):
         load_key(keys / "alice.secret")
+
+
+async def test_peers_without_a_key_keep_out_no_tenant(
+    base: Any, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest of them goes when they have taken what one owner may take, or all connections of the listener."""
+    monkeypatch.setattr(tcp_listener, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(budget, "STRANGER_BYTES", 4 << 20)
+    shm = f"shm://{tmp_path}/s.sock"
+    async with symbiosis.Executor(base, max_bytes=104 << 20) as executor:
+        listener: Any = await executor.listen(LOCAL, keys=keys)
+        await executor.listen(shm)
+        with caplog.at_level(logging.INFO, "symbiosis"):
+            silent = [raw(listener.address) for _ in range(100)]
+            await until(lambda: len(listener.lines) == len(listener.strangers) == 8)
+            for address, options in ((listener.address, {"key": keys / "alice.secret"}), (shm, {})):
+                async with symbiosis.connect(address, **options) as remote, remote.client() as client:
+                    await client.forward(input_ids=IDS)
+            monkeypatch.setattr(peer, "MAX_CONNECTIONS", 4)
+            async with symbiosis.connect(listener.address, key=keys / "alice.secret", retry=0) as remote:
+                assert await remote.status()
+        for one in silent:
+            one.socket.close()
+    cut = [record for record in caplog.records if record.getMessage() == "connection cut"]
+    assert 0 < len(cut) < 80, "such lines are limited in number"
