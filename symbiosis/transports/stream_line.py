@@ -40,7 +40,8 @@ class StreamLine(asyncio.BufferedProtocol):
         self._unsent = False
         """Whether more than the event loop's 64 KiB wait for the client to read."""
         self._said = 0
-        """Bytes of messages, apart from the tensors of results, sent since the client had last read everything."""
+        """Bytes of messages, apart from the tensors of results, sent since the client was last seen to have read
+        everything."""
         self._then: list[Callable[[], object]] = []
         """What to call when the client has read them."""
         self._moved = 0
@@ -166,8 +167,6 @@ class StreamLine(asyncio.BufferedProtocol):
         effect when the client is gone."""
         transport = self._transport
         if not self.peer.gone and not transport.is_closing():
-            if not transport.get_write_buffer_size():
-                self._said = 0
             for part in self._stream.encode(message, payload, parts):
                 self._moved += len(part)
                 transport.write(part)
@@ -176,7 +175,10 @@ class StreamLine(asyncio.BufferedProtocol):
     def _said_enough(self) -> bool:
         """Return whether the client leaves too much unread. If so, :meth:`resume_writing` is called when it has read
         everything."""
-        if self._said <= MOST_SAID or not self._transport.get_write_buffer_size():
+        if self._said <= MOST_SAID:
+            return False
+        if not self._transport.get_write_buffer_size():
+            self._said = 0
             return False
         if not self._unsent:
             self._transport.set_write_buffer_limits(0)  # calls pause_writing if anything waits
