@@ -22,6 +22,13 @@ from torch import nn
 
 from symbiosis.errors import PlaceholderError
 
+_owned = [0]
+
+
+def times_owned() -> int:
+    """Return how often a shared parameter of this process has become a tenant's own."""
+    return _owned[0]
+
 
 class SharedParameter(nn.Parameter):
     """A frozen parameter whose values are shared, or absent, until it is unfrozen or written to.
@@ -49,6 +56,7 @@ class SharedParameter(nn.Parameter):
         if fetch is not None:
             values = fetch() if self.is_placeholder else values_of(self).clone()
             self._fetch = None
+            _owned[0] += 1
             self.__class__ = SharedParameter  # no longer a placeholder of a layer
             self.data = values.to(device=self.device, dtype=self.dtype)
 

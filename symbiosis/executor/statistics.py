@@ -112,6 +112,10 @@ class Counters:
     layers: dict[Key, _Layer] = field(default_factory=dict)
     clients: dict[str, _ClientCounts] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
+    _tenants: tuple[str, ...] = ()
+    """Tenants of the latest joint walk."""
+    _each: _ClientCounts = field(default_factory=lambda: _ClientCounts())
+    """What was counted for each of them since."""
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
         """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests.
@@ -124,10 +128,11 @@ class Counters:
         self.rows += batch.rows
         layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
         for request in answered:
-            clients = request.tenants or (request.client,)
-            self.requests += len(clients)
-            for client in clients:
-                self._request(layer, client, request.rows // len(clients), started - request.arrived, size)
+            if request.tenants:
+                self._joint_request(layer, request, started - request.arrived, size)
+            else:
+                self.requests += 1
+                self._request(layer, request.client, request.rows, started - request.arrived, size)
 
     def _layer(self, key: Key, size: int, rows: int, reason: str, seconds: float) -> _Layer:
         self.run_s += seconds
@@ -151,6 +156,31 @@ class Counters:
         client.wait_s += wait
         client.companions += size
 
+    def _joint_request(self, layer: _Layer, request: Request, wait: float, size: int) -> None:
+        """Count a request of a joint walk for each of its tenants, but only once until the tenants change."""
+        tenants, count = request.tenants, len(request.tenants)
+        if tenants is not self._tenants:
+            self._share_out()
+            self._tenants = tenants
+        self.requests += count
+        layer.requests += count
+        layer.wait_s += wait * count
+        each = self._each
+        each.requests += 1
+        each.rows += request.rows // count
+        each.wait_s += wait
+        each.companions += size
+
+    def _share_out(self) -> None:
+        """Add what was counted for each tenant of the latest joint walk to the counts of these clients."""
+        each, self._each = self._each, _ClientCounts()
+        for name in self._tenants:
+            client = self._client(name)
+            client.requests += each.requests
+            client.rows += each.rows
+            client.wait_s += each.wait_s
+            client.companions += each.companions
+
     def walked(self, name: str, alone: str | None) -> None:
         """Count a token of a client: from a joint walk, or for a reason from a walk of its own."""
         client = self._client(name)
@@ -169,6 +199,7 @@ class Counters:
 
     def snapshot(self, names: list[str]) -> Statistics:
         """Return the statistics so far. ``names`` are those of the layer table."""
+        self._share_out()
         layers = {
             f"{group_name([names[index] for index in key.layers])} {pass_name(key)}": (
                 LayerStatistics(layer.requests, layer.batches, layer.members, layer.rows, layer.wait_s)

@@ -70,6 +70,8 @@ class Seat:
         """The place of its row in walks. Tenants are in the order of their first joint walks, as are stacks' slots."""
         self.decoding = False
         """Whether the running operation of the tenant has decoded a token."""
+        self._checked = False
+        """Whether the running operation has looked at the whole model."""
         self.version = 0
         """Changes with the reading."""
         self.slots: dict[str, Slot] = {}
@@ -103,7 +105,7 @@ class Seat:
 
     def rest(self) -> None:
         """Note that the tenant's operation has ended."""
-        self.decoding = False
+        self.decoding = self._checked = False
 
     def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for a call, from a joint walk or from the tenant's own."""
@@ -158,7 +160,8 @@ class Seat:
         if in_modes():
             return "a torch mode, such as autocast or a hook"
         reading = self._reading
-        if reading is None or not reading.is_current():
+        thorough, self._checked = not self._checked, True
+        if reading is None or not reading.is_current(thorough=thorough):
             if reading is None:
                 self.number = self._decoder.next_number()
             self._reading = reading = Reading(self._model, self._decoder.model, self._decoder.settings)

@@ -18,9 +18,15 @@ from peft.tuners.lora import layer as lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn.modules import module as global_hooks
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from symbiosis.client.joint.stacks import parameters_of
-from symbiosis.client.parameters import SharedParameter, values_of
+from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer, VirtModule
 
 _KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
@@ -49,8 +55,11 @@ class Reading:
         self._shared: list[SharedParameter] = []
         self._states: list[dict[str, Any]] = []
         """Attributes of all modules."""
+        self._dropouts: list[dict[str, Any]] = []
+        """Attributes of the modules that training mode changes."""
+        self._seen = _changes()
         self._contents: list[dict[str, Any]] = []
-        """Children and parameters of all modules, and the configuration."""
+        """Children and parameters of all modules."""
         self._hooks: list[Mapping[int, Any]] = []
         self.reason: str | None = None
         self._passing = False
@@ -62,7 +71,7 @@ class Reading:
             self._check_state()
         except _WalksAloneError as error:
             self.reason = str(error)
-        self._contents.append(vars(model.config))
+        self._config, self._settings = model.config, dict(vars(model.config))
         self._objects = list(chain.from_iterable(map(_values, self._contents)))
         self._ids = list(map(id, self._objects))
         self.note_pointers()
@@ -79,12 +88,18 @@ class Reading:
         """Take the present places of the parameters in memory for what was read."""
         self._pointers = [parameter.data_ptr() for parameter in self._parameters]
 
-    def is_current(self) -> bool:
-        """Return whether the model is still what was read."""
-        # These are a thousand comparisons for each token, hence without a loop in Python.
-        if list(map(id, chain.from_iterable(map(_values, self._contents)))) != self._ids:
-            return False
-        if self._passing or any(self._hooks) or any(map(_training, self._states)) or None in map(_fetch, self._shared):
+    def is_current(self, *, thorough: bool) -> bool:
+        """Return whether the model is still what was read.
+
+        A model has a thousand modules, and looking at each of them before each token would take 3 % of a round. So the
+        thorough check is left out while nothing was registered in this process: no hook, module or parameter.
+        """
+        changes = _changes()
+        if thorough or changes != self._seen:
+            if not self._has_same_parts():
+                return False
+            self._seen = changes
+        if self._passing or any(map(_training, self._dropouts)) or vars(self._config) != self._settings:
             return False
         for state, disabled, active in self._tuners:
             if state["_disable_adapters"] is not disabled or state["_active_adapter"] != active:
@@ -95,6 +110,11 @@ class Reading:
             if scalings[name] != value:
                 return False
         return list(map(torch.Tensor.data_ptr, self._parameters)) == self._pointers
+
+    def _has_same_parts(self) -> bool:
+        if list(map(id, chain.from_iterable(map(_values, self._contents)))) != self._ids:
+            return False
+        return not any(self._hooks) and not any(map(_training, self._states)) and None not in map(_fetch, self._shared)
 
     def _read(self, module: nn.Module, reference: nn.Module, name: str) -> None:
         """Compare a module with the one of the skeleton, and note the tuner layers in it."""
@@ -119,7 +139,10 @@ class Reading:
             raise _WalksAloneError(f"an adapter inside {name}, which is served whole")
 
     def _watch(self, module: nn.Module) -> None:
-        self._states.append(module.__dict__)
+        state = module.__dict__
+        self._states.append(state)
+        if any("dropout" in name and value for name, value in state.items()) or isinstance(module, _DropoutNd):
+            self._dropouts.append(state)
         self._contents += [module._modules, module._parameters]
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
 
@@ -180,6 +203,26 @@ class Reading:
             self._scalings.append((layer.scaling, adapter, layer.scaling[adapter]))
             self._parameters += parameters_of(layer, adapter)
         self.adapted[name] = layer, adapter
+
+
+class _Registrations:
+    """The number of modules and parameters that were registered in this process."""
+
+    count = 0
+
+    @classmethod
+    def note(cls, *_: object) -> None:
+        cls.count += 1
+
+
+register_module_module_registration_hook(_Registrations.note)
+register_module_parameter_registration_hook(_Registrations.note)
+
+
+def _changes() -> tuple[int, int, int]:
+    """Return numbers that change when a module, a parameter or a hook is registered, or a shared parameter becomes a
+    tenant's own."""
+    return _Registrations.count, RemovableHandle.next_id, times_owned()
 
 
 class _WalksAloneError(Exception):
