@@ -7,10 +7,11 @@ train, switch or disable its adapter, or add a hook, between two tokens.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from peft.tuners.ia3 import layer as ia3
@@ -139,6 +140,7 @@ class Reading:
             raise _WalksAloneError(f"an adapter inside {name}, which is served whole")
 
     def _watch(self, module: nn.Module) -> None:
+        _Registrations.read.add(module)
         state = module.__dict__
         self._states.append(state)
         if any("dropout" in name and value for name, value in state.items()) or isinstance(module, _DropoutNd):
@@ -206,13 +208,15 @@ class Reading:
 
 
 class _Registrations:
-    """The number of modules and parameters that were registered in this process."""
+    """The number of modules and parameters that were registered on modules of tenants that were read."""
 
     count = 0
+    read: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
     @classmethod
-    def note(cls, *_: object) -> None:
-        cls.count += 1
+    def note(cls, module: nn.Module, *_: object) -> None:
+        if module in cls.read:  # models also make new lists of their layers in each walk
+            cls.count += 1
 
 
 register_module_module_registration_hook(_Registrations.note)
