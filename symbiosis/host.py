@@ -23,7 +23,7 @@ from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.core.transport import Channel, Listener
 from symbiosis.errors import ExecutorClosedError, UsageError
-from symbiosis.executor.allocator import limit_products, return_freed
+from symbiosis.executor.allocator import return_freed
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.service import ExecutorService
@@ -105,7 +105,6 @@ class Executor:
             raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
-        limit_products()  # before the first product
         policy = make_policy(policy)
         split = SplitModel(model, base_layers)
         self.engine = Engine(split.layers, split.device, policy, max_rows)

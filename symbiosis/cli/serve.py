@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json as json_module
+import os
 import signal
 from contextlib import AsyncExitStack
 from dataclasses import fields
@@ -21,6 +22,10 @@ from symbiosis.core.registry import make_policy, make_transport
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
+
+PRODUCTS = 128
+"""Products whose code oneDNN keeps. A product is one layer's shape, one pass and one number of rows
+(docs/decisions/0025-kept-products.md)."""
 
 
 class LogFormat(StrEnum):
@@ -104,6 +109,7 @@ def serve(
     if any(address.startswith("shm://") for address in listen):
         wait_passively()
     allow_descriptors()
+    limit_products()
     make_policy(policy)
     limits = {"limits": _limits(limit or [])}
     network: dict[str, Any] = {**limits, "keys": keys, "insecure": insecure}
@@ -130,6 +136,16 @@ def serve(
 
 
 MAX_LIMIT = 1 << 40
+
+
+def limit_products() -> None:
+    """Limit the products whose code torch and oneDNN keep, unless the user has set a limit.
+
+    Both read these variables at the process's first product in bf16 or fp16. By default they keep 1,024, and clients
+    choose how many there are: each number of rows makes new ones.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(PRODUCTS))
 
 
 def _limits(given: list[str]) -> Any:

@@ -12,8 +12,8 @@ Here a request is for one layer, and between two layers a tenant has none queued
 behind would lose its claim to more service at each layer.
 
 A request of a joint walk has rows of several tenants. It is admitted when the one that was served least would be, so
-that it does not wait for the others, and each tenant is charged for its own rows. A tenant that is more than
-``quantum`` ahead is not let into the next joint walk. So a joint walk may put a tenant ahead by the tokens of its
+that it does not wait for the others, and each tenant is charged for its own rows. A tenant whose counter is more than
+``quantum`` above V is not let into the next joint walk. So a joint walk may put a tenant ahead by the tokens of its
 clients in that walk, in addition to the bound.
 
 *Bound.* An admitted tenant is at most ``quantum`` above the least counter. So no tenant with a queued request is below
@@ -188,8 +188,8 @@ class Fair(Admission):
         return math.inf
 
     def may_join(self, client: str, now: float) -> bool:
-        tenant, least = self._of.get(client), self._queued.least(lambda tenant: tenant.queued)
-        is_ahead = tenant is not None and least is not None and tenant.counter > least.counter + self.quantum
+        tenant = self._of.get(client)
+        is_ahead = tenant is not None and tenant.counter > self._reached + self.quantum
         return not is_ahead and super().may_join(client, now)
 
     def drop(self, request: Request) -> None:

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.cli.serve import PRODUCTS
 from symbiosis.core.budget import CONNECTION_BYTES
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
@@ -89,7 +90,7 @@ def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path,
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_calls_of_many_numbers_of_rows_leave_little_behind(scheme: str, tmp_path: Path) -> None:
-    """In bf16, oneDNN makes new code for each number of rows."""
+    """In bf16, oneDNN makes new code for each number of rows: for 960 products here, of about 1 MiB each."""
     checkpoint = save_model(tmp_path / "model", hidden_size=256)
     address = f"shm://{tmp_path}/s.sock" if scheme == "shm" else f"tcp://127.0.0.1:{free_port()}"
     with Service(checkpoint, address, "--dtype", "bfloat16", log=tmp_path / "service.log") as service:
@@ -101,7 +102,7 @@ def test_calls_of_many_numbers_of_rows_leave_little_behind(scheme: str, tmp_path
                 channel.call(Call(Key((layer.layer,), Pass.BACKWARD), Kind.FINETUNE, (bf16(rows, layer.out_features),)))
         growth = memory(service.pid, "VmHWM") - before
         channel.close()
-    assert growth < 128 << 20
+    assert growth < 2 * PRODUCTS << 20
 
 
 def bf16(*shape: int) -> torch.Tensor:

@@ -318,14 +318,16 @@ class JointDecoder:
             seat_adapters(self._layers, [])
 
     def meets_others(self, seat: Seat) -> bool:
-        """Note that a tenant decodes. Return whether others do, too."""
+        """Note that a tenant decodes. Return whether others may do so at the same time.
+
+        The joint model is made when two tenants first do. From then on a tenant that is not the only one gives the
+        others a turn of the event loop to arrive, which takes far less than a token.
+        """
         seat.decoding = True
-        if not any(other.decoding for other in self._seats if other is not seat):
-            return False
-        if not self._opened:
+        if not self._opened and any(other.decoding for other in self._seats if other is not seat):
             self._opened = True
             self._task = asyncio.get_running_loop().create_task(self._open())
-        return True
+        return self._opened and len(self._seats) > 1
 
     # The turn of tokens
 

@@ -1,4 +1,4 @@
-"""Limits of what libraries keep in memory."""
+"""The limit of what oneDNN keeps in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from symbiosis.executor.allocator import PRODUCTS, limit_products
+from symbiosis.cli.serve import PRODUCTS, limit_products
 
 
 def test_a_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
