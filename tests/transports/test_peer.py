@@ -146,6 +146,9 @@ class Ends:
     def close(self) -> None:
         self.closed = True
 
+    def when_ended(self, then: Callable[[], object]) -> None:
+        then()
+
 
 def matrices(admitted: Admitted) -> tuple[torch.Tensor, ...]:
     return (torch.zeros(admitted.message.rows, 4),)
@@ -164,7 +167,7 @@ def a_peer(
 ) -> tuple[Peer, Ends, Service]:
     service, ends = service or Service(), Ends(late)
     peer: Any = Peer(service, limits, ends, ends)  # type: ignore[arg-type]
-    assert peer.account.open()
+    assert peer.account.open("a test")
     peer.identified(tenant)
     if join:
         peer.received(wire.pack_hello(Hello("job")))

@@ -12,6 +12,7 @@ Legend: N rows, one of each tenant; i in_features; o out_features; r rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,8 @@ class RowAdapters:
         if len(self._groups) == 1 and first.is_whole:
             added = first.product(rows)
         else:
-            added = rows.new_zeros(self._count, 1, y.shape[-1])
+            dtype = functools.reduce(torch.promote_types, [group.dtype for group in self._groups])
+            added = rows.new_zeros(self._count, 1, y.shape[-1], dtype=dtype)
             for group in self._groups:
                 group.add_to(added, rows if group.dtype is rows.dtype else x.to(group.dtype).view_as(rows))
         return (y + added.view(y.shape)).to(y.dtype)

@@ -47,6 +47,8 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.inner = inner
         self.errors: dict[int, Exception] = {}
         """Errors of single rows."""
+        self.was_updated = False
+        """Whether the walk has changed the tenants' caches."""
         self._kept: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
         """Keys and values of all tenants, by the id of the new keys that the model has in hand."""
         self._masked_layer = 0
@@ -56,6 +58,7 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the new keys and values [N, H, 1, D] to the tenants' caches, and return them as they are."""
+        self.was_updated = True
         found, count = [], len(self.caches)
         rows = zip(self.caches, key_states.chunk(count), value_states.chunk(count), strict=True)
         for row, (cache, key, value) in enumerate(rows):

@@ -31,7 +31,7 @@ from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
-from symbiosis.errors import ClientClosedError, UsageError
+from symbiosis.errors import ClientClosedError, SymbiosisError, UsageError
 from symbiosis.modes import in_modes
 
 
@@ -168,7 +168,7 @@ class Seat:
             self.version += 1
             if self._decoder.stacks is not None:
                 self.slots = self._decoder.stacks.place(self.slots, {} if reading.reason else reading.lora())
-                reading.note_pointers()
+                reading.note_places()
         if reading.reason is not None:
             return reading.reason
         if ids.device != self._decoder.device:
@@ -389,8 +389,16 @@ class JointDecoder:
         try:
             outputs = await run_in_fiber(self._stream, channel, self._walk, steps, cache)
         except BaseException as error:
+            # One tenant's token or position may have been wrong. In walks of their own, only this tenant sees it.
+            apart = not cache.was_updated and not isinstance(error, SymbiosisError) and isinstance(error, Exception)
             for step in steps:
-                if not step.reply.done():
+                if step.reply.done():
+                    continue
+                if apart:
+                    self.token_began()
+                    step.alone = True
+                    step.reply.set_result(None)
+                else:
                     step.reply.set_exception(_copy(error))
             if not isinstance(error, Exception):
                 raise

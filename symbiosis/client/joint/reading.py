@@ -8,6 +8,7 @@ train, switch or disable its adapter, or add a hook, between two tokens.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -21,15 +22,18 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
 from torch.utils.hooks import RemovableHandle
 
-from symbiosis.client.joint.stacks import parameters_of
+from symbiosis.client.joint.stacks import can_be_moved, parameters_of
 from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer, VirtModule
 
+_OURS = {"training", "may_have_siblings"}
+"""Attributes that differ between a tenant's skeleton and the joint one."""
 _KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
 
 
@@ -49,9 +53,12 @@ class Reading:
 
     def __init__(self, model: Any, reference: nn.Module, settings: Mapping[str, Any]) -> None:
         self.adapted: dict[str, tuple[Any, str]] = {}
-        self._scalings: list[tuple[Mapping[str, float], str, float]] = []
-        self._parameters: list[torch.Tensor] = []
-        """Parameters of the active LoRA layers."""
+        self._scalings: list[tuple[dict[str, Any], str, float]] = []
+        self._parameters: list[dict[str, Any]] = []
+        """Dictionaries with the weights of the active LoRA layers."""
+        self._buffers: list[torch.Tensor] = []
+        self._pairs: list[tuple[nn.Module, nn.Module]] = []
+        """Modules that are not of an adapter, and those of the skeleton."""
         self._tuners: list[tuple[dict[str, Any], bool, Any]] = []
         self._shared: list[SharedParameter] = []
         self._states: list[dict[str, Any]] = []
@@ -75,19 +82,26 @@ class Reading:
         self._config, self._settings = model.config, dict(vars(model.config))
         self._objects = list(chain.from_iterable(map(_values, self._contents)))
         self._ids = list(map(id, self._objects))
-        self.note_pointers()
+        self._versions = [buffer._version for buffer in self._buffers]
+        self.note_places()
 
     def lora(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """Return A and B of the active LoRA layers, by the name of the module that they wrap."""
-        return {
+        """Return A and B of the active LoRA layers that may be moved, by the name of the module that they wrap."""
+        found = {
             name: parameters_of(layer, adapter)
             for name, (layer, adapter) in self.adapted.items()
             if isinstance(layer, lora.Linear)
         }
+        uses = Counter(id(parameter) for pair in found.values() for parameter in pair)
+        return {
+            name: pair
+            for name, pair in found.items()
+            if all(can_be_moved(parameter) and uses[id(parameter)] == 1 for parameter in pair)
+        }
 
-    def note_pointers(self) -> None:
+    def note_places(self) -> None:
         """Take the present places of the parameters in memory for what was read."""
-        self._pointers = [parameter.data_ptr() for parameter in self._parameters]
+        self._places = list(map(_place, self._parameters))
 
     def is_current(self, *, thorough: bool) -> bool:
         """Return whether the model is still what was read.
@@ -107,15 +121,19 @@ class Reading:
                 return False
             if state["merged_adapters"]:
                 return False
-        for scalings, name, value in self._scalings:
-            if scalings[name] != value:
+        for state, name, value in self._scalings:
+            if state["scaling"].get(name) != value:
                 return False
-        return list(map(torch.Tensor.data_ptr, self._parameters)) == self._pointers
+        if [buffer._version for buffer in self._buffers] != self._versions:
+            return False
+        return list(map(_place, self._parameters)) == self._places
 
     def _has_same_parts(self) -> bool:
         if list(map(id, chain.from_iterable(map(_values, self._contents)))) != self._ids:
             return False
-        return not any(self._hooks) and not any(map(_training, self._states)) and None not in map(_fetch, self._shared)
+        if any(self._hooks) or any(map(_training, self._states)) or None in map(_fetch, self._shared):
+            return False
+        return all(_attributes(module) == _attributes(other) for module, other in self._pairs)
 
     def _read(self, module: nn.Module, reference: nn.Module, name: str) -> None:
         """Compare a module with the one of the skeleton, and note the tuner layers in it."""
@@ -126,10 +144,13 @@ class Reading:
             self._read(module.base_layer, reference, name)
             return
         self._watch(module)
+        self._pairs.append((module, reference))
         if name and not _alike(type(module), type(reference)):
             raise _WalksAloneError(f"{type(module).__name__} in place of {type(reference).__name__} at {name}")
         if module._modules.keys() != reference._modules.keys():
             raise _WalksAloneError(f"other modules in {name or type(module).__name__}")
+        if _attributes(module) != _attributes(reference):
+            raise _WalksAloneError(f"other attributes of {name or type(module).__name__}")
         self._read_parameters(name, module, reference)
         before = len(self._tuners)
         for leaf, child in module._modules.items():
@@ -145,7 +166,7 @@ class Reading:
         self._states.append(state)
         if any("dropout" in name and value for name, value in state.items()) or isinstance(module, _DropoutNd):
             self._dropouts.append(state)
-        self._contents += [module._modules, module._parameters]
+        self._contents += [module._modules, module._parameters, module._buffers]
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
 
     def _check_state(self) -> None:
@@ -171,6 +192,8 @@ class Reading:
             theirs = other._buffers.get(leaf)
             if buffer is not None and (theirs is None or not torch.equal(buffer, theirs)):
                 raise _WalksAloneError(f"a {leaf} of its own at {name}")
+            if buffer is not None:
+                self._buffers.append(buffer)
 
     def _read_tuner(self, name: str, layer: Any) -> None:
         state = layer.__dict__
@@ -197,13 +220,16 @@ class Reading:
                 parts: list[Any] = [layer.lora_A[adapter], layer.lora_B[adapter]]
                 if any(type(part) is not nn.Linear or part.bias is not None for part in parts):
                     raise _WalksAloneError("LoRA with other layers or a bias")
+                a, b = parameters_of(layer, adapter)
+                if a.dtype is not b.dtype or a.device != b.device or a.shape[:1] != b.shape[1:]:
+                    raise _WalksAloneError("LoRA whose A and B do not fit")
             if not getattr(layer, "cast_input_dtype_enabled", True):
                 raise _WalksAloneError("LoRA without casts")
         if not isinstance(layer, lora.Embedding) and (not isinstance(base, VirtLayer) or isinstance(base, VirtModule)):
             raise _WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
         if isinstance(layer, lora.Linear):
-            self._scalings.append((layer.scaling, adapter, layer.scaling[adapter]))
-            self._parameters += parameters_of(layer, adapter)
+            self._scalings.append((state, adapter, layer.scaling[adapter]))
+            self._parameters += [layer.lora_A[adapter]._parameters, layer.lora_B[adapter]._parameters]
         self.adapted[name] = layer, adapter
 
 
@@ -221,6 +247,7 @@ class _Registrations:
 
 register_module_module_registration_hook(_Registrations.note)
 register_module_parameter_registration_hook(_Registrations.note)
+register_module_buffer_registration_hook(_Registrations.note)
 
 
 def _changes() -> tuple[int, int, int]:
@@ -231,6 +258,21 @@ def _changes() -> tuple[int, int, int]:
 
 class _WalksAloneError(Exception):
     """A tenant's model is not one that can be walked jointly; the text says what it has."""
+
+
+def _place(parameters: dict[str, Any]) -> tuple[Any, ...]:
+    """Return which parameter this is and where it lies."""
+    weight = parameters["weight"]
+    return id(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers and names among a module's attributes, and its forward if the instance has its own."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if (isinstance(value, (int, float, str)) and name not in _OURS) or name == "forward"
+    }
 
 
 def _alike(one: type[Any], reference: type[Any]) -> bool:

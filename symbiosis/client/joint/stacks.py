@@ -47,7 +47,10 @@ class Stack:
 
     def fits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         mine = self._a.all
-        return bool(self.free) and self._a.shape == a.shape and self._b.shape == b.shape and mine.dtype is a.dtype
+        return bool(self.free) and self.has_shapes(a, b) and mine.dtype is a.dtype and mine.device == a.device
+
+    def has_shapes(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return self._a.shape == a.shape and self._b.shape == b.shape
 
     def take(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> Slot:
         """Move the parameters of a tenant into a free slot."""
@@ -76,7 +79,9 @@ class Slot(NamedTuple):
 
     def holds(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Return whether these are the parameters in this slot."""
-        return a is self.a and b is self.b and a.data_ptr() == self.a_pointer and b.data_ptr() == self.b_pointer
+        if a is not self.a or b is not self.b or not self.stack.has_shapes(a, b):
+            return False
+        return a.data_ptr() == self.a_pointer and b.data_ptr() == self.b_pointer
 
     def give_back(self) -> None:
         """Give the tenant its parameters back, as tensors of its own."""
@@ -150,8 +155,14 @@ class Group:
         return z.index_select(0, self._slots).mul_(self._scaling)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
-        """Write the product to its rows of ``total`` [N, 1, o]."""
-        total.index_copy_(0, self._rows, self.product(x))
+        """Write the product to its rows of ``total`` [N, 1, o], whose precision is at least that of the product."""
+        total.index_copy_(0, self._rows, self.product(x).to(total.dtype))
+
+
+def can_be_moved(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has a storage of its own. Otherwise something else of the tenant's, such as the flat
+    buffer of an optimizer, shares its memory."""
+    return parameter.is_contiguous() and parameter.untyped_storage().nbytes() < parameter.nbytes + _ALIGNED
 
 
 def parameters_of(layer: Any, name: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
