@@ -596,3 +596,82 @@ def test_the_name_of_joint_walks_is_nobody_elses() -> None:
         executor.service.check_name(JOINT)
     with pytest.raises(UsageError, match="joint is 'yes'"):
         Executor(model_of("llama"), joint="yes")
+
+
+async def test_a_wrong_token_of_one_tenant_fails_that_tenant_alone() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+
+    def decode(model: Any) -> None:
+        cache = model(input_ids=text(4), use_cache=True).past_key_values
+        for token in (5, 6, 1_000_000):
+            model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+
+    async with some_clients(3, base) as (executor, clients):
+        bad = asyncio.ensure_future(clients[1].run(torch.no_grad()(decode), clients[1].model))
+        outs = await asyncio.gather(generate(clients[0]), bad, generate(clients[2]), return_exceptions=True)
+        assert isinstance(outs[1], IndexError)
+        assert executor.statistics().clients[clients[1].name].joint >= 1
+    assert_equal(outs[0], expected_of(plain_base, 0))
+    assert_equal(outs[2], expected_of(plain_base, 2))
+
+
+def _rescale(model: Any) -> None:
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.scaling = {name: 3 * value for name, value in layer.scaling.items()}
+
+
+def _crop(model: Any) -> None:
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_A.default.weight.data = layer.lora_A.default.weight.data[:2]
+    layer.lora_B.default.weight.data = layer.lora_B.default.weight.data[:, :2].contiguous()
+
+
+def _share(model: Any) -> None:
+    first, second = [model.base_model.model.model.layers[n].self_attn.q_proj for n in (0, 1)]
+    second.lora_A.default.weight = first.lora_A.default.weight
+    first.lora_A.default.weight.data.mul_(2)
+
+
+def _flatten(model: Any) -> None:
+    weights = [p for p in model.parameters() if p.requires_grad]
+    flat = torch.cat([p.data.flatten() for p in weights])
+    for p, part in zip(weights, flat.split([p.numel() for p in weights]), strict=True):
+        p.data = part.view(p.shape)
+    model.flat = flat
+
+
+def _half(model: Any) -> None:
+    for p in model.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(torch.bfloat16)
+
+
+def _frequencies(model: Any) -> None:
+    model.base_model.model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def _epsilon(model: Any) -> None:
+    model.base_model.model.model.norm.variance_epsilon = 0.5
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("change", [_rescale, _crop, _share, _flatten, _half, _frequencies, _epsilon])
+async def test_what_a_tenant_does_to_its_own_model_takes_effect(change: Callable[[Any], None], mode: str) -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with some_clients(3, base, joint=mode) as (_, clients):
+        change(clients[1].model)
+        outs = await asyncio.gather(*map(generate, clients))
+        if change is _flatten:
+            clients[1].model.flat.mul_(1.5)
+            again = await asyncio.gather(*map(generate, clients))
+    model = plain(plain_base, lora(), 1)
+    change(model)
+    options = {"input_ids": text(6, 6), "max_new_tokens": 12, **OPTIONS}
+    assert_equal(outs[1], model.generate(**options), tolerance=0.02 if change is _half else LOGITS)
+    if change is _flatten:
+        model.flat.mul_(1.5)
+        assert_equal(again[1], model.generate(**options))
+    assert_equal(outs[0], expected_of(plain_base, 0))
+    assert_equal(outs[2], expected_of(plain_base, 2))
