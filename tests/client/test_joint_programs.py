@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from symbiosis import Client, Executor
 from symbiosis.testing import tiny_model
-from tests.helpers import LOGITS, ia3, lora, prefix
+from tests.helpers import LOGITS, examples, ia3, lora, prefix
 
 KINDS = [lora(r=2, lora_dropout=0.0), lora(r=4, lora_dropout=0.0), None, ia3(), prefix()]
 BASE = tiny_model("llama", max_position_embeddings=256)
@@ -68,6 +68,8 @@ def program(model: Any, acts: list[Act]) -> Generator[tuple[str, Any], Any, list
     last: Any = None
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=0.02) if trainable else None
+    prompt_learning = getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False)
+    """Whether PEFT raises RuntimeError when a text goes on from a cache, in plain models too."""
     for act, one, two in acts:
         options: dict[str, Any] = {
             "input_ids": text(one + 1),
@@ -85,7 +87,7 @@ def program(model: Any, acts: list[Act]) -> Generator[tuple[str, Any], Any, list
                 yield "train", (optimizer, {"input_ids": text(one + 2), "labels": text(one + 2)})
         elif act == "stop":
             yield "stop", (options, one)
-        elif act == "go on" and last is not None:
+        elif act == "go on" and last is not None and not prompt_learning:
             options |= {"input_ids": last.sequences, "past_key_values": last.past_key_values}
             last = yield "write", options
             found += last.logits
@@ -161,7 +163,7 @@ async def _meet(executor: Executor) -> None:
 
 
 @pytest.mark.hypothesis
-@settings(max_examples=15)  # 60 examples did not end within 75 s on 2 cores, for a reason that is not known yet
+@settings(max_examples=examples(60))
 @given(
     programs, st.sampled_from(["exact", "fast"]), st.sampled_from(["opportunistic", "lockstep", "co-serving", "fair"])
 )
@@ -171,9 +173,13 @@ def test_whatever_tenants_do_at_once_each_gets_what_it_would_get_by_itself(
     async def run() -> list[list[torch.Tensor]]:
         async with Executor(copy.deepcopy(BASE), joint=mode, policy=policy) as executor:
             await _meet(executor)
-            clients = [await executor.client(KINDS[kind], seed=seed).open() for seed, (kind, _) in enumerate(programs)]
-            work = zip(clients, programs, strict=True)
-            return await asyncio.gather(*(as_tenant(client, acts) for client, (_, acts) in work))
+            async with contextlib.AsyncExitStack() as stack:
+                clients = [
+                    await stack.enter_async_context(executor.client(KINDS[kind], seed=seed))
+                    for seed, (kind, _) in enumerate(programs)
+                ]
+                work = zip(clients, programs, strict=True)
+                return await asyncio.gather(*(as_tenant(client, acts) for client, (_, acts) in work))
 
     got = asyncio.run(run())
     for seed, ((kind, acts), logits) in enumerate(zip(programs, got, strict=True)):
