@@ -12,19 +12,17 @@ tenants.
 from __future__ import annotations
 
 import asyncio
-import copy
-import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
-from symbiosis.client.joint.adapters import make_joint, seat_adapters
-from symbiosis.client.joint.attention import INNER, NAME, JointCache, Walk, structure, walk
+from symbiosis.client.joint.attention import JointCache, JointError, structure
+from symbiosis.client.joint.entry import Inputs, enter, leave, not_plain, one_token
+from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
 from symbiosis.client.joint.stacks import Slot, Stacks, give_back
 from symbiosis.client.requester import Requester
@@ -35,30 +33,19 @@ from symbiosis.errors import ClientClosedError, SymbiosisError, UsageError
 from symbiosis.modes import in_modes
 
 
+@dataclass(slots=True, eq=False)
 class _Step:
     """One tenant's next token, on its way into a walk."""
 
-    __slots__ = ("alone", "attention", "cache", "ids", "position", "reply", "seat", "structure")
-
-    def __init__(
-        self,
-        seat: Seat,
-        ids: torch.Tensor,
-        position: torch.Tensor,
-        attention: torch.Tensor | None,
-        cache: Any,
-        structure: tuple[Any, ...],
-        reply: asyncio.Future[Any],
-    ) -> None:
-        self.seat = seat
-        self.ids = ids
-        self.position = position
-        self.attention = attention
-        self.cache = cache
-        self.structure = structure
-        self.reply = reply
-        self.alone = False
-        """Whether the tenant is to walk its own model, and to report the end of the token."""
+    seat: Seat
+    ids: torch.Tensor
+    position: torch.Tensor
+    attention: torch.Tensor | None
+    cache: Any
+    structure: tuple[Any, ...]
+    reply: asyncio.Future[Any]
+    alone: bool = False
+    """Whether the tenant is to walk its own model, and to report the end of the token."""
 
 
 class Seat:
@@ -92,7 +79,7 @@ class Seat:
 
     def leave(self, error: BaseException) -> None:
         """Have the tenant walk alone from now on. If it waits, its wait ends with ``error``."""
-        self._model.__dict__.pop(_SEAT, None)
+        leave(self._model)
         self._decoder.unseat(self)
         step = self._step
         if step is not None and not step.reply.done():
@@ -110,13 +97,16 @@ class Seat:
     def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the model's output for a call, from a joint walk or from the tenant's own."""
         decoder = self._decoder
-        inputs = _one_token(self._model, args, kwargs)
+        inputs = one_token(self._model, args, kwargs)
         if inputs is None or current_fiber() is None:
             return walk_alone(*args, **kwargs)
         if not decoder.meets_others(self):
             decoder.walked(self.name, "no other client decodes")
-            with decoder.token_under_way():
+            decoder.token_began()
+            try:
                 return walk_alone(*args, **kwargs)
+            finally:
+                decoder.token_ended()
         step = self._prepare(inputs, kwargs)
         if isinstance(step, str):
             decoder.walked(self.name, step)
@@ -144,13 +134,13 @@ class Seat:
         finally:
             self._step = None
 
-    def _prepare(self, inputs: _Inputs, kwargs: dict[str, Any]) -> _Step | str:
+    def _prepare(self, inputs: Inputs, kwargs: dict[str, Any]) -> _Step | str:
         """Return the step for a call, or why it walks alone."""
         ids, cache = inputs
         layers = structure(cache)
         if isinstance(layers, str):
             return layers
-        reason = self._decoder.refusal or _not_plain(kwargs)
+        reason = self._decoder.refusal or not_plain(kwargs)
         if reason is not None:
             return reason
         if ids.shape[0] != 1:
@@ -164,7 +154,9 @@ class Seat:
         if reading is None or not reading.is_current(thorough=thorough):
             if reading is None:
                 self.number = self._decoder.next_number()
-            self._reading = reading = Reading(self._model, self._decoder.model, self._decoder.settings)
+            joint = self._decoder.model
+            assert joint is not None
+            self._reading = reading = Reading(self._model, joint.module, joint.settings)
             self.version += 1
             if self._decoder.stacks is not None:
                 self.slots = self._decoder.stacks.place(self.slots, {} if reading.reason else reading.lora())
@@ -182,68 +174,6 @@ class Seat:
             return "positions of another shape"
         loop = asyncio.get_running_loop()
         return _Step(self, ids, position, attention, cache, layers, loop.create_future())
-
-
-class _Inputs(NamedTuple):
-    ids: torch.Tensor
-    cache: Any
-
-
-def _one_token(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Inputs | None:
-    """Return token and cache of a call that decodes one token of each sequence; None for any other call."""
-    ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
-    if args or ids is None or cache is None or torch.is_grad_enabled() or model.training:
-        return None
-    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
-        return None
-    return _Inputs(ids, cache)
-
-
-_SEAT = "_symbiosis_seat"
-"""Attribute of a tenant's model."""
-_USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
-
-
-def _not_plain(kwargs: dict[str, Any]) -> str | None:
-    """Return which argument keeps a call from being walked jointly, or None."""
-    for name, value in kwargs.items():
-        if name in _USED or value is None or value is False:
-            continue
-        if value is True and name in ("use_cache", "return_dict"):
-            continue
-        if name == "logits_to_keep" and type(value) is int and 0 <= value <= 1:
-            continue
-        return f"the argument {name}"
-    attention = kwargs.get("attention_mask")
-    if attention is not None and not (isinstance(attention, torch.Tensor) and attention.ndim == 2):
-        return "the argument attention_mask"
-    if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
-        return "the argument use_cache or return_dict"
-    return None
-
-
-@functools.cache
-def _with_seat(cls: type[Any]) -> type[Any]:
-    """Return a model class whose forward asks the seat of the instance first."""
-    own_forward = cls.forward
-
-    @functools.wraps(own_forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seat = self.__dict__.get(_SEAT)
-        if seat is None or torch.compiler.is_compiling():
-            return own_forward(self, *args, **kwargs)
-        return seat.forward(functools.partial(own_forward, self), args, kwargs)
-
-    def reduce(self: Any, protocol: Any) -> Any:
-        """Copy the model as one of its own class, which has no seat."""
-        return _new, (cls,), *super(cls, self).__reduce_ex__(protocol)[2:]
-
-    members = {"forward": forward, "__reduce_ex__": reduce}
-    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
-
-
-def _new(cls: Any) -> Any:
-    return cls.__new__(cls)
 
 
 class JointDecoder:
@@ -274,11 +204,8 @@ class JointDecoder:
         self.stacks = None if exact else Stacks()
         self._seats: set[Seat] = set()
         self._numbers = 0
-        self._model: Any = None
-        self.settings: dict[str, Any] = {}
-        """Configuration of the base model."""
-        self._layers: dict[str, Any] = {}
-        self._inner = ""
+        self.model: JointModel | None = None
+        """None while :attr:`refusal` says why."""
         self._requester = Requester()
         self._stream: RandomStream | None = None
         self._waiting: list[_Step] = []
@@ -293,10 +220,6 @@ class JointDecoder:
         """Seats and versions of the readings whose adapters the joint model has."""
         self._opened = False
 
-    @property
-    def model(self) -> Any:
-        return self._model
-
     def next_number(self) -> int:
         self._numbers += 1
         return self._numbers
@@ -304,9 +227,7 @@ class JointDecoder:
     def seat(self, name: str, model: Any) -> Seat:
         """Give a tenant's skeleton a seat."""
         seat = Seat(self, name, model)
-        cls: Any = type(model)
-        model.__class__ = _with_seat(cls)
-        model.__dict__[_SEAT] = seat
+        enter(model, seat)
         self._seats.add(seat)
         return seat
 
@@ -314,8 +235,8 @@ class JointDecoder:
         """Forget a seat."""
         self._seats.discard(seat)
         self._seated = ()
-        if not self._walking:
-            seat_adapters(self._layers, [])
+        if not self._walking and self.model is not None:
+            self.model.seat([])
 
     def meets_others(self, seat: Seat) -> bool:
         """Note that a tenant decodes. Return whether others may do so at the same time.
@@ -330,9 +251,6 @@ class JointDecoder:
         return self._opened and len(self._seats) > 1
 
     # The turn of tokens
-
-    def token_under_way(self) -> _UnderWay:
-        return _UnderWay(self)
 
     def token_began(self) -> None:
         self._under_way += 1
@@ -376,10 +294,11 @@ class JointDecoder:
             self.token_began()
             steps.sort(key=lambda step: step.seat.number)
             self._walking = steps
-            self._cache = cache = JointCache([step.cache for step in steps], self._inner)
-            self._task = asyncio.get_running_loop().create_task(self._run(steps, cache))
+            assert self.model is not None
+            self._cache = cache = self.model.cache([step.cache for step in steps])
+            self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps, cache))
 
-    async def _run(self, steps: Sequence[_Step], cache: JointCache) -> None:
+    async def _run(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> None:
         """Walk the model for several tenants, and give each its output."""
         assert self._stream is not None
         channel = self.channel
@@ -387,7 +306,7 @@ class JointDecoder:
         self._requester.tenants = tuple([step.seat.name for step in steps])
         channel.begin_walk()
         try:
-            outputs = await run_in_fiber(self._stream, channel, self._walk, steps, cache)
+            outputs = await run_in_fiber(self._stream, channel, self._walk, model, steps, cache)
         except BaseException as error:
             # One tenant's token or position may have been wrong. In walks of their own, only this tenant sees it.
             apart = not cache.was_updated and not isinstance(error, SymbiosisError) and isinstance(error, Exception)
@@ -413,19 +332,19 @@ class JointDecoder:
         finally:
             self._walking, self._cache = (), None
             if not self._seated:  # a tenant has left meanwhile
-                seat_adapters(self._layers, [])
+                model.seat([])
             self._requester.forget()
             channel.end_walk()
             self.token_ended()
 
     @torch.no_grad()
-    def _walk(self, steps: Sequence[_Step], cache: JointCache) -> list[Any]:
+    def _walk(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> list[Any]:
         """Return each tenant's output, or its error."""
         seated = tuple([(step.seat, step.seat.version) for step in steps])
         if seated != self._seated:
-            seat_adapters(self._layers, [(step.seat.reading.adapted, step.seat.slots) for step in steps])
+            model.seat([(step.seat.reading.adapted, step.seat.slots) for step in steps])
             self._seated = seated
-        output = self._forward(
+        output = model.forward(
             cache,
             [step.attention for step in steps],
             torch.cat([step.ids for step in steps]),
@@ -437,16 +356,6 @@ class JointDecoder:
             for row, step in enumerate(steps)
         ]
 
-    def _forward(
-        self, cache: JointCache, attention: Sequence[torch.Tensor | None], ids: torch.Tensor, positions: torch.Tensor
-    ) -> Any:
-        """Return the joint model's output for tokens [N, 1] at positions [N, 1]."""
-        token = walk.set(Walk(cache, attention))
-        try:
-            return self._model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
-        finally:
-            walk.reset(token)
-
     # Opening and closing
 
     async def _open(self) -> None:
@@ -456,53 +365,20 @@ class JointDecoder:
             self.device = channel.device
             self._stream = RandomStream(channel.device)
             self._requester.open(channel, LoopWaiter(ClientThread("joint", lambda: False)))
-            model: Any = skeleton_for(channel, self._requester).eval()
-            refusal = _cannot_be_joint(model)
-            if refusal is None:
-                self._inner = model.config._attn_implementation
-                self.settings = model.config.to_dict()
-                self._layers = make_joint(model)
-                self._model = model
-                channel.begin_walk()
-                try:
-                    refusal = await run_in_fiber(self._stream, channel, self._try)
-                finally:
-                    self._requester.forget()
-                    channel.end_walk()
-            self.refusal = refusal
+            model = JointModel(skeleton_for(channel, self._requester).eval())
+            channel.begin_walk()
+            try:
+                await run_in_fiber(self._stream, channel, model.check, channel.device)
+            finally:
+                self._requester.forget()
+                channel.end_walk()
+            self.model, self.refusal = model, None
+        except JointError as error:
+            self.refusal = str(error)
         except Exception as error:  # noqa: BLE001 (tenants walk alone then)
             self.refusal = f"a joint walk failed: {type(error).__name__}: {error}"
         finally:
             self._task = None
-
-    @torch.no_grad()
-    def _try(self) -> str | None:
-        """Walk two short texts of different lengths, each by itself and both jointly. Return why tenants cannot be
-        walked jointly, or None. Code that lets one row depend on another, or on the cache's length, shows here."""
-        model, vocabulary = self._model, self._model.config.get_text_config().vocab_size
-        texts = [torch.arange(length, device=self.device)[None] * 7 % vocabulary for length in (4, 6)]
-        token = torch.full((1, 1), 1, device=self.device)
-        alone, caches = [], []
-        for text in texts:
-            cache = model(input_ids=text, use_cache=True).past_key_values
-            if isinstance(reason := structure(cache), str):
-                return reason
-            caches.append(copy.deepcopy(cache))
-            output = model(input_ids=token, past_key_values=cache, use_cache=True)
-            if output.keys() - {"logits", "past_key_values"}:
-                return "its model has other results than logits"
-            alone.append(output.logits)
-        model.config._attn_implementation = NAME
-        joint = JointCache(caches, self._inner)
-        positions = torch.tensor([[text.shape[1]] for text in texts], device=self.device)
-        together = self._forward(joint, [None, None], torch.cat([token, token]), positions).logits
-        for row, expected in enumerate(alone):
-            if error := joint.errors.get(row):
-                raise error
-            tolerance = 1e-4 if expected.dtype is torch.float32 else 0.05
-            if (together[row] - expected[0]).abs().max() > tolerance * expected.abs().max():
-                return "its model gives other results for several rows"
-        return None
 
     async def close(self, error: BaseException) -> None:
         """End the walk under way, and leave the executor. Tenants that wait get ``error``."""
@@ -538,33 +414,6 @@ def make_decoder(
     if mode not in MODES:
         raise UsageError(f"joint is {mode!r}; choose one of {', '.join(MODES)}")
     return None if mode == "off" else JointDecoder(connect, may_join, walked, exact=mode == "exact")
-
-
-class _UnderWay:
-    """A token under way that nobody else is in."""
-
-    def __init__(self, decoder: JointDecoder) -> None:
-        self._decoder = decoder
-
-    def __enter__(self) -> None:
-        self._decoder.token_began()
-
-    def __exit__(self, *_: object) -> None:
-        self._decoder.token_ended()
-
-
-def _cannot_be_joint(model: Any) -> str | None:
-    """Return why a model cannot be walked jointly, or None."""
-    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
-        return "its model is no decoder of transformers"
-    if not model._supports_attention_backend:
-        return "its model has attention code of its own"
-    if model.config._attn_implementation not in INNER:
-        return f"its model's attention is {model.config._attn_implementation}"
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if "dynamic" in str(rope) or "longrope" in str(rope):
-        return "its positions depend on the longest text of a batch"
-    return None
 
 
 def _copy(error: BaseException) -> BaseException:

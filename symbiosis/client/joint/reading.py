@@ -42,7 +42,7 @@ class Reading:
 
     Args:
         model: the tenant's top-level transformers model.
-        reference: a skeleton of the same base model that nobody has changed.
+        reference: an unchanged skeleton of the same base model.
         settings: its configuration.
 
     Attributes:

@@ -1,0 +1,92 @@
+"""How the calls of a tenant's model come to its seat, and which of them a joint walk can serve."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+_SEAT = "_symbiosis_seat"
+"""Attribute of a tenant's model."""
+_USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
+
+
+class Entered(Protocol):
+    """What stands before a model's own forward."""
+
+    def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the model's output for a call; ``walk_alone`` is the model's own forward."""
+
+
+def enter(model: Any, seat: Entered) -> None:
+    """Let the calls of a model go to a seat from now on."""
+    cls: Any = type(model)
+    model.__class__ = _with_seat(cls)
+    model.__dict__[_SEAT] = seat
+
+
+def leave(model: Any) -> None:
+    """Let the calls of a model go to its own forward again."""
+    model.__dict__.pop(_SEAT, None)
+
+
+@functools.cache
+def _with_seat(cls: type[Any]) -> type[Any]:
+    """Return a model class whose forward asks the seat of the instance first."""
+    own_forward = cls.forward
+
+    @functools.wraps(own_forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seat = self.__dict__.get(_SEAT)
+        if seat is None or torch.compiler.is_compiling():
+            return own_forward(self, *args, **kwargs)
+        return seat.forward(functools.partial(own_forward, self), args, kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Copy the model as one of its own class, which has no seat."""
+        return _new, (cls,), *super(cls, self).__reduce_ex__(protocol)[2:]
+
+    members = {"forward": forward, "__reduce_ex__": reduce}
+    return type(cls.__name__, (cls,), {**members, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+class Inputs(NamedTuple):
+    """The token [b, 1] of a call that decodes one token of each sequence, and the cache."""
+
+    ids: torch.Tensor
+    cache: Any
+
+
+def one_token(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+    """Return token and cache of a call that decodes one token of each sequence; None for any other call."""
+    ids, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+    if args or ids is None or cache is None or torch.is_grad_enabled() or model.training:
+        return None
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
+        return None
+    return Inputs(ids, cache)
+
+
+def not_plain(kwargs: dict[str, Any]) -> str | None:
+    """Return which argument keeps a call from being walked jointly, or None."""
+    for name, value in kwargs.items():
+        if name in _USED or value is None or value is False:
+            continue
+        if value is True and name in ("use_cache", "return_dict"):
+            continue
+        if name == "logits_to_keep" and type(value) is int and 0 <= value <= 1:
+            continue
+        return f"the argument {name}"
+    attention = kwargs.get("attention_mask")
+    if attention is not None and not (isinstance(attention, torch.Tensor) and attention.ndim == 2):
+        return "the argument attention_mask"
+    if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
+        return "the argument use_cache or return_dict"
+    return None
