@@ -229,6 +229,19 @@ def coserve(
 
 
 @app.command()
+def loop(
+    preset: PresetOption = PresetName.M100,
+    rounds: RoundsOption = 3,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "linear",
+    transport: Annotated[WireName, typer.Option(help="Transport between executor and tenants.")] = WireName.SHM,
+    json: JsonOption = None,
+) -> None:
+    """Measure how long the executor's event loop stops beside prompts and training batches of 2,048 tokens."""
+    _on_model("loop", json, preset, rounds, policy, base_layers, "cpu", transport=transport.value)
+
+
+@app.command()
 def fairness(
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 3,

@@ -83,11 +83,11 @@ async def _tenants(settings: Settings, base: torch.nn.Module, transport: str) ->
 
             yield here
     else:
-        with served(preset.name, transport, settings.policy, settings.base_layers) as address:
+        with served(preset.name, transport, settings.policy, settings.base_layers) as service:
 
             @asynccontextmanager
             async def there(config: LoraConfig) -> AsyncIterator[PlainJob | Tenant]:
-                with symbiosis.open_model(address) as model:
+                with symbiosis.open_model(service.address) as model:
                     yield PlainJob(get_peft_model(model, config), preset, device)
 
             yield there

@@ -35,7 +35,8 @@ async def privacy(settings: Settings) -> Report:
     policy = settings.policy or "opportunistic"
     async with AsyncExitStack() as stack:
         settings.progress("starting two executors")
-        addresses = [stack.enter_context(served(preset.name, "tcp", policy, settings.base_layers)) for _ in range(2)]
+        services = [stack.enter_context(served(preset.name, "tcp", policy, settings.base_layers)) for _ in range(2)]
+        addresses = [service.address for service in services]
         settings.progress("opening clients")
         remote = await stack.enter_async_context(symbiosis.connect(addresses[0]))
         tenants: dict[str, Tenant] = {}

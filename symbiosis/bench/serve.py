@@ -15,7 +15,7 @@ from symbiosis.bench.jobs import Decoding, Tenant, now
 from symbiosis.bench.models import lora, plain_peft
 from symbiosis.bench.models import varied as varied_adapter
 from symbiosis.bench.report import Report, ratio
-from symbiosis.bench.service import decoding_processes, served
+from symbiosis.bench.service import served, tenant_processes
 from symbiosis.bench.settings import Settings
 from symbiosis.core.registry import make_transport
 
@@ -139,9 +139,9 @@ async def _tenants(
                 counters,
             )
         else:
-            address = stack.enter_context(served(preset.name, transport, settings.policy, settings.base_layers))
+            address = stack.enter_context(served(preset.name, transport, settings.policy, settings.base_layers)).address
             settings.progress(f"starting the processes of {most} clients")
-            processes = await stack.enter_async_context(decoding_processes(preset.name, address, most))
+            processes = await stack.enter_async_context(tenant_processes(preset.name, address, most))
             look = make_transport(address).look
 
             def counters() -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """An executor and tenants in separate processes, for benchmarks over a transport.
 
-``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY LAYERS`` serves a preset until its standard input ends;
-``python -m symbiosis.bench.service decode PRESET ADDRESS SEED`` is a tenant that follows commands on standard input.
+``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY LAYERS`` serves a preset until its standard input ends,
+and answers each line with the largest gap of its event loop since the last one, in milliseconds. ``python -m
+symbiosis.bench.service tenant PRESET ADDRESS SEED LENGTH`` is a tenant that follows commands on standard input.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 from symbiosis.terminal.loop import run, wait_passively
@@ -32,9 +35,25 @@ def address_for(transport: str) -> Iterator[str]:
         yield f"{transport}://127.0.0.1:{port}"
 
 
+class ServingProcess:
+    """An executor in another process."""
+
+    def __init__(self, address: str, process: subprocess.Popen[bytes]) -> None:
+        self.address = address
+        self._process = process
+
+    def gap_ms(self) -> float:
+        """Return by how many milliseconds the executor's event loop was late, at most, since the last call."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"gap\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+
 @contextlib.contextmanager
-def served(preset: str, transport: str, policy: str, base_layers: str) -> Iterator[str]:
-    """Yield the address of an executor in another process that serves a preset's model."""
+def served(preset: str, transport: str, policy: str, base_layers: str) -> Iterator[ServingProcess]:
+    """Yield an executor in another process that serves a preset's model."""
     with address_for(transport) as address:
         command = [sys.executable, "-W", "ignore", "-m", __name__, "serve", preset, address, policy, base_layers]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -42,12 +61,12 @@ def served(preset: str, transport: str, policy: str, base_layers: str) -> Iterat
             assert process.stdout is not None
             if process.stdout.readline() != b"ready\n":
                 raise RuntimeError(f"the executor's process ended with status {process.wait()}")
-            yield address
+            yield ServingProcess(address, process)
         finally:
             process.communicate()
 
 
-class DecodingProcess:
+class TenantProcess:
     """A tenant in another process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -60,6 +79,10 @@ class DecodingProcess:
     async def steps(self, count: int) -> None:
         """Decode ``count`` tokens."""
         await self._do(f"steps {count}")
+
+    async def train(self) -> None:
+        """Run a training step."""
+        await self._do("train")
 
     async def _do(self, command: str) -> None:
         assert self._process.stdin is not None
@@ -76,12 +99,17 @@ class DecodingProcess:
 
 
 @contextlib.asynccontextmanager
-async def decoding_processes(preset: str, address: str, count: int) -> AsyncIterator[list[DecodingProcess]]:
-    """Yield ``count`` tenants, each with its own adapter."""
+async def tenant_processes(
+    preset: str, address: str, count: int, length: int | None = None
+) -> AsyncIterator[list[TenantProcess]]:
+    """Yield ``count`` tenants, each with its own adapter, for prompts and training batches of ``length`` tokens, or
+    those of the preset."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-W", "ignore", "-m", __name__, "decode", preset, address]
+    command = [sys.executable, "-W", "ignore", "-m", __name__, "tenant", preset, address]
     tenants = [
-        DecodingProcess(await asyncio.create_subprocess_exec(*command, str(seed), stdin=pipe, stdout=pipe))
+        TenantProcess(
+            await asyncio.create_subprocess_exec(*command, str(seed), str(length or 0), stdin=pipe, stdout=pipe)
+        )
         for seed in range(count)
     ]
     try:
@@ -104,9 +132,29 @@ def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
             await executor.listen(address, **trusting)
             sys.stdout.write("ready\n")
             sys.stdout.flush()
-            await asyncio.to_thread(sys.stdin.read)
+            clock = _Gaps()
+            watch = asyncio.create_task(clock.watch())
+            while await asyncio.to_thread(sys.stdin.readline):
+                sys.stdout.write(f"{1e3 * clock.largest_s}\n")
+                sys.stdout.flush()
+                clock.largest_s = 0.0
+            watch.cancel()
 
     run(main())
+
+
+class _Gaps:
+    """Measures by how much the event loop is late."""
+
+    largest_s = 0.0
+
+    async def watch(self) -> None:
+        """Measure until cancelled."""
+        due = 1e-3
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(due)
+            self.largest_s = max(self.largest_s, time.perf_counter() - began - due)
 
 
 def _wire_model() -> Any:
@@ -116,20 +164,27 @@ def _wire_model() -> Any:
     return tiny_model("llama", hidden_size=16, num_hidden_layers=1)
 
 
-def _decode(preset: str, address: str, seed: str) -> None:
+def _tenant(preset: str, address: str, seed: str, length: str) -> None:
     import torch
     from peft import get_peft_model
 
     from symbiosis import open_model
-    from symbiosis.bench.jobs import Decoding
+    from symbiosis.bench.jobs import Decoding, PlainJob
     from symbiosis.bench.models import PRESETS, lora
 
     torch.set_num_threads(1)  # single rows leave no work for a second thread
+    size = PRESETS[preset]
+    if int(length):
+        size = replace(size, prompt=int(length), batch=1, sequence=int(length))
     with open_model(address) as model:
-        decoding = Decoding(get_peft_model(model, lora()).eval(), PRESETS[preset], torch.device("cpu"), int(seed))
+        adapted = get_peft_model(model, lora()).eval()
+        decoding = Decoding(adapted, size, torch.device("cpu"), int(seed))
+        job = PlainJob(adapted, size, torch.device("cpu"), int(seed))
         for line in sys.stdin:
             command, *count = line.split()
-            if command == "prefill":
+            if command == "train":
+                asyncio.run(job.train())
+            elif command == "prefill":
                 decoding.prefill()
             else:
                 decoding.steps(int(count[0]))
@@ -142,4 +197,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         _serve(*sys.argv[2:])
     else:
-        _decode(*sys.argv[2:])
+        _tenant(*sys.argv[2:])

@@ -46,8 +46,8 @@ async def wire(*, transports: tuple[str, ...], rounds: int, progress: Callable[[
     report = Report("wire", "", GOALS)
     for transport in transports:
         echo = {"shm": _unix_echo, "tcp": _tcp_echo, "dist": _gloo_echo}[transport]
-        with served("wire", transport, "no-lockstep", "linear") as address, echo() as send:
-            channel = make_transport(address).connect_blocking(address, "bench")
+        with served("wire", transport, "no-lockstep", "linear") as service, echo() as send:
+            channel = make_transport(service.address).connect_blocking(service.address, "bench")
             for size, rows in SIZES.items():
                 call = partial(channel.call, Call(_KEY, Kind.DECODE, (torch.randn(rows, WIDTH),)))
                 echoed = partial(send, 4 * rows * WIDTH)

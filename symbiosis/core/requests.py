@@ -140,6 +140,8 @@ class Call:
     recomputed."""
     tenants: tuple[str, ...] = ()
     """In a joint walk, the clients whose rows these are, one row each. Empty where all rows are the caller's."""
+    answers: tuple[torch.Tensor, ...] = ()
+    """Memory of the caller that the results are written to. Empty: the executor allocates it."""
     id: int = -1
     """Set when the call is sent or accepted."""
     results: tuple[torch.Tensor, ...] | None = None

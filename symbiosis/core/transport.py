@@ -63,8 +63,9 @@ class Session(Protocol):
     def flush(self) -> None:
         """Note that the client waits for its answers. If no client is thinking, the executor decides immediately."""
 
-    def cancel(self, call: Call) -> None:
-        """Withdraw a call. Has no effect on a call that was answered."""
+    def cancel(self, call: Call) -> bool:
+        """Withdraw a call. Has no effect on a call that was answered. Return whether its tensors are still in use, by
+        the batch under way."""
 
     def begin_walk(self) -> None:
         """Note that the client walks the model: it is thinking whenever it has no outstanding request."""
@@ -88,6 +89,9 @@ class Service(Protocol):
         """The memory that all connections may take together."""
 
     def identity(self) -> Identity: ...
+    def when_idle(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when the batch under way has ended; at once if there is none."""
+
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Session:
         """Admit a client.
 

@@ -3,8 +3,10 @@
 Sessions submit calls. The scheduler says which rows run next, the runner runs them, and futures carry the results back.
 The engine holds a tenant's tensors only between a call and its answer.
 
-Everything happens on the event loop's thread, with one exception: a thread of a client may run a call that skips the
-queue (:meth:`Engine.at_once`). A lock therefore guards the scheduler; no batch runs while it is held.
+Everything happens on the event loop's thread, with two exceptions. A thread of a client may run a call that skips the
+queue (:meth:`Engine.at_once`). And once other processes are served, a batch that will take long runs on a thread of its
+own, so that the event loop goes on with its sockets (docs/decisions/0027-long-batches.md); no other queued batch runs
+meanwhile. A lock therefore guards the scheduler; no batch runs while it is held.
 """
 
 from __future__ import annotations
@@ -15,16 +17,19 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from symbiosis.core.policy import Policy
-from symbiosis.core.requests import Batch, Call, Request, Results
+from symbiosis.core.requests import Batch, Call, Key, Request, Results
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import LayerError
 from symbiosis.executor.layers import BaseLayer
+from symbiosis.executor.pace import Pace
 from symbiosis.executor.runner import DeviceClock, Runner
 from symbiosis.executor.statistics import Counters
 from symbiosis.executor.timeline import Timeline
@@ -33,6 +38,8 @@ from symbiosis.modes import in_modes
 log = logging.getLogger(__name__)
 
 
+LONG_S = 0.005
+"""Expected seconds from which on a batch runs on a thread of its own, where other processes are served."""
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
 
@@ -71,17 +78,38 @@ class Engine:
         self._pump: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
+        self._pace = Pace(layers)
+        self._on_cpu = device.type == "cpu"  # other devices run batches beside the event loop anyway
+        self._aside: ThreadPoolExecutor | None = None
+        """The thread of long batches, if there is one."""
+        self._under_way: tuple[Batch, asyncio.Future[float]] | None = None
+        """The batch on that thread, and when it has ended."""
+        self._then: list[Callable[[], object]] = []
+        """What to call when it has ended."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run batches on this event loop, whose thread calls this method."""
         self._loop = loop
         self._loop_thread = threading.get_ident()
 
-    def stop(self) -> None:
-        """Run no further batches."""
+    def serve_other_processes(self) -> None:
+        """Run long batches beside the event loop from now on.
+
+        Clients of this process would be slower with this: they compute on the event loop's thread, which then shares
+        the cores with the batch. They stop one another anyway.
+        """
+        if self._on_cpu and self._aside is None:
+            self._aside = ThreadPoolExecutor(1, "symbiosis-batches")
+
+    async def stop(self) -> None:
+        """Run no further batches, and wait for the one under way."""
         self._loop = None
         if self._timer is not None:
             self._timer.cancel()
+        if self._under_way is not None:
+            await asyncio.wait([self._under_way[1]])
+        if self._aside is not None:
+            self._aside.shutdown()
 
     def reset_counters(self) -> None:
         """Count from zero."""
@@ -141,7 +169,7 @@ class Engine:
         assert loop is not None
         reply: asyncio.Future[Results] = loop.create_future()
         request = self._request(client, call, kind)
-        if in_modes():  # a tenant's modes must not reach base layers
+        if in_modes() or self._is_long(call.key, request.rows):  # a tenant's modes must not reach base layers
             with self._lock:
                 self.scheduler.submit(request)
         else:
@@ -174,12 +202,21 @@ class Engine:
             batch = self.scheduler.offer_alone(request, request.arrived)
         return None if batch is None else self._run_lone(batch, call)
 
-    def cancel(self, call: Call) -> None:
-        """Withdraw a call. Has no effect on a call that was answered."""
-        if self.calls.pop(call.id, None) is not None:
-            with self._lock:
-                self.scheduler.cancel(call.id, now())
-            self._pump_soon()
+    def cancel(self, call: Call) -> bool:
+        """Withdraw a call; see :meth:`symbiosis.core.transport.Session.cancel`."""
+        if self.calls.pop(call.id, None) is None:
+            return False
+        with self._lock:
+            self.scheduler.cancel(call.id, now())
+        self._pump_soon()
+        return self._under_way is not None and any(request.id == call.id for request, _, _ in self._under_way[0].slices)
+
+    def when_idle(self, then: Callable[[], object]) -> None:
+        """Call ``then`` when the batch under way has ended; at once if there is none."""
+        if self._under_way is None:
+            then()
+        else:
+            self._then.append(then)
 
     def flush(self) -> None:
         """Run the next batch before the event loop has run its other work, if the scheduler agrees.
@@ -189,7 +226,7 @@ class Engine:
         layers.
         """
         loop = self._loop
-        if loop is None:
+        if loop is None or self._under_way is not None:
             return
         with self._lock:
             hurries = self.scheduler.hurries(now())
@@ -211,7 +248,7 @@ class Engine:
     def _on_turn(self) -> None:
         self._pump = None
         loop = self._loop
-        if loop is not None:
+        if loop is not None and self._under_way is None:
             with self._lock:
                 self.scheduler.turned(now())
             self._decide(loop)
@@ -226,7 +263,7 @@ class Engine:
             self._report_policy()
         if isinstance(action, Batch):
             try:
-                self._run(action)
+                self._run(action, loop)
             finally:
                 # This turn follows the callbacks of the answered clients, so they can join the next batch.
                 if self._pump is not None:
@@ -235,19 +272,54 @@ class Engine:
         elif isinstance(action, WaitUntil) and action.time < math.inf:
             self._timer = loop.call_later(action.time - now(), self._pump_soon)
 
-    def _run(self, batch: Batch) -> None:
-        """Run a queued batch and answer its calls."""
+    def _is_long(self, key: Key, rows: int) -> bool:
+        """Return whether a batch is to run beside the event loop."""
+        return self._aside is not None and self._pace.expects(key, rows) > LONG_S
+
+    def _run(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> None:
+        """Run a queued batch and answer its calls, or have this done on the other thread if it will take long."""
         calls = [self.calls[request.id] for request, _, _ in batch.slices]
         started, clock = now(), self.device_clock
+        if self._is_long(batch.key, batch.rows):
+            ended = loop.run_in_executor(self._aside, self._run_aside, batch, calls)
+            self._under_way = batch, ended
+            ended.add_done_callback(partial(self._ran_aside, batch, started))
+            return
         began = None if clock is None else clock.mark()
         try:
             self.runner.run(batch, calls)
         except Exception as cause:  # noqa: BLE001 (any error of a layer is reported to the clients of the batch)
-            error = self._failed(batch, cause)
-            for request, _, _ in batch.slices:
-                _fail(self.calls.pop(request.id), _copy(error))
-            return
-        answered = self._completed(batch, started, began)
+            self._answer_failed(batch, cause)
+        else:
+            self._answer(self._completed(batch, started, now(), began))
+
+    def _run_aside(self, batch: Batch, calls: Sequence[Call]) -> float:
+        """Run a batch on the other thread. Return the time at which it ended."""
+        self.runner.run(batch, calls)
+        return now()
+
+    def _ran_aside(self, batch: Batch, started: float, ended: asyncio.Future[float]) -> None:
+        """Answer the calls of a batch that has run on the other thread."""
+        self._under_way = None
+        cause = ended.exception()
+        if cause is None:
+            self._answer(self._completed(batch, started, ended.result(), None))
+        else:
+            self._answer_failed(batch, cause)
+        then, self._then = self._then, []
+        for one in then:
+            one()
+        self._pump_soon()
+
+    def _answer_failed(self, batch: Batch, cause: BaseException) -> None:
+        error = self._failed(batch, cause)
+        for request, _, _ in batch.slices:
+            call = self.calls.pop(request.id, None)
+            if call is not None:
+                _fail(call, _copy(error))
+
+    def _answer(self, answered: Sequence[Request]) -> None:
+        """Hand out the results of requests."""
         for request in answered:
             call = self.calls.pop(request.id, None)
             if call is None:
@@ -269,12 +341,13 @@ class Engine:
             results = self.runner.run_alone(call)
         except Exception as cause:
             raise self._failed(batch, cause) from cause
-        self._completed(batch, started, began)
+        self._completed(batch, started, now(), began)
         return results
 
-    def _completed(self, batch: Batch, started: float, began: torch.cuda.Event | None) -> list[Request]:
+    def _completed(self, batch: Batch, started: float, ended: float, began: torch.cuda.Event | None) -> list[Request]:
         """Account for a batch that has run, or was launched on a device, and return the requests that it answered."""
-        ended, clock = now(), self.device_clock
+        clock = self.device_clock
+        self._pace.learn(batch.key, batch.rows, ended - started)
         with self._lock:
             if clock is None or began is None:
                 answered = self.scheduler.completed(batch, ended - started, ended)
@@ -288,7 +361,7 @@ class Engine:
             self.timeline.ran(batch, answered, started, ended)
         return answered
 
-    def _failed(self, batch: Batch, cause: Exception) -> LayerError:
+    def _failed(self, batch: Batch, cause: BaseException) -> LayerError:
         """Cancel the requests of a batch whose base layer has failed, and return the error for its clients."""
         names = ", ".join(self.layers[layer].spec.name for layer in batch.key.layers)
         log.error("%s failed on a batch of %d rows", names, batch.rows, exc_info=cause)

@@ -72,7 +72,10 @@ class Runner:
             outputs = [self._layers[layer].run(batch.key, inputs) for layer in layers]
             del inputs
             counts = [stop - start for _, start, stop in slices]
-            columns = [split(output, counts) for output in outputs]
+            placed = all(call.answers for call in calls)
+            columns = [
+                torch.split_with_sizes(output, counts) if placed else split(output, counts) for output in outputs
+            ]
             for call, piece, *results in zip(calls, slices, *columns, strict=True):
                 _keep(call, piece, results)
 
@@ -81,7 +84,8 @@ class Runner:
         grad = torch.is_grad_enabled()
         _set_grad_enabled(False)
         try:
-            return tuple([self._layers[layer].run(call.key, call.tensors) for layer in call.key.layers])
+            results = tuple([self._layers[layer].run(call.key, call.tensors) for layer in call.key.layers])
+            return _place(call, results) if call.answers else results
         finally:
             _set_grad_enabled(grad)
 
@@ -107,12 +111,21 @@ def _cut(tensor: torch.Tensor, piece: Slice) -> torch.Tensor:
 def _keep(call: Call, piece: Slice, results: Sequence[torch.Tensor]) -> None:
     request, start, stop = piece
     if stop - start == request.rows:
-        call.results = tuple(results)
+        call.results = _place(call, results)
         return
     if call.results is None:
-        call.results = tuple(result.new_empty(request.rows, result.shape[1]) for result in results)
+        call.results = call.answers or tuple(result.new_empty(request.rows, result.shape[1]) for result in results)
     for whole, part in zip(call.results, results, strict=True):
         whole[start:stop] = part
+
+
+def _place(call: Call, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the results of a call, in the caller's memory if it has some for them."""
+    if not call.answers:
+        return tuple(results)
+    for answer, result in zip(call.answers, results, strict=True):
+        answer.copy_(result)
+    return call.answers
 
 
 def merge(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -93,6 +93,8 @@ class ExecutorService:
             raise UsageError("start the executor first: `async with executor:`")
         listener = await make_transport(address, **options).listen(address, self)
         self.listeners.append(listener)
+        if len(self.listeners) > 1:  # the first is for clients of this process
+            self._engine.serve_other_processes()
         return listener
 
     async def close(self) -> None:
@@ -102,8 +104,11 @@ class ExecutorService:
         error = ExecutorClosedError.of(self.address)
         for session in list(self._sessions.values()):
             session.close(error)
-        self._engine.stop()
+        await self._engine.stop()
         self._closed = True
+
+    def when_idle(self, then: Callable[[], object]) -> None:
+        self._engine.when_idle(then)
 
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Session:
         self.check_open()

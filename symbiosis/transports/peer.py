@@ -270,7 +270,7 @@ class Peer:
 
     def _submit(self, session: Session, admitted: Admitted, tensors: Results) -> None:
         message = admitted.message
-        call = Call(message.key, message.kind, tensors)
+        call = Call(message.key, message.kind, tensors, answers=admitted.answers)
         try:
             reply = session.submit(call)
         except SymbiosisError as error:
@@ -329,10 +329,17 @@ class Peer:
             return  # the answer is on its way
         if admitted.call is None:
             return  # its tensors are still to arrive; it counts until then, also at the client
-        session.cancel(admitted.call)
+        in_use = session.cancel(admitted.call)
         admitted.call.reply = None  # its callback refers to `admitted`: the tensors would stay
+        if in_use:
+            self._service.when_idle(partial(self._cancelled, admitted))
+        else:
+            self._cancelled(admitted)
+
+    def _cancelled(self, admitted: Admitted) -> None:
+        """Note that nothing is left of a call that was cancelled in time."""
         self._settle(admitted)
-        self._line.send(_cancelled(id_))
+        self._line.send(_cancelled(admitted.message.id))
         self._pause_if_full()
 
     def _pause_if_full(self) -> None:
@@ -380,7 +387,7 @@ class Peer:
     def closed(self) -> None:
         """Note that the connection is closed and its buffers are gone."""
         self.account.stop_waiting()
-        self._courier.when_ended(self.account.close)
+        self._service.when_idle(partial(self._courier.when_ended, self.account.close))
 
 
 def _cancelled(id_: int) -> bytes:

@@ -262,8 +262,6 @@ class ArenaCourier(Courier):
         return tensors if self._device.type == "cpu" else tuple(tensor.to(self._device) for tensor in tensors)
 
     def answer(self, admitted: Admitted, results: Results, sent: Callable[[], object]) -> None:
-        for place, result in zip(admitted.answers, results, strict=True):
-            place.copy_(result)
         segment = self._segment
         if segment is not None and admitted.message.answer >= segment.start:
             segment.record(segment.answered)

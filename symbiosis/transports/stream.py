@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ssl
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,8 @@ from symbiosis.transports.wire import align
 _HEADER = struct.Struct("<IQ")
 _ROOM = 64 << 10
 """Bytes that a receiver asks the operating system for at a time, at least, if no payload is due."""
+_PIECE = 1 << 20
+"""Bytes of a payload that are handed to the operating system at a time, at most."""
 _HANDSHAKE_ROOM = 4 << 10
 """Bytes that a receiver asks for at a time during a TLS handshake, when the peer is not authenticated."""
 MAX_HANDSHAKE = 64 << 10
@@ -108,9 +110,13 @@ class ByteStream:
         assert len(target) == self._due, (len(target), self._due)
         self._target, self._then = target, then
 
-    def encode(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> list[Any]:
-        """Return what to send for a message whose payload consists of ``parts``, ``payload`` bytes together."""
-        return [frame(message, payload), *parts]
+    def encode(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> Iterator[Any]:
+        """Yield what to send for a message whose payload consists of ``parts``, ``payload`` bytes together, in pieces
+        of up to 1 MiB. The next message may be encoded after the last piece."""
+        yield frame(message, payload)
+        for part in parts:
+            for start in range(0, len(part), _PIECE):
+                yield part[start : start + _PIECE]
 
     def unsent(self) -> bytes:
         """Return what TLS itself has to send now: parts of a handshake, or why it has failed."""
@@ -182,15 +188,14 @@ class TlsByteStream(ByteStream):
             self._tls.do_handshake()
             self.ready = True
 
-    def encode(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> list[Any]:
-        encoded = []
+    def encode(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> Iterator[Any]:
         for part in super().encode(message, payload, parts):
             for start in range(0, len(part), _ROOM):
                 self._tls.write(part[start : start + _ROOM])
                 if self._out.pending >= _ROOM:  # a MemoryBIO keeps as much memory as it has ever held
-                    encoded.append(self._out.read())
-        encoded.append(self._out.read())
-        return encoded
+                    yield self._out.read()
+        if self._out.pending:
+            yield self._out.read()
 
     def unsent(self) -> bytes:
         return self._out.read()

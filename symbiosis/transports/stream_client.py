@@ -200,7 +200,7 @@ class BlockingHandshake(StreamClient):
     def send(self, parts: Sequence[Any]) -> None:
         """Send a message and its payload."""
         size = sum(map(len, parts[1:]))
-        encoded = self._stream.encode(parts[0], size, parts[1:])
+        encoded = list(self._stream.encode(parts[0], size, parts[1:]))
         if 0 < size <= _TOGETHER:
             encoded = [b"".join(encoded)]
         for part in encoded:

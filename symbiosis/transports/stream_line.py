@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from symbiosis.errors import BusyError, SymbiosisError, WireError
@@ -16,6 +17,8 @@ log = get_logger(__name__)
 
 AT_ONCE = 16
 """Messages of one client that are read before other clients get their turn."""
+WRITTEN_AT_ONCE = 1 << 20
+"""Bytes to one client that are encrypted and written before the event loop does other work."""
 MOST_SAID = 64 << 10
 """Bytes of messages, apart from the tensors of results, that a client may leave unread before it is not read any
 more."""
@@ -37,6 +40,11 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self._stream = ByteStream(wire.MAX_TO_EXECUTOR)
+        self._outgoing: deque[Iterator[Any]] = deque()
+        """Messages of which the event loop does not have all parts yet, in their order."""
+        self._writing: asyncio.Handle | None = None
+        self._ends = False
+        """Whether nothing is sent after them."""
         self._unsent = False
         """Whether more than the event loop's 64 KiB wait for the client to read."""
         self._said = 0
@@ -159,6 +167,9 @@ class StreamLine(asyncio.BufferedProtocol):
             self.peer.leave("it closed the connection" if error is None else str(error))
             # A payload that was under way refers to this line: its memory would stay until Python looks for cycles.
             self._stream = ByteStream(0)
+            self._outgoing.clear()
+            if self._writing is not None:
+                self._writing.cancel()
             self._then.clear()
             self.peer.closed()
 
@@ -167,16 +178,53 @@ class StreamLine(asyncio.BufferedProtocol):
         effect when the client is gone."""
         transport = self._transport
         if not self.peer.gone and not transport.is_closing():
-            for part in self._stream.encode(message, payload, parts):
-                self._moved += len(part)
-                transport.write(part)
+            self._outgoing.append(self._stream.encode(message, payload, parts))
             self._said += max(len(message) + (0 if results else payload), MESSAGE_BYTES)
+            if len(self._outgoing) == 1:
+                self._write()
+
+    def _write(self) -> None:
+        """Write a part of what is to be sent. The rest follows when other work had its turn, and when the client has
+        read."""
+        written = 0
+        while self._outgoing and not self._transport.is_closing():
+            for part in self._outgoing[0]:
+                written += len(part)
+                self._transport.write(part)
+                if written >= WRITTEN_AT_ONCE:
+                    break
+            else:
+                self._outgoing.popleft()
+                continue
+            if not self._unsent and self._writing is None:
+                self._writing = asyncio.get_running_loop().call_soon(self._write_on)
+            break
+        self._moved += written
+
+    def _write_on(self) -> None:
+        """Write more of what is to be sent."""
+        self._writing = None
+        self._write()
+        if not self._outgoing:
+            if self._ends:
+                self._write_eof()
+            if not self._unsent:
+                self._was_read()
+
+    def _was_read(self) -> None:
+        """Go on with what waits until the client has read."""
+        then, self._then = self._then, []
+        for one in then:
+            one()
+        self._read_soon()
 
     def _said_enough(self) -> bool:
         """Return whether the client leaves too much unread. If so, :meth:`resume_writing` is called when it has read
         everything."""
         if self._said <= MOST_SAID:
             return False
+        if self._outgoing:
+            return True
         if not self._transport.get_write_buffer_size():
             self._said = 0
             return False
@@ -189,15 +237,15 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._unsent = False
-        self._said = 0
         self._transport.set_write_buffer_limits()
-        then, self._then = self._then, []
-        for one in then:
-            one()
-        self._read_soon()
+        if self._outgoing:
+            self._write_on()
+        else:
+            self._said = 0
+            self._was_read()
 
     def when_read(self, then: Callable[[], object]) -> None:
-        if self._unsent:
+        if self._unsent or self._outgoing:
             self._then.append(then)
         else:
             then()
@@ -220,13 +268,21 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def hang_up(self) -> None:
         if not self._transport.is_closing():
-            try:
-                self._transport.write_eof()
-            except OSError:  # the client is gone
-                self._transport.abort()
+            if self._outgoing:
+                self._ends = True
+            elif not self._write_eof():
                 return
             self._resume()  # and drop what comes: with bytes unread, the kernel would drop what was sent
         self._abort_soon()
+
+    def _write_eof(self) -> bool:
+        """Tell the client that nothing follows. Return whether it is still there."""
+        try:
+            self._transport.write_eof()
+        except OSError:
+            self._transport.abort()
+            return False
+        return True
 
     def eof_received(self) -> None:
         """Close the connection of a client that sends no more, also if it does not read either."""

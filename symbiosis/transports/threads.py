@@ -29,7 +29,7 @@ class ThreadCalls:
         self,
         loop: asyncio.AbstractEventLoop,
         send: Callable[[Call], asyncio.Future[Results]],
-        cancel: Callable[[Call], None],
+        cancel: Callable[[Call], object],
     ) -> None:
         self._loop = loop
         self._send = send

@@ -33,6 +33,8 @@ class Session:
         self.client = client
         self.replies: list[asyncio.Future[Any]] = []
         self.cancelled: list[Call] = []
+        self.in_use = False
+        """Whether a call that is cancelled is in the batch under way."""
         self.closed = False
 
     def expects(self, key: Key) -> Any:
@@ -42,8 +44,9 @@ class Session:
         self.replies.append(asyncio.get_running_loop().create_future())
         return self.replies[-1]
 
-    def cancel(self, call: Call) -> None:
+    def cancel(self, call: Call) -> bool:
         self.cancelled.append(call)
+        return self.in_use
 
     def begin_walk(self) -> None: ...
     def end_walk(self) -> None: ...
@@ -63,6 +66,21 @@ class Service:
     def __init__(self) -> None:
         self.budget = Budget(100 << 20)
         self.sessions: dict[str, Session] = {}
+        self.running = False
+        self.then: list[Callable[[], object]] = []
+
+    def when_idle(self, then: Callable[[], object]) -> None:
+        if self.running:
+            self.then.append(then)
+        else:
+            then()
+
+    def ended(self) -> None:
+        """End the batch under way."""
+        self.running = False
+        then, self.then = self.then, []
+        for one in then:
+            one()
 
     def check_name(self, client: str) -> None:
         if client == "tenant/reserved":

@@ -103,7 +103,7 @@ def test_messages_over_tls(ends: tuple[TlsByteStream, TlsByteStream]) -> None:
     assert client.ready
     assert server.ready
     for one, other in ((client, server), (server, client)):
-        sent = b"".join(one.encode(b"hello", 100_000, [bytes(99_999), b"", b"x"]) + one.encode(b"again"))
+        sent = b"".join([*one.encode(b"hello", 100_000, [bytes(99_999), b"", b"x"]), *one.encode(b"again")])
         assert b"hello" not in sent
         found = feed(other, sent[:1000])
         assert feed(other, sent[1000:], found=found) == [(b"hello", bytes(99_999) + b"x"), (b"again", b"")]

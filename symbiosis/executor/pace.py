@@ -1,0 +1,40 @@
+"""Expects how long a batch will take, from how long earlier ones took."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from symbiosis.core.requests import Key
+from symbiosis.executor.layers import BaseLayer
+
+_FIRST_S = 5e-11
+"""Seconds that a multiplication and addition are expected to take before anything was measured."""
+_MANY = 32
+"""Rows from which on a batch's time is that of its arithmetic, and not that of reading the weights."""
+_PART = 0.25
+"""Weight of the latest measurement."""
+
+
+class Pace:
+    """Seconds per multiplication, learned from batches of many rows.
+
+    The time of such a batch is in proportion to its rows times the weights of its layers. Few rows take longer than
+    this says; the policies, which depend on the exact time, learn a line for each key
+    (:mod:`symbiosis.policies.latency`).
+    """
+
+    def __init__(self, layers: Sequence[BaseLayer]) -> None:
+        self._weights = [sum(one.numel() for one in layer.module.parameters()) for layer in layers]
+        self._each_s = _FIRST_S
+
+    def expects(self, key: Key, rows: int) -> float:
+        """Return the expected seconds of a batch."""
+        return self._work(key, rows) * self._each_s
+
+    def learn(self, key: Key, rows: int, seconds: float) -> None:
+        """Note how many seconds a batch took."""
+        if rows >= _MANY:
+            self._each_s += _PART * (seconds / self._work(key, rows) - self._each_s)
+
+    def _work(self, key: Key, rows: int) -> int:
+        return rows * sum([self._weights[layer] for layer in key.layers])
