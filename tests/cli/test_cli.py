@@ -124,6 +124,17 @@ def test_bench_wire(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_bench_loop(tmp_path: Path) -> None:
+    command = ["bench", "loop", "--preset", "tiny", "--rounds", "1", "--json", "loop.json"]
+    done = run(*command, folder=tmp_path, within_s=280)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "loop.json").read_text())
+    assert len(found["rows"]) == 4
+    assert found["headline"]["largest_gap_ms"] == max(row["largest of all"] for row in found["rows"]) > 0
+
+
+@pytest.mark.thorough
 def test_bench_schedule(tmp_path: Path) -> None:
     command = ["bench", "schedule", "--rounds", "1", "--clients", "4", "--clients", "40", "--json", "schedule.json"]
     done = run(*command, folder=tmp_path)

@@ -221,6 +221,30 @@ async def test_a_client_joins_calls_and_leaves() -> None:
     assert service.budget.held == 0
 
 
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_call_of_the_batch_under_way_counts_until_the_batch_has_ended(gone: bool) -> None:
+    peer, ends, service = a_peer()
+    before = service.budget.held
+    session = service.sessions["tenant/job"]
+    service.running = session.in_use = True
+    peer.received(a_call(1, rows=10))
+    held = service.budget.held
+    assert not ends.listening
+    peer.received(wire.pack(Type.CANCEL, 1))
+    if gone:
+        peer.leave("it closed the connection")
+        peer.closed()
+    assert service.budget.held == held >= before
+    assert not ends.sent
+    assert not ends.listening
+    service.ended()
+    if gone:
+        assert service.budget.held == 0
+    else:
+        assert ends.sent == [(Type.FAILED, [1, "ClientClosedError", "the call was cancelled"])]
+        assert ends.listening
+
+
 async def test_a_status_connection_has_no_session() -> None:
     peer, ends, service = a_peer(join=False)
     peer.received(wire.pack_hello(Hello(None)))
