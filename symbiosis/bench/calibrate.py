@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from symbiosis import Client
+from symbiosis import Client, Executor, Statistics
 from symbiosis.bench.jobs import Decoding, adamw
 from symbiosis.bench.models import PAPER_LORA, lora
 from symbiosis.bench.settings import Settings
@@ -55,15 +55,17 @@ class Notes:
     batches: dict[tuple[Key, bool, bool], Points] = field(default_factory=dict)
     """Batches by key, whether the batch before had the same key, and whether it was fine-tuning."""
     own: dict[Kind, list[tuple[int, float, float]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
-    """Rows of a request, seconds outside base layers per request, batches per request."""
+    """Rows of a request, seconds outside base layers per request, batches per request. The request of a joint walk has
+    the rows of several clients."""
 
 
 class Calibration:
-    """Measures costs with clients on a real executor that repeat short parts of a load.
+    """Measures costs with clients on real executors that repeat short parts of a load.
 
     It measures the seconds of a batch by its rows, for each key, separately for batches that follow one of the same
     layer, whose weights are in the cache; the seconds of a client's own work before a request, by its rows, for each
-    kind; and the seconds of the executor's work beside a batch.
+    kind; and the seconds of the executor's work beside a batch. Batches of several decoding clients are those of joint
+    walks.
 
     Args:
         settings: the model and the device.
@@ -79,43 +81,49 @@ class Calibration:
         self._prompts = _up_to(max(arrival.prompt for arrival in load.trace), PROMPTS)
         self._lengths = _up_to(load.rows, TUNING)
         clients = len(load.by_client())
-        self._together = [count for count in DECODING if count <= max(clients, 2)]
-        self._apart = sorted({self._together[0], 2})
-        self._recorder = _WalkRecorder()
+        self._counts = [count for count in DECODING if count <= max(clients, 2)]
         self._stack = AsyncExitStack()
-        self._clients: list[Client] = []
         self._tuning: list[tuple[Client, torch.optim.Optimizer]] = []
         self._tuners = min(load.tuning, 2)
         self._notes = Notes()
 
     async def __aenter__(self) -> Calibration:
         async with AsyncExitStack() as stack:
-            settings = self._settings
-            self._executor = await stack.enter_async_context(
-                settings.executor(settings.base(), self._recorder, joint="off")
-            )
-            adapters = list(PAPER_LORA.values())
-            for _, number in zip(range(self._together[0]), cycle(MIXED), strict=False):
-                client = self._executor.client(lora(*adapters[number]))
-                self._clients.append(await stack.enter_async_context(client))
+            base = self._settings.base()
+            self._apart = await self._open(stack, base, "off")
+            self._joint = await self._open(stack, base, "auto")
             for _ in range(self._tuners):
-                client = await stack.enter_async_context(self._executor.client(lora()))
+                client = await stack.enter_async_context(self._apart.executor.client(lora()))
                 self._tuning.append((client, adamw(client.model)))
-            for count in self._apart:  # in the first walk siblings are found
-                await self._decode(count, together=True)
+            for decoders in (self._apart, self._joint) * 2:  # at first siblings are found and the joint model is made
+                await self._decode(decoders, self._counts[0])
             self._stack = stack.pop_all()
         return self
+
+    async def _open(self, stack: AsyncExitStack, base: torch.nn.Module, joint: str) -> _Decoders:
+        recorder = _WalkRecorder()
+        executor = await stack.enter_async_context(self._settings.executor(base, recorder, joint=joint))
+        adapters = list(PAPER_LORA.values())
+        numbers = [number for _, number in zip(range(self._counts[0]), cycle(MIXED), strict=False)]
+        clients = [await stack.enter_async_context(executor.client(lora(*adapters[number]))) for number in numbers]
+        return _Decoders(executor, recorder, clients)
 
     async def __aexit__(self, *error: Any) -> None:
         await self._stack.__aexit__(*error)
 
     async def measure(self) -> Notes:
         """Run a little of each kind of work, and record its costs."""
-        self._notes = self._recorder.notes = Notes()
-        for together, counts in ((True, self._together), (False, self._apart)):
-            for count in counts:
+        recorder = self._apart.recorder
+        self._notes = self._joint.recorder.notes = Notes()
+        for count in self._counts:
+            self._settings.progress(f"{count} clients decode jointly")
+            await self._decode(self._joint, count)
+        for recorder.together in (True, False):
+            recorder.notes = Notes() if recorder.together else self._notes
+            for count in {self._counts[0], 2}:
                 self._settings.progress(f"{count} clients decode")
-                await self._decode(count, together)
+                await self._decode(self._apart, count)
+        recorder.together = True
         for length in self._prompts:
             self._settings.progress(f"prompts of {length} tokens")
             for _ in range(3):
@@ -126,15 +134,18 @@ class Calibration:
                 await self._tune(length)
         return self._notes
 
-    async def _decode(self, count: int, together: bool) -> None:
-        self._recorder.together = together
-        jobs = [(client, self._job(client, self._context)) for client in self._clients[:count]]
+    async def _decode(self, decoders: _Decoders, count: int) -> None:
+        jobs = [(client, self._job(client, self._context)) for client in decoders.clients[:count]]
         await asyncio.gather(*(client.run(job.prefill) for client, job in jobs))
-        await self._time(Kind.DECODE, 1, *(client.run(job.steps, STEPS) for client, job in jobs))
-        self._recorder.together = True
+        work = (client.run(job.steps, STEPS) for client, job in jobs)
+        if decoders is self._apart:
+            await self._time(Kind.DECODE, 1, *work)
+        else:
+            seconds, done = await _timed(decoders.executor, *work)  # a batch is a request: that of a joint walk
+            self._notes.own[Kind.DECODE].append((count, max(seconds - done.run_s, 0.0) / done.batches, 1.0))
 
     async def _read(self, length: int) -> None:
-        prompts = [(client, self._job(client, length)) for client in self._clients[:2]]
+        prompts = [(client, self._job(client, length)) for client in self._apart.clients[:2]]
         await self._time(Kind.PREFILL, length, *(client.run(job.prefill) for client, job in prompts))
 
     async def _tune(self, length: int) -> None:
@@ -148,12 +159,8 @@ class Calibration:
         return Decoding(client.model, self._settings.preset, self._settings.device, length=length)
 
     async def _time(self, kind: Kind, rows: int, *work: Coroutine[Any, Any, Any]) -> None:
-        """Record the time outside base layers."""
-        self._executor.reset_statistics()
-        began = time.perf_counter()
-        await asyncio.gather(*work)
-        seconds = time.perf_counter() - began
-        done = self._executor.statistics()
+        """Record the time outside base layers of work without joint walks."""
+        seconds, done = await _timed(self._apart.executor, *work)
         outside = max(seconds - done.run_s, 0.0) / done.requests
         self._notes.own[kind].append((rows, outside, done.batches / done.requests))
 
@@ -179,18 +186,36 @@ class Calibration:
             return curves[seen](batch.rows)
 
         thinking, overhead_s = _own(notes)
-        recorder = self._recorder
+        recorder = self._apart.recorder
         return Costs(
             recorder.walk,
             recorder.back,
-            len(self._executor.layers),
+            len(self._apart.executor.layers),
             batch,
             lambda kind, rows: thinking[kind](rows),
             overhead_s,
             True,
+            True,
             recorder.alone,
             f"{self._settings.preset.name}, measured here",
         )
+
+
+@dataclass
+class _Decoders:
+    """Clients that decode, and their executor and its policy."""
+
+    executor: Executor
+    recorder: _WalkRecorder
+    clients: list[Client]
+
+
+async def _timed(executor: Executor, *work: Coroutine[Any, Any, Any]) -> tuple[float, Statistics]:
+    """Return the seconds of some work, and what the executor did meanwhile."""
+    executor.reset_statistics()
+    began = time.perf_counter()
+    await asyncio.gather(*work)
+    return time.perf_counter() - began, executor.statistics()
 
 
 def _up_to(longest: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
@@ -202,10 +227,11 @@ def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:
     """Return the seconds of clients' own work by rows, for each kind, and the executor's seconds beside a batch.
 
     Both run on one thread. They are separated by the number of requests that shared a batch: seconds = own + overhead /
-    members, by least squares over decoding.
+    members, by least squares over decoding without joint walks.
     """
     seen = {kind: list(chain.from_iterable(note.own[kind] for note in notes)) for kind in Kind}
-    slope, _ = linear_regression(*zip(*((part, seconds) for _, seconds, part in seen[Kind.DECODE]), strict=True))
+    split = [(part, seconds) for rows, seconds, part in seen[Kind.DECODE] if rows == 1]
+    slope, _ = linear_regression(*zip(*split, strict=True))
     overhead = max(slope, 0.0)
     return {
         kind: Curve([(rows, max(seconds - overhead * part, 0.0)) for rows, seconds, part in found])

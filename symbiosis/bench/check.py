@@ -43,7 +43,7 @@ async def check(
         base = settings.base()
         crowds: dict[str, Crowd] = {}
         for name, make in policies.items():
-            executor = await stack.enter_async_context(settings.executor(base, make(), joint="off"))
+            executor = await stack.enter_async_context(settings.executor(base, make()))
             crowds[name] = await stack.enter_async_context(Crowd(executor, settings.preset, load))
         for turn in range(-1, settings.rounds):
             for name, crowd in crowds.items():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from symbiosis.core.requests import Key, Pass
 from symbiosis.core.terms import Kind
-from symbiosis.simulation.simulation import Ask, InWalk, SimulatedClient, Think
+from symbiosis.simulation.simulation import Ask, Decode, InWalk, SimulatedClient, Think
 
 Thinking = Callable[[Kind, int], float]
 """Function of a request's kind and rows: seconds of the client's own work before the request."""
@@ -46,9 +46,7 @@ def backward(keys: Sequence[Key]) -> list[Key]:
     return [Key((layer,), Pass.BACKWARD) for key in reversed(keys) for layer in reversed(key.layers)]
 
 
-def _walk(
-    keys: Sequence[Key], rows: int, kind: Kind, thinking: Thinking, last: Container[Key] = ()
-) -> Iterator[Think | Ask]:
+def _walk(keys: Sequence[Key], rows: int, kind: Kind, thinking: Thinking, last: Container[Key] = ()) -> SimulatedClient:
     """Yield the actions of a walk: the client's own work, and a request, for each key."""
     seconds = thinking(kind, rows)
     for key in keys:
@@ -83,12 +81,13 @@ def generate(
     keys = forward(layers) if isinstance(layers, int) else layers
     thinking = _spread(think, keys)
     done.began = arrives
+    now = arrives
     yield InWalk(True)
-    for token in range(tokens):
-        now = arrives
-        for action in _walk(keys, 1 if token else prompt, Kind.DECODE if token else Kind.PREFILL, thinking, last):
-            now = yield action
-        done.tokens.append(now)
+    for action in _walk(keys, prompt, Kind.PREFILL, thinking, last):
+        now = yield action
+    done.tokens.append(now)
+    for _ in range(tokens - 1):
+        done.tokens.append((yield Decode(lambda count: _walk(keys, count, Kind.DECODE, thinking))))
     yield InWalk(False)
 
 

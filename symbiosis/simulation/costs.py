@@ -32,6 +32,8 @@ class Costs:
     """Seconds that the executor needs for each batch besides its latency."""
     local: bool
     """Whether clients compute in the executor's process. See :class:`~symbiosis.simulation.Simulation`."""
+    joint: bool
+    """Whether clients decode jointly."""
     last: Container[Key]
     """Keys that are requested for the last token of a prompt alone."""
     text: str
@@ -111,4 +113,4 @@ def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
         return max(reading, computing) + card.launch_s
 
     text = f"{model} on {gpu} by its roofline"
-    return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: think_s, 20e-6, False, (), text)
+    return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: think_s, 20e-6, False, False, (), text)

@@ -85,6 +85,7 @@ def replay(
             cost=costs.batch,
             overhead_s=costs.overhead_s,
             local=costs.local,
+            joint=costs.joint,
         )
         for _ in range(executors)
     ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import JOINT, Kind
 from symbiosis.errors import PolicyError
 
 
@@ -47,7 +47,14 @@ class Ask(NamedTuple):
     kind: Kind
 
 
-SimulatedClient = Generator[Think | Until | InWalk | Ask, float, None]
+class Decode(NamedTuple):
+    """Walk the model for one token, if clients decode jointly together with all others that are ready to."""
+
+    walk: Callable[[int], SimulatedClient]
+    """Function of the number of tokens: a generator of the walk's actions."""
+
+
+SimulatedClient = Generator[Think | Until | InWalk | Ask | Decode, float, None]
 """Generator that yields actions and is sent the time, in seconds, at which each one ended."""
 
 
@@ -68,7 +75,7 @@ class Totals:
 
     batches: int = 0
     members: int = 0
-    """Requests, counted once for each batch that took rows of them."""
+    """Requests, counted once for each batch that took rows of them; those of a joint walk once for each client."""
     rows: int = 0
     busy_s: float = 0.0
 
@@ -85,6 +92,8 @@ class Simulation:
         overhead_s: seconds that the executor needs for each batch besides its latency.
         local: whether clients compute in the executor's process, where one action happens at a time: clients compute in
             the order of their answers, and a batch starts when no client has anything to compute.
+        joint: whether clients decode jointly, as :mod:`symbiosis.client.joint.decoder` describes. One token is under
+            way at a time. The next begins when no client has anything to compute, for all clients that are ready.
 
     Raises:
         PolicyError: from :meth:`run` and :meth:`step`: the scheduler refused a decision of the policy.
@@ -99,6 +108,7 @@ class Simulation:
         cost: Callable[[Batch, bool], float],
         overhead_s: float = 0.0,
         local: bool = False,
+        joint: bool = False,
     ) -> None:
         self.now = 0.0
         self.totals = Totals()
@@ -108,7 +118,15 @@ class Simulation:
         self._local = local
         self._free = 0.0
         """Time at which local clients have finished their computations."""
-        self._clients: dict[str, SimulatedClient] = {}
+        self._clients: dict[str, list[SimulatedClient]] = {}
+        """Each client's generator, and the walk that it is in, if it asked for one by :class:`Decode`."""
+        self._joint = joint
+        self._ready: dict[str, Decode] = {}
+        """Clients that wait for the next token to begin."""
+        self._together: tuple[str, ...] = ()
+        """Clients of the joint walk under way."""
+        self._token = False
+        """Whether a token is under way."""
         self._waiting: dict[int, str] = {}
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -122,8 +140,8 @@ class Simulation:
 
         def join() -> None:
             self._scheduler.client_joined(name, local=self._local)
-            self._clients[name] = client
-            self._resume(name, start=True)
+            self._clients[name] = [client]
+            self._resume(name, None)
 
         self._at(at, join)
 
@@ -147,37 +165,89 @@ class Simulation:
     def _at(self, time: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time, next(self._numbers), happen))
 
-    def _resume(self, name: str, start: bool = False) -> None:
-        """Resume a client, and start its next action that takes time."""
-        client = self._clients[name]
+    def _resume(self, name: str, sent: float | None) -> None:
+        """Resume a client, and start its next action that takes time. ``sent`` is None for a new generator."""
+        generators = self._clients[name]
         try:
-            action = next(client) if start else client.send(self.now)
+            action = next(generators[-1]) if sent is None else generators[-1].send(sent)
             while isinstance(action, InWalk):
                 if action.begins:
                     self._scheduler.walk_began(name, self.now)
                 else:
                     self._scheduler.walk_ended(name)
-                action = client.send(self.now)
+                action = generators[-1].send(self.now)
         except StopIteration:
-            del self._clients[name]
-            self._scheduler.client_left(name, self.now)
+            generators.pop()
+            if generators:
+                self._resume(name, self.now)
+            elif name != JOINT:
+                del self._clients[name]
+                self._scheduler.client_left(name, self.now)
             return
         if isinstance(action, Think):
             ends = self.now + action.seconds
             if self._local:
                 ends = self._free = max(self._free, self.now) + action.seconds
-            self._at(ends, lambda: self._resume(name))
+            self._at(ends, lambda: self._resume(name, self.now))
         elif isinstance(action, Until):
-            self._at(max(action.time, self.now), lambda: self._resume(name))
+            self._at(max(action.time, self.now), lambda: self._resume(name, self.now))
+        elif isinstance(action, Decode):
+            if self._joint and self._scheduler.may_join(name, self.now):
+                self._scheduler.walk_ended(name)
+                self._ready[name] = action
+            else:
+                self._begin(name, action.walk(1))
         else:
-            request = Request(next(self._numbers), name, action.key, action.rows, action.kind, self.now)
+            tenants = self._together if name == JOINT else ()
+            request = Request(
+                next(self._numbers), name, action.key, action.rows, action.kind, self.now, tenants=tenants
+            )
             self._waiting[request.id] = name
             batch = self._scheduler.offer(request, self.now)
             if batch is not None:
                 self._run(batch)
 
+    def _begin(self, name: str, walk: SimulatedClient) -> None:
+        """Have a client walk the model, and then go on."""
+        self._clients[name].append(walk)
+        self._resume(name, None)
+
+    def _begin_token(self) -> None:
+        """Begin the next token, for all clients that are ready."""
+        (first, *_), names = self._ready.values(), list(self._ready)
+        self._ready = {}
+        self._token = True
+        if len(names) == 1:
+            self._scheduler.walk_began(names[0], self.now)
+            self._begin(names[0], self._alone(first.walk(1)))
+        else:
+            if JOINT not in self._clients:
+                self._clients[JOINT] = []
+                self._scheduler.client_joined(JOINT, local=self._local)
+            self._together = tuple(names)
+            self._begin(JOINT, self._walk_together(first.walk(len(names))))
+
+    def _alone(self, walk: SimulatedClient) -> SimulatedClient:
+        yield from walk
+        self._token = False
+
+    def _walk_together(self, walk: SimulatedClient) -> SimulatedClient:
+        yield InWalk(True)
+        yield from walk
+        yield InWalk(False)
+        self._token = False
+        for name in self._together:
+            self._scheduler.walk_began(name, self.now)
+            self._resume(name, self.now)
+
+    def _computing(self) -> bool:
+        """Return whether the thread of local clients has something to do."""
+        return self._local and self._free > self.now
+
     def _ask(self) -> None:
-        if self._busy or (self._local and self._free > self.now):
+        if self._ready and not self._token and not self._computing():
+            self._begin_token()
+        if self._busy or self._computing():
             return
         self._scheduler.turned(self.now)
         action = self._scheduler.next_action(self.now)
@@ -205,8 +275,8 @@ class Simulation:
         self._busy = False
         totals = self.totals
         totals.batches += 1
-        totals.members += len(batch.slices)
+        totals.members += sum(len(piece.request.clients) for piece in batch.slices)
         totals.rows += batch.rows
         totals.busy_s += seconds
         for request in self._scheduler.completed(batch, seconds, self.now):
-            self._resume(self._waiting.pop(request.id))
+            self._resume(self._waiting.pop(request.id), self.now)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import JOINT, Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate
@@ -167,6 +167,69 @@ def test_local_clients_share_one_processor() -> None:
     apart, local = (replay(Lockstep, costs(start=1e-6, local=here), load, PATIENT) for here in (False, True))
     assert apart.token_mean == pytest.approx(4, rel=0.2)
     assert local.token_mean == pytest.approx(32, rel=0.05)
+
+
+def test_clients_decode_jointly() -> None:
+    """The 8 prompts are read one by one, as no policy gathers them. Then each of 4 layers takes 1 ms of work for all
+    clients together, and 1.08 ms for their 8 rows.
+    """
+    load = Load([Arrival(0.0, 1, 21)] * 8)
+    found = replay(NoLockstep, costs(local=True, joint=True), load, PATIENT)
+    assert found.token_p50 == pytest.approx(8.32)
+    assert found.seconds == pytest.approx(8 * 4 * 2.01e-3 + 20 * 8.32e-3, rel=0.05)
+    assert found.mean_batch == pytest.approx(24 * 21 / (24 + 3 * 20), rel=0.2)
+
+
+def test_a_client_that_decodes_alone_waits_for_nobody() -> None:
+    load = Load([Arrival(0.0, 10, 5)])
+    alone, joint = (replay(NoLockstep, costs(local=True, joint=here), load, PATIENT) for here in (False, True))
+    assert alone == joint
+
+
+class _Seen(NoLockstep):
+    """Notes requests, and keeps some clients out of joint walks."""
+
+    lone_at_once = False
+
+    def __init__(self, kept_out: str = "") -> None:
+        super().__init__()
+        self.requests: list[Request] = []
+        self._kept_out = kept_out
+
+    def submitted(self, request: Request) -> None:
+        self.requests.append(request)
+        super().submitted(request)
+
+    def may_join(self, client: str, now: float) -> bool:
+        return client != self._kept_out
+
+
+def test_a_token_begins_for_all_who_are_ready() -> None:
+    """The first client decodes a token while the second reads its prompt, and the third arrives during a token of both.
+    Each joins at the next token. When the others have left, the last one walks alone.
+    """
+    policy = _Seen()
+    simulation = Simulation(policy, layers=2, cost=Cost(1e-3, 0.0).of, joint=True)
+    texts = {name: Done() for name in ("a", "b", "c")}
+    for name, tokens, at in (("a", 6, 0.0), ("b", 6, 0.0), ("c", 8, 11e-3)):
+        simulation.add(name, generate(2, 1, tokens, 2e-3, texts[name], at), at)
+    simulation.run()
+    walks = [request for request in policy.requests if request.key.layers == (0,) and request.kind is Kind.DECODE]
+    together = ["".join(sorted(request.clients)) for request in walks]
+    assert together == ["a", "ab", "ab", "abc", "abc", "bc", "c", "c", "c", "c"]
+    assert [request.client == JOINT for request in walks] == [len(names) > 1 for names in together]
+    assert [len(done.tokens) for done in texts.values()] == [6, 6, 8]
+
+
+def test_a_client_that_the_policy_keeps_out_walks_alone() -> None:
+    policy = _Seen("b")
+    simulation = Simulation(policy, layers=2, cost=Cost(1e-3, 0.0).of, joint=True)
+    for name in ("a", "b", "c"):
+        simulation.add(name, generate(2, 1, 4, 2e-3, Done()))
+    simulation.run()
+    decoding = [request for request in policy.requests if request.kind is Kind.DECODE]
+    assert sum(request.client == "b" for request in decoding) == 2 * 3
+    assert {"".join(sorted(request.tenants)) for request in decoding} == {"", "ac"}
 
 
 def test_slos_are_counted() -> None:
