@@ -55,6 +55,9 @@ class Executor:
             which there is no room waits; one call, with its results, may have a ninth.
         joint: how clients of this process that decode are walked together: ``"exact"``, ``"fast"`` or ``"off"``;
             ``"auto"`` is ``"fast"``. See docs/tenants.md.
+        packed: whether weights on a CPU are packed, in place, so that products of few rows are faster: the last bit of
+            a result may then differ from the model's own, and weights take twice the memory while a client trains. By
+            default only if the executor loads the model itself. See docs/providers.md.
         name: of the address ``inproc://name``; chosen freely by default.
 
     Attributes:
@@ -79,9 +82,10 @@ class Executor:
         max_rows: int = 8192,
         max_bytes: int = 8 << 30,
         joint: str = "auto",
+        packed: bool = False,
         name: str | None = None,
     ) -> None:
-        self._build(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, name, source=None)
+        self._build(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, name, source=None)
 
     def _build(
         self,
@@ -93,6 +97,7 @@ class Executor:
         max_rows: int,
         max_bytes: int,
         joint: str,
+        packed: bool,
         name: str | None,
         source: str | Path | None,
     ) -> None:
@@ -106,7 +111,7 @@ class Executor:
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
-        split = SplitModel(model, base_layers)
+        split = SplitModel(model, base_layers, packed=packed)
         self.engine = Engine(split.layers, split.device, policy, max_rows)
         layers = split.token_layers()
         self._token_s = self.engine.time_layers(layers) if layers else 0.0
@@ -132,6 +137,7 @@ class Executor:
         max_rows: int = 8192,
         max_bytes: int = 8 << 30,
         joint: str = "auto",
+        packed: bool = True,
         name: str | None = None,
         **options: Any,
     ) -> Executor:
@@ -143,13 +149,15 @@ class Executor:
             dtype: precision to load it in; by default the checkpoint's.
             **options: arguments of the class's ``from_pretrained`` (``revision``, ``attn_implementation``…).
 
-        The other arguments are those of :class:`Executor`.
+        The other arguments are those of :class:`Executor`. Weights are packed by default.
         """
         if dtype is not None:
             options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
         loaded = load_model(model, model_class, **options)
         executor = cls.__new__(cls)
-        executor._build(loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, name, source=model)
+        executor._build(
+            loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, packed, name, source=model
+        )
         return executor
 
     async def __aenter__(self) -> Executor:

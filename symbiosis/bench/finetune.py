@@ -39,7 +39,8 @@ async def finetune(settings: Settings, *, counts: tuple[int, ...]) -> Report:
     _add_memory(report, settings, counts)
     report.notes.append(
         f"LoRA r8 qkvo, AdamW, batch {preset.batch} × {preset.sequence} tokens, 1 step a round, medians of "
-        f"{settings.rounds} rounds; policy {settings.policy}, base layers {settings.base_layers!r}. Memory: peak of a "
+        f"{settings.rounds} rounds; policy {settings.policy}, base layers {settings.base_layers!r}. Weights are not "
+        "packed, because nobody decodes. Memory: peak of a "
         "process of its own above what the imports alone take; plain jobs are separate processes, so n of them take n "
         "times the memory of one. An extra client takes more than its adapter, gradients, optimizer and activations: "
         "the rest is temporaries of its backward pass, which all tenants of a process may hold at once. On tiny there "
@@ -53,7 +54,7 @@ async def _add_throughput(report: Report, settings: Settings, counts: tuple[int,
     base = settings.base()
     plain = [PlainJob(plain_peft(base, lora()), preset, device, seed) for seed in range(max(counts))]
     async with AsyncExitStack() as stack:
-        executor = await stack.enter_async_context(settings.executor(base))
+        executor = await stack.enter_async_context(settings.executor(base, packed=False))
         tenants = []
         for seed in range(max(counts)):
             client = await stack.enter_async_context(executor.client(lora()))

@@ -110,8 +110,12 @@ def build(preset: Preset, device: torch.device, dtype: torch.dtype | None = None
     return model.requires_grad_(False).eval()
 
 
+def sharing(base: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model that shares its parameters."""
+    return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+
+
 def plain_peft(base: torch.nn.Module, config: PeftConfig | None) -> Any:
     """Return plain PEFT on a model of its own that shares the frozen weights' memory."""
-    memo = {id(parameter): parameter for parameter in base.parameters()}
-    model: Any = copy.deepcopy(base, memo)
+    model: Any = sharing(base)
     return (model if config is None else get_peft_model(model, config)).eval()

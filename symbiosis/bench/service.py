@@ -127,7 +127,7 @@ def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
-        async with Executor(model, policy=policy, base_layers=base_layers) as executor:
+        async with Executor(model, policy=policy, base_layers=base_layers, packed=True) as executor:
             trusting = {"insecure": True} if address.startswith("dist:") else {}
             await executor.listen(address, **trusting)
             sys.stdout.write("ready\n")

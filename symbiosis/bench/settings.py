@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from symbiosis import Executor
-from symbiosis.bench.models import Preset, build
+from symbiosis.bench.models import Preset, build, sharing
 from symbiosis.core.policy import Policy
 
 T = TypeVar("T")
@@ -41,10 +41,15 @@ class Settings:
         """Return the preset's model."""
         return build(self.preset, self.device)
 
-    def executor(self, base: torch.nn.Module, policy: str | Policy = "", *, joint: str = "auto") -> Executor:
-        """Return an executor of a model, with the given policy, that of the settings, or the default."""
+    def executor(
+        self, base: torch.nn.Module, policy: str | Policy = "", *, joint: str = "auto", packed: bool = True
+    ) -> Executor:
+        """Return an executor of a model, with the given policy, that of the settings, or the default.
+
+        As in ``symbiosis serve``, its weights are packed, unless ``packed`` is False. ``base`` stays as it is.
+        """
         chosen = policy or self.policy or "opportunistic"
-        return Executor(base, policy=chosen, base_layers=self.base_layers, joint=joint)
+        return Executor(sharing(base), policy=chosen, base_layers=self.base_layers, joint=joint, packed=packed)
 
     def says(self, turn: int, what: str) -> None:
         """Report that a measurement begins. Round -1 is the warm-up."""

@@ -94,6 +94,13 @@ def serve(
         int,
         typer.Option(min=LEAST_BYTES, help="Memory in bytes that all clients together may take beside the weights."),
     ] = 8 << 30,
+    packed: Annotated[
+        bool,
+        typer.Option(
+            help="On a CPU, pack weights for products of few rows. They take twice the memory while tenants "
+            "train. docs/providers.md explains it."
+        ),
+    ] = True,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
@@ -131,6 +138,7 @@ def serve(
             dtype=dtype,
             max_rows=max_rows,
             max_bytes=max_bytes,
+            packed=packed,
         )
     )
 

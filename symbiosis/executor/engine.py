@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from symbiosis.core.policy import Policy
-from symbiosis.core.requests import Batch, Call, Key, Request, Results
+from symbiosis.core.requests import Batch, Call, Key, Pass, Request, Results
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import LayerError
@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 LONG_S = 0.005
 """Expected seconds from which on a batch runs on a thread of its own, where other processes are served."""
+_BACKWARD = Pass.BACKWARD
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
 
@@ -79,6 +80,8 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
         self._pace = Pace(layers)
+        self._unpacking: set[str] = set()
+        """Clients whose calls have made packed weights be kept in the usual layout too."""
         self._on_cpu = device.type == "cpu"  # other devices run batches beside the event loop anyway
         self._aside: ThreadPoolExecutor | None = None
         """The thread of long batches, if there is one."""
@@ -140,7 +143,15 @@ class Engine:
             call = self.calls.pop(request.id, None)
             if call is not None:
                 _fail(call, error)
+        if client in self._unpacking:
+            self._unpacking.remove(client)
+            self.when_idle(self._release)
         self._pump_soon()
+
+    def _release(self) -> None:
+        if not self._unpacking:
+            for layer in self.layers:
+                layer.release()
 
     def begin_walk(self, client: str) -> None:
         """Note that a client begins to walk the model."""
@@ -234,8 +245,10 @@ class Engine:
             self._decide(loop)
 
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
-        rows = call.tensors[0].shape[0]
-        return Request(next(self._ids), client, call.key, rows, kind, now(), tenants=call.tenants)
+        key, rows = call.key, call.tensors[0].shape[0]
+        if key.pass_ is _BACKWARD or key.fp32:
+            self._unpacking.add(client)
+        return Request(next(self._ids), client, key, rows, kind, now(), tenants=call.tenants)
 
     def _pump_soon(self) -> None:
         """Ask the scheduler again once everything that is ready on the event loop has run."""

@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
 from symbiosis.executor.fp32_products import times, times_transposed
+from symbiosis.executor.packing import PackedWeight, plain
 
 
 class BaseLayer(ABC):
@@ -46,6 +47,12 @@ class BaseLayer(ABC):
             return self.backward(tensors, fp32=key.fp32)
         return self.forward(tensors[0], bias=pass_ is _FORWARD, fp32=key.fp32)
 
+    def release(self) -> None:
+        """Free the weights in the usual layout that backward passes, and those in fp32, have made of packed ones."""
+        for parameter in self.module.parameters():
+            if isinstance(parameter, PackedWeight):
+                parameter.release()
+
     @abstractmethod
     def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor: ...
     @abstractmethod
@@ -64,12 +71,13 @@ class LinearLayer(BaseLayer):
 
     def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor:
         if fp32:
-            return _plus(times_transposed(x, self._weight), self._bias if bias else None)
+            return _plus(times_transposed(x, plain(self._weight)), self._bias if bias else None)
         return F.linear(x, self._weight, self._bias if bias else None)
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor:
         (dy,) = tensors
-        return times(dy, self._weight) if fp32 else dy.mm(self._weight)
+        weight = plain(self._weight)
+        return times(dy, weight) if fp32 else dy.mm(weight)
 
 
 class Conv1DLayer(BaseLayer):

@@ -166,6 +166,7 @@ class ExecutorService:
             "model": type(self._split.model).__name__,
             "policy": repr(self._engine.scheduler.policy),
             "layers": len(self._split.layers),
+            "packed_layers": self._split.packed,
             "addresses": [listener.address for listener in self.listeners],
             "clients": self.clients,
             "outstanding": self._engine.scheduler.outstanding,

@@ -12,6 +12,7 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident
 from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
+from symbiosis.executor.packing import pack
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
 """Names that models of transformers give to the MLP of a block."""
@@ -25,12 +26,16 @@ class SplitModel:
         base_layers: what the executor serves. ``"linear"``: every ``nn.Linear`` and ``Conv1D``. ``"mlp"``: these, and
             each MLP as a whole, for tenants that change nothing inside it. Otherwise module names or patterns
             (``"*.q_proj"``, ``"lm_head"``); a name that is not a linear layer is served whole.
+        packed: whether weights on a CPU are packed; see :mod:`symbiosis.executor.packing`.
+
+    Attributes:
+        packed: number of packed weights.
 
     Raises:
         SplitError: no module matches, or one that does cannot be a base layer.
     """
 
-    def __init__(self, model: nn.Module, base_layers: str | Sequence[str] = "linear") -> None:
+    def __init__(self, model: nn.Module, base_layers: str | Sequence[str] = "linear", *, packed: bool = False) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or torch.device("meta") in devices:
             found = ", ".join(sorted(map(str, devices))) or "none at all"
@@ -39,8 +44,10 @@ class SplitModel:
             )
         self.model = model.requires_grad_(False).eval()
         (self.device,) = devices
+        chosen = {name: model.get_submodule(name) for name in _choose(model, base_layers)}
+        self.packed = pack(model, filter(is_linear, chosen.values())) if packed else 0
         self.layers: list[BaseLayer] = [
-            base_layer(index, name, model.get_submodule(name)) for index, name in enumerate(_choose(model, base_layers))
+            base_layer(index, name, module) for index, (name, module) in enumerate(chosen.items())
         ]
         if not self.layers:
             raise SplitError(
