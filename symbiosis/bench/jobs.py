@@ -48,10 +48,16 @@ class Decoding:
         generator = torch.Generator().manual_seed(seed)
         shape = rows, length or preset.prompt
         self._prompt = torch.randint(1, preset.vocabulary, shape, generator=generator).to(device)
-        self._model = model
+        self.model = model
         self._options = options
         self._cache: Any = None
         self._token = self._prompt
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The token ids of each prompt."""
+        ids: list[list[int]] = self._prompt.tolist()
+        return ids
 
     def prefill(self) -> None:
         """Run the prompt from an empty cache."""
@@ -62,7 +68,7 @@ class Decoding:
     def steps(self, count: int, after_each: Callable[[], None] = lambda: None) -> None:
         """Decode ``count`` tokens per row, and call a function after each."""
         for _ in range(count):
-            output = self._model(
+            output = self.model(
                 input_ids=self._token, past_key_values=self._cache, use_cache=True, logits_to_keep=1, **self._options
             )
             self._cache = output.past_key_values

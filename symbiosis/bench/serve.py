@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
@@ -17,9 +19,17 @@ from symbiosis.bench.models import varied as varied_adapter
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import served, tenant_processes
 from symbiosis.bench.settings import Settings
+from symbiosis.bench.vllm_peer import VllmProcess, vllm_process
 from symbiosis.core.registry import make_transport
 
-GOALS = {"speedup_8": "≥ 7", "speedup_16": "≥ 10", "vs_mixed_batch_8": "≥ 1.25", "mean_batch_8": "8"}
+GOALS = {
+    "speedup_8": "≥ 7",
+    "speedup_16": "≥ 10",
+    "vs_mixed_batch_8": "≥ 1.25",
+    "vs_vllm_8": "≥ 1.5",
+    "vs_vllm_16": "≥ 1.5",
+    "mean_batch_8": "8",
+}
 VARIED_GOALS = {"varied_speedup_8": "≥ 6"}
 
 
@@ -35,7 +45,7 @@ _Counters = Callable[[], tuple[int, int]]
 
 
 async def serve(
-    settings: Settings, *, counts: tuple[int, ...], transport: str, modes: tuple[str, ...], varied: bool
+    settings: Settings, *, counts: tuple[int, ...], transport: str, modes: tuple[str, ...], varied: bool, vllm: str
 ) -> Report:
     """Measure clients that decode at once against plain PEFT jobs in turn, and against PEFT's mixed-adapter batch.
 
@@ -49,6 +59,7 @@ async def serve(
         transport: ``inproc``, or a transport between processes.
         modes: of joint decoding; the last one is in the headline.
         varied: adapters of many kinds and prompts of many lengths.
+        vllm: Python interpreter of an environment with vLLM, to compare with as well; or empty.
     """
     preset = settings.preset
     here = transport == "inproc"
@@ -63,6 +74,7 @@ async def serve(
     ]
     mixed = _mixed(base, most) if here and not varied else None
     async with AsyncExitStack() as stack:
+        peers = await _vllm(stack, settings, vllm, base, plain) if vllm else {}
         ours = {
             mode: await stack.enter_async_context(_tenants(settings, base, transport, most, mode, varied))
             for mode in (modes if here else ("off",))
@@ -75,6 +87,8 @@ async def serve(
                 names = [f"tenant-{seed}" for seed in range(count)]
                 batch = Decoding(mixed, preset, settings.device, rows=count, adapter_names=names)
                 jobs["mixed"] = partial(_plain, settings, [batch])
+            for name, peer in peers.items():
+                jobs[name] = partial(_peer, settings, peer, plain[:count])
             results = await settings.interleaved(f"{count} clients", jobs)
             _add_row(report, settings, count, results, varied)
     has = "an adapter of another kind and a prompt of 8 to 64 tokens" if varied else "its own LoRA (r8, qkvo)"
@@ -99,7 +113,8 @@ def _add_row(
 ) -> None:
     times = {name: [seconds for seconds, _ in found] for name, found in results.items()}
     tokens = count * settings.preset.decode_steps
-    modes = [name for name in times if name not in ("plain", "mixed")]
+    peers = [name for name in times if name.startswith("vLLM")]
+    modes = [name for name in times if name not in ("plain", "mixed", *peers)]
     row: dict[str, Any] = {"clients": count, "plain jobs in turn tok/s": tokens / median(times["plain"])}
     headline = {}
     for mode in modes:
@@ -108,6 +123,10 @@ def _add_row(
     if "mixed" in times:
         row["mixed batch tok/s"] = tokens / median(times["mixed"])
         headline["vs_mixed_batch"] = ratio(times["mixed"], times[modes[-1]])
+    for name in peers:
+        row[f"{name} tok/s"] = tokens / median(times[name])
+    if peers:
+        headline["vs_vllm"] = min(ratio(times[name], times[modes[-1]]) for name in peers)
     headline["mean_batch"] = median(mean_batch for _, mean_batch in results[modes[-1]])
     row |= {name.replace("_", " "): value for name, value in headline.items()}
     row["ms a token and client"] = median(times[modes[-1]]) / settings.preset.decode_steps * 1e3
@@ -170,6 +189,35 @@ async def _ours(settings: Settings, tenants: Sequence[_Decoder], counters: _Coun
     seconds = now(settings.device) - start
     requests_after, batches_after = counters()
     return seconds, (requests_after - requests) / (batches_after - batches)
+
+
+async def _vllm(
+    stack: AsyncExitStack, settings: Settings, python: str, base: Any, plain: Sequence[Decoding]
+) -> dict[str, VllmProcess]:
+    """Start vLLM with the model and the adapters of plain jobs: without compiling the model, and with it."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="symbiosis-")))
+    base.save_pretrained(folder / "base")
+    adapters = [folder / f"adapter-{seed}" for seed in range(len(plain))]
+    for job, adapter in zip(plain, adapters, strict=True):
+        job.model.save_pretrained(adapter)
+    preset = settings.preset
+    options = {
+        "dtype": str(preset.dtype).removeprefix("torch."),
+        "rank": lora().r,
+        "length": preset.prompt + preset.decode_steps + 8,
+    }
+    peers = {}
+    for name, eager in (("vLLM eager", True), ("vLLM compiled", False)):
+        settings.progress(f"starting {name}")
+        process = vllm_process(python, folder / "base", adapters, **options, eager=eager)
+        peers[name] = await stack.enter_async_context(process)
+    return peers
+
+
+async def _peer(settings: Settings, peer: VllmProcess, jobs: Sequence[Decoding]) -> tuple[float, float]:
+    """Return the seconds in which vLLM decodes the texts of plain jobs at once, and their number."""
+    prompts = [prompt for job in jobs for prompt in job.prompts]
+    return await peer.decode(prompts, settings.preset.decode_steps), len(jobs)
 
 
 def _mixed(base: torch.nn.Module, count: int) -> Any:
