@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -20,6 +21,8 @@ from typing import Any
 
 KV_GIB = 1
 """Memory for vLLM's KV cache, in GiB."""
+ENDS_S = 20
+"""Seconds that vLLM has to end."""
 
 
 class VllmProcess:
@@ -78,7 +81,12 @@ async def vllm_process(
         "enforce_eager": eager,
     }
     arguments = json.dumps({"adapters": [str(folder) for folder in adapters], "options": options})
-    environment = {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",  # by default it leaves one core out
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     with tempfile.NamedTemporaryFile(prefix="symbiosis-vllm-") as log:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -87,6 +95,7 @@ async def vllm_process(
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **environment},
+                start_new_session=True,
             )
         except OSError as error:
             raise UsageError(f"{python} cannot be run: {error.strerror}") from error
@@ -97,8 +106,10 @@ async def vllm_process(
             yield vllm
         finally:
             process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), ENDS_S)
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+                os.killpg(process.pid, signal.SIGKILL)  # it may have left processes of its own
             await process.wait()
 
 

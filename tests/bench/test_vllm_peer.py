@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from symbiosis.bench.vllm_peer import vllm_process
 from symbiosis.errors import UsageError
-from tests.helpers import command
+from tests.helpers import command, until
 
 STAND_IN = """
 import json, sys, time
@@ -71,6 +72,24 @@ async def test_an_error_of_vllm_is_shown() -> None:
     with pytest.raises(UsageError, match="vLLM ended with status 1: RuntimeError: too long"):
         async with vllm_process(sys.executable, Path("base"), ADAPTERS, rank=8, **OPTIONS) as vllm:
             await vllm.decode([[1]], 100)
+
+
+@pytest.mark.usefixtures("stand_in")
+async def test_processes_of_vllm_end_with_it(tmp_path: Path) -> None:
+    child = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, file=open('PID', 'w'))"
+    with (tmp_path / "vllm" / "__init__.py").open("a") as file:
+        file.write(child.replace("PID", str(tmp_path / "pid")))
+    async with vllm_process(sys.executable, Path("base"), ADAPTERS, rank=8, **OPTIONS):
+        pid = int((tmp_path / "pid").read_text())
+        os.kill(pid, 0)
+    await until(lambda: not _runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "(sleep) Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
 
 
 async def test_no_interpreter() -> None:
