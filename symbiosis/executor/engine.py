@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 LONG_S = 0.005
 """Expected seconds from which on a batch runs on a thread of its own, where other processes are served."""
 _BACKWARD = Pass.BACKWARD
+_Ended = tuple[float, BaseException | None]
+"""The time at which a batch ended, and its error."""
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
 
@@ -85,7 +87,7 @@ class Engine:
         self._on_cpu = device.type == "cpu"  # other devices run batches beside the event loop anyway
         self._aside: ThreadPoolExecutor | None = None
         """The thread of long batches, if there is one."""
-        self._under_way: tuple[Batch, asyncio.Future[float]] | None = None
+        self._under_way: tuple[Batch, asyncio.Future[_Ended]] | None = None
         """The batch on that thread, and when it has ended."""
         self._then: list[Callable[[], object]] = []
         """What to call when it has ended."""
@@ -180,7 +182,8 @@ class Engine:
         assert loop is not None
         reply: asyncio.Future[Results] = loop.create_future()
         request = self._request(client, call, kind)
-        if in_modes() or self._is_long(call.key, request.rows):  # a tenant's modes must not reach base layers
+        # A tenant's modes must not reach base layers, and one batch runs at a time.
+        if in_modes() or self._under_way is not None or self._is_long(call.key, request.rows):
             with self._lock:
                 self.scheduler.submit(request)
         else:
@@ -206,7 +209,7 @@ class Engine:
         Raises:
             LayerError: the base layer failed.
         """
-        if in_modes():
+        if in_modes() or self._under_way is not None:
             return None
         request = self._request(client, call, kind)
         with self._lock:
@@ -220,7 +223,8 @@ class Engine:
         with self._lock:
             self.scheduler.cancel(call.id, now())
         self._pump_soon()
-        return self._under_way is not None and any(request.id == call.id for request, _, _ in self._under_way[0].slices)
+        under_way = self._under_way
+        return under_way is not None and any(request.id == call.id for request, _, _ in under_way[0].slices)
 
     def when_idle(self, then: Callable[[], object]) -> None:
         """Call ``then`` when the batch under way has ended; at once if there is none."""
@@ -306,23 +310,29 @@ class Engine:
         else:
             self._answer(self._completed(batch, started, now(), began))
 
-    def _run_aside(self, batch: Batch, calls: Sequence[Call]) -> float:
-        """Run a batch on the other thread. Return the time at which it ended."""
-        self.runner.run(batch, calls)
-        return now()
+    def _run_aside(self, batch: Batch, calls: Sequence[Call]) -> _Ended:
+        """Run a batch on the other thread."""
+        cause = None
+        try:
+            self.runner.run(batch, calls)
+        except BaseException as error:  # noqa: BLE001 (a future takes no StopIteration, and the others belong here too)
+            cause = error
+        return now(), cause
 
-    def _ran_aside(self, batch: Batch, started: float, ended: asyncio.Future[float]) -> None:
+    def _ran_aside(self, batch: Batch, started: float, ran: asyncio.Future[_Ended]) -> None:
         """Answer the calls of a batch that has run on the other thread."""
         self._under_way = None
-        cause = ended.exception()
-        if cause is None:
-            self._answer(self._completed(batch, started, ended.result(), None))
-        else:
-            self._answer_failed(batch, cause)
-        then, self._then = self._then, []
-        for one in then:
-            one()
-        self._pump_soon()
+        ended, cause = ran.result()
+        try:
+            if cause is None:
+                self._answer(self._completed(batch, started, ended, None))
+            else:
+                self._answer_failed(batch, cause)
+        finally:
+            then, self._then = self._then, []
+            for one in then:
+                ran.get_loop().call_soon(one)
+            self._pump_soon()
 
     def _answer_failed(self, batch: Batch, cause: BaseException) -> None:
         error = self._failed(batch, cause)
@@ -363,9 +373,9 @@ class Engine:
         self._pace.learn(batch.key, batch.rows, ended - started)
         with self._lock:
             if clock is None or began is None:
-                answered = self.scheduler.completed(batch, ended - started, ended)
+                answered = self.scheduler.completed(batch, ended - started, now())
             else:
-                answered = self.scheduler.completed(batch, None, ended)
+                answered = self.scheduler.completed(batch, None, now())
                 clock.launched(batch, began)
                 for earlier, seconds in clock.done():
                     self.scheduler.measured(earlier, seconds)

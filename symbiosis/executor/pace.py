@@ -13,14 +13,16 @@ _MANY = 32
 """Rows from which on a batch's time is that of its arithmetic, and not that of reading the weights."""
 _PART = 0.25
 """Weight of the latest measurement."""
+_LARGEST = 4.0
+"""Largest measurement, in multiples of what was expected: a machine that stood still says nothing of later batches."""
 
 
 class Pace:
     """Seconds per multiplication, learned from batches of many rows.
 
     The time of such a batch is in proportion to its rows times the weights of its layers. Few rows take longer than
-    this says; the policies, which depend on the exact time, learn a line for each key
-    (:mod:`symbiosis.policies.latency`).
+    this says, so if they take less, it was too much. The policies, which depend on the exact time, learn a line for
+    each key (:mod:`symbiosis.policies.latency`).
     """
 
     def __init__(self, layers: Sequence[BaseLayer]) -> None:
@@ -33,8 +35,11 @@ class Pace:
 
     def learn(self, key: Key, rows: int, seconds: float) -> None:
         """Note how many seconds a batch took."""
+        each_s = seconds / self._work(key, rows)
         if rows >= _MANY:
-            self._each_s += _PART * (seconds / self._work(key, rows) - self._each_s)
+            self._each_s += _PART * (min(each_s, _LARGEST * self._each_s) - self._each_s)
+        else:
+            self._each_s = min(each_s, self._each_s)
 
     def _work(self, key: Key, rows: int) -> int:
         return rows * sum([self._weights[layer] for layer in key.layers])

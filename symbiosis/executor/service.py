@@ -93,19 +93,19 @@ class ExecutorService:
             raise UsageError("start the executor first: `async with executor:`")
         listener = await make_transport(address, **options).listen(address, self)
         self.listeners.append(listener)
-        if len(self.listeners) > 1:  # the first is for clients of this process
+        if not address.startswith("inproc:"):
             self._engine.serve_other_processes()
         return listener
 
     async def close(self) -> None:
         """Close all addresses and end all sessions."""
+        self._closed = True
         while self.listeners:
             await self.listeners.pop().close()
         error = ExecutorClosedError.of(self.address)
         for session in list(self._sessions.values()):
             session.close(error)
         await self._engine.stop()
-        self._closed = True
 
     def when_idle(self, then: Callable[[], object]) -> None:
         self._engine.when_idle(then)

@@ -187,7 +187,7 @@ class ShmLine(StreamLine):
 
 
 class ArenaCourier(Courier):
-    """Finds tensors in the client's arena, or in its segment of the GPU's memory, and writes results there."""
+    """Finds tensors, and places for results, in the client's arena or in its segment of the GPU's memory."""
 
     def __init__(self, line: ShmLine) -> None:
         self._line = line

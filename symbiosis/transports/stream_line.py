@@ -27,8 +27,8 @@ MESSAGE_BYTES = 1 << 10
 LOOK_S = 10.0
 """Seconds between two looks at whether a client moves the bytes that it should move."""
 LOOKS = 6
-"""Looks one after another at a client that moved less than LEAST_BYTES, after which it is disconnected. A long batch of
-the executor counts as one."""
+"""Looks one after another at a client that moved less than LEAST_BYTES, after which it is disconnected. A batch on the
+event loop takes one at most."""
 LEAST_BYTES = 1 << 20
 """Bytes that a client must move in that time: it sends a call, or leaves answers unread."""
 
@@ -180,7 +180,7 @@ class StreamLine(asyncio.BufferedProtocol):
         if not self.peer.gone and not transport.is_closing():
             self._outgoing.append(self._stream.encode(message, payload, parts))
             self._said += max(len(message) + (0 if results else payload), MESSAGE_BYTES)
-            if len(self._outgoing) == 1:
+            if len(self._outgoing) == 1 and not self._unsent:
                 self._write()
 
     def _write(self) -> None:
@@ -204,7 +204,11 @@ class StreamLine(asyncio.BufferedProtocol):
     def _write_on(self) -> None:
         """Write more of what is to be sent."""
         self._writing = None
-        self._write()
+        try:
+            self._write()
+        except (MemoryError, RuntimeError, OSError) as error:  # torch raises the second, TLS the third
+            self.drop(f"an answer cannot be sent: {error}")
+            return
         if not self._outgoing:
             if self._ends:
                 self._write_eof()
@@ -284,9 +288,11 @@ class StreamLine(asyncio.BufferedProtocol):
             return False
         return True
 
-    def eof_received(self) -> None:
-        """Close the connection of a client that sends no more, also if it does not read either."""
+    def eof_received(self) -> bool:
+        """Close the connection of a client that sends no more, once everything is written or GOODBYE_S have passed."""
         self._abort_soon()
+        self._ends = bool(self._outgoing)
+        return self._ends
 
     def _abort_soon(self) -> None:
         self._stop_deadline()

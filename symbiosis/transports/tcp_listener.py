@@ -35,7 +35,7 @@ log = get_logger(__name__)
 HANDSHAKE_S = 1.0
 """Seconds for a TLS handshake, apart from those in which the executor was busy."""
 _TICKS = 10
-"""Parts of that time, each of which ends with a look at what has come. A long batch of the executor counts as one."""
+"""Parts of that time, each of which ends with a look at what has come. A batch on the event loop takes one at most."""
 LINES = 10
 """Lines of the log in a second about peers without a key."""
 SWEEP_S = 1.0

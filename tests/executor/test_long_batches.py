@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import math
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 import symbiosis
 from symbiosis.core.requests import Batch, Call, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind
-from symbiosis.errors import LayerError, SymbiosisError
+from symbiosis.errors import ExecutorClosedError, LayerError, SymbiosisError, UsageError
 from symbiosis.executor import engine
 from symbiosis.executor.layers import BaseLayer, base_layer
 from symbiosis.executor.pace import Pace
@@ -30,7 +31,7 @@ class Gate:
     def __init__(self) -> None:
         self.opened, self.entered = threading.Event(), threading.Event()
         self.threads: list[int] = []
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def run(self, layer: BaseLayer, key: Key, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         self.threads.append(threading.get_ident())
@@ -114,6 +115,35 @@ async def test_clients_of_this_process_alone_keep_batches_on_the_event_loop(
         assert set(gate.threads) == {threading.get_ident()}
 
 
+async def test_a_second_address_of_this_process_changes_nothing(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen("inproc://second-address")
+        async with executor.client() as client:
+            gate = hold(executor, monkeypatch)
+            gate.opened.set()
+            await client.forward(input_ids=IDS)
+            assert set(gate.threads) == {threading.get_ident()}
+
+
+async def test_a_short_call_waits_for_a_batch_whose_client_has_left(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(base, tmp_path) as (executor, remote), remote.client() as one, remote.client() as other:
+        gate = hold(executor, monkeypatch)
+        first = asyncio.ensure_future(one.forward(input_ids=IDS))
+        await until(gate.entered.is_set)
+        first.cancel()
+        await until(lambda: executor.status()["outstanding"] == 0)
+        monkeypatch.setattr(engine, "LONG_S", math.inf)
+        second = asyncio.ensure_future(other.forward(input_ids=IDS))
+        await until(lambda: executor.status()["outstanding"] == 1)
+        assert len(gate.threads) == 1
+        gate.opened.set()
+        await second
+        with pytest.raises(asyncio.CancelledError):
+            await first
+
+
 @pytest.mark.parametrize("how", ["cancelled", "gone"])
 async def test_memory_of_a_batch_counts_until_it_has_ended(
     base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -143,13 +173,14 @@ async def test_memory_of_a_batch_counts_until_it_has_ended(
         await until(lambda: executor.status()["held_bytes"] < held)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, StopIteration, KeyboardInterrupt])
 async def test_an_error_of_a_layer_reaches_the_client_and_the_next_batch_runs(
-    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     async with serving(base, tmp_path) as (executor, remote), remote.client() as client:
         gate = hold(executor, monkeypatch)
         gate.opened.set()
-        gate.error = RuntimeError("a broken layer")
+        gate.error = error("a broken layer")
         with pytest.raises(LayerError, match="a broken layer"):
             await client.forward(input_ids=IDS)
         gate.error = None
@@ -174,10 +205,46 @@ async def test_an_executor_that_closes_waits_for_the_batch_under_way(
             await client.close()
 
 
+async def test_an_executor_whose_close_was_cancelled_is_closed(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s.sock")
+        async with symbiosis.connect(listener.address, retry=0) as remote:
+            client = await remote.client().open()
+            gate = hold(executor, monkeypatch)
+            task = asyncio.ensure_future(client.forward(input_ids=IDS))
+            await until(gate.entered.is_set)
+            closing = asyncio.ensure_future(executor.close())
+            await asyncio.sleep(0.05)
+            closing.cancel()
+            with pytest.raises(UsageError):
+                await executor.listen(f"shm://{tmp_path}/other.sock")
+            with pytest.raises(ExecutorClosedError):
+                await executor.client().open()
+            gate.opened.set()
+            with pytest.raises(SymbiosisError):
+                await task
+            await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+
+def test_a_pace_recovers_from_a_machine_that_stood_still() -> None:
+    pace = Pace([base_layer(0, "a", torch.nn.Linear(100, 10))])
+    key = Key((0,), Pass.FORWARD)
+    for _ in range(100):
+        pace.learn(key, 1000, 0.1)
+    pace.learn(key, 1000, 1000.0)
+    assert pace.expects(key, 1000) == pytest.approx(0.175)
+    pace.learn(key, 10, 0.0012)  # no more than 0.12 s for 1000
+    assert pace.expects(key, 1000) == pytest.approx(0.12)
+
+
 def test_a_pace_is_learned_from_batches_of_many_rows() -> None:
     pace = Pace([base_layer(0, "a", torch.nn.Linear(100, 10)), base_layer(1, "b", torch.nn.Linear(100, 30))])
     both = Key((0, 1), Pass.FORWARD)
-    for _ in range(50):
+    for _ in range(100):
         pace.learn(both, 1000, 2.0)
         pace.learn(Key((0,), Pass.FORWARD), 1, 7.0)
     assert pace.expects(both, 500) == pytest.approx(1.0)

@@ -119,6 +119,41 @@ async def test_no_more_is_written_while_the_client_does_not_read(line: Any) -> N
     assert not line._said_enough()
 
 
+async def test_answers_of_any_size_wait_for_the_client_to_read(line: Any) -> None:
+    line._transport.full = True
+    for _ in range(10):
+        line.send(b"result", WRITTEN_AT_ONCE // 2, [ANSWER[: WRITTEN_AT_ONCE // 2]], results=True)
+        await turns(line, 1)
+    assert len(line._transport.sent) < WRITTEN_AT_ONCE
+    for _ in range(10):
+        line._transport.read()
+        await turns(line, 2)
+    assert len(line._transport.sent) == 10 * len(frame(b"result", SIZE) + ANSWER[: WRITTEN_AT_ONCE // 2])
+
+
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError, OSError])
+async def test_an_answer_that_cannot_be_encoded_ends_the_connection(line: Any, error: type[Exception]) -> None:
+    def pieces(*_: object) -> Any:
+        yield bytes(WRITTEN_AT_ONCE)
+        raise error("no memory")
+
+    left: list[str] = []
+    line.peer.leave, line.peer.tenant = left.append, "alice"
+    line._stream.encode = pieces
+    line.send(b"result", SIZE, [ANSWER], results=True)
+    await turns(line, 3)
+    assert left == ["an answer cannot be sent: no memory"]
+
+
+async def test_a_client_that_sends_no_more_still_gets_its_answer(line: Any) -> None:
+    line.send(b"result", SIZE, [ANSWER], results=True)
+    assert line.eof_received()
+    await turns(line, 10)
+    assert line._transport.sent == frame(b"result", SIZE) + ANSWER
+    assert line._transport.ended
+    assert not line.eof_received()
+
+
 async def test_an_end_comes_after_what_was_sent(line: Any) -> None:
     line.send(b"result", SIZE, [ANSWER], results=True)
     line.send(b"ended")
