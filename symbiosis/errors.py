@@ -43,7 +43,13 @@ class CannotWaitError(UsageError):
 
 
 class PlaceholderError(UsageError):
-    """Code needs the weights of a base layer, which a client does not have."""
+    """Code needs the weights of a base layer, which a client does not have.
+
+    Attributes:
+        layer: the layer's name, where it is known.
+    """
+
+    layer: str | None = None
 
 
 class PrivacyError(UsageError):

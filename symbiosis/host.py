@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from torch import nn
 
 from symbiosis.client.client import Client
 from symbiosis.client.joint import make_decoder
+from symbiosis.client.trial import weights_read
 from symbiosis.core.budget import LARGEST_PART, LEAST_BYTES, TABLES_BYTES, Budget
 from symbiosis.core.policy import Policy
 from symbiosis.core.privacy import Privacy
@@ -27,12 +29,15 @@ from symbiosis.executor.allocator import return_freed
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.service import ExecutorService
+from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
 from symbiosis.executor.timeline import Timeline
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+log = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
 
@@ -111,7 +116,7 @@ class Executor:
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
-        split = SplitModel(model, base_layers, packed=packed)
+        split = SplitModel(model, base_layers, packed=packed, trial=weights_read)
         self.engine = Engine(split.layers, split.device, policy, max_rows)
         layers = split.token_layers()
         self._token_s = self.engine.time_layers(layers) if layers else 0.0
@@ -121,6 +126,7 @@ class Executor:
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
         self.service = ExecutorService(split, self.engine, budget, address, source)
+        log.info("%s: %s", type(model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)
         self._joint = make_decoder(joint, self._connect_joint, self.engine.may_join, self.engine.walked)
 
@@ -173,15 +179,21 @@ class Executor:
         """Open for clients on the running event loop."""
         await self.service.start()
 
-    async def listen(self, address: str, **options: Any) -> Listener:
-        """Open one more address, such as ``shm:///run/symbiosis.sock``; options are those of its transport.
+    async def listen(self, address: str, *, keep_weights: bool | None = None, **options: Any) -> Listener:
+        """Open one more address, such as ``shm:///run/symbiosis.sock``.
+
+        Args:
+            address: the address.
+            keep_weights: refuse to hand out weights that are not served, apart from embeddings, norms, heads and small
+                tensors; see :attr:`sharing`. By default only for ``tcp://``.
+            **options: those of the address's transport.
 
         Raises:
             UnknownNameError: no transport has this scheme.
             UsageError: the transport has no such option, or the address cannot be opened.
-            ShareError: the model cannot be served to other processes.
+            ShareError: the model cannot be served to other processes, or weights would leave the executor.
         """
-        return await self.service.listen(address, **options)
+        return await self.service.listen(address, keep_weights=keep_weights, **options)
 
     async def close(self) -> None:
         """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
@@ -207,6 +219,11 @@ class Executor:
     def device(self) -> torch.device:
         """Device of the base model."""
         return self.service.device
+
+    @property
+    def sharing(self) -> Sharing:
+        """How many bytes are served for all clients, how many each holds, and which weights are not served, and why."""
+        return self.service.sharing
 
     def client(
         self,

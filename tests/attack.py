@@ -107,7 +107,7 @@ class Tenant(Line):
     def largest(self, key: Key, part: int = 1) -> tuple[int, Expected]:
         """Return the rows of the largest call for a key, divided by ``part``, and its shapes."""
         due = expected(self.layers, key)
-        one = (sum(due.widths) + sum(due.results)) * due.dtype.itemsize
+        one = sum(width * dtype.itemsize for width, dtype in due.call + due.answer)
         return max(1, (self.limit // part - 4096) // one), due
 
     def call(self, key: Key, rows: int, incoming: int, sent: int, place: int = 0, answer: int = 0) -> None:
@@ -132,7 +132,7 @@ def stalled(address: str, key: Path | None) -> Step:
     """Announces the largest call, and sends a half of its tensors."""
     line = Tenant(address, key)
     rows, due = line.largest(Key((0,), Pass.FORWARD))
-    size = spread(rows, due.widths, due.dtype)
+    size = spread(rows, due.call)
     line.call(Key((0,), Pass.FORWARD), rows, size, size // 2)
     return line.push
 
@@ -142,7 +142,7 @@ def unread(address: str, key: Path | None) -> Step:
     line = Tenant(address, key)
     head = Key((line.layers[-1].layer,), Pass.FORWARD)
     rows, due = line.largest(head, random.choice([1, 3, 60]))
-    size = spread(rows, due.widths, due.dtype)
+    size = spread(rows, due.call)
     return lambda: line.push() and line.call(head, rows, size, size)
 
 
@@ -164,7 +164,7 @@ def groups(address: str, key: Path | None) -> Step:
             chosen = Key(tuple(random.choices(mates, k=random.randint(1, 64))), random.choice(list(Pass)[:2]))
             with suppress(Exception):  # some groups are none
                 rows, due = line.largest(chosen, random.choice([1, 10, 1000]))
-                size = spread(rows, due.widths, due.dtype)
+                size = spread(rows, due.call)
                 line.call(chosen, rows, size, size)
 
     return step
@@ -178,8 +178,8 @@ def arenas(address: str, key: Path | None) -> Step:
     def step() -> None:
         if line.push():
             rows, due = line.largest(head, random.choice([1, 8, 64]))
-            incoming = spread(rows, due.widths, due.dtype)
-            size = incoming + spread(rows, due.results, due.dtype)
+            incoming = spread(rows, due.call)
+            size = incoming + spread(rows, due.answer)
             place = random.randrange(0, max(64, line.limit - size), 64)
             line.call(head, rows, 0, 0, place, place + incoming)
 
@@ -198,7 +198,7 @@ def torn(address: str, key: Path | None) -> Step:
     """Sends all of a call but a few bytes, and closes the connection."""
     line = Tenant(address, key)
     rows, due = line.largest(Key((0,), Pass.FORWARD), 8)
-    size = spread(rows, due.widths, due.dtype)
+    size = spread(rows, due.call)
     line.call(Key((0,), Pass.FORWARD), rows, size, size - 64)
 
     def step() -> None:
@@ -213,7 +213,7 @@ def cancelled(address: str, key: Path | None) -> Step:
     """Makes calls and cancels them at once."""
     line = Tenant(address, key)
     rows, due = line.largest(Key((0,), Pass.FORWARD), 8)
-    size = spread(rows, due.widths, due.dtype)
+    size = spread(rows, due.call)
     ids = itertools.count()
 
     def step() -> None:

@@ -101,6 +101,13 @@ def serve(
             "train. docs/providers.md explains it."
         ),
     ] = True,
+    keep_weights: Annotated[
+        bool | None,
+        typer.Option(
+            help="Hand out no weights but embeddings, norms, heads and small tensors. By default for tcp:// only.",
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
@@ -131,6 +138,7 @@ def serve(
         _serve(
             model,
             addresses,
+            keep_weights,
             trace,
             policy=policy,
             base_layers=base_layers,
@@ -171,7 +179,9 @@ def _limits(given: list[str]) -> Any:
     return Limits(**found)
 
 
-async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path | None, **settings: Any) -> None:
+async def _serve(
+    model: str, addresses: dict[str, dict[str, Any]], keep_weights: bool | None, trace: Path | None, **settings: Any
+) -> None:
     from symbiosis import Executor
 
     out = console(stderr=True)
@@ -197,9 +207,11 @@ async def _serve(model: str, addresses: dict[str, dict[str, Any]], trace: Path |
         if trace is not None:
             stack.enter_context(executor.trace(trace))
         for address, options in addresses.items():
-            await executor.listen(address, **options)
+            await executor.listen(address, keep_weights=keep_weights, **options)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
+        for line in executor.sharing.lines():
+            out.print(escape(line))
         await stop.wait()
         out.print("shutting down")
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from symbiosis.client.experts import VirtExperts
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtLayer
+from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import PlaceholderError, UsageError
 
 if TYPE_CHECKING:
@@ -92,11 +93,17 @@ def _check_config(model: torch.nn.Module, config: Any) -> None:
         )
     for target in getattr(config, "target_parameters", None) or ():
         for name, module in model.named_modules():
-            if isinstance(module, VirtLayer) and f"{name}.weight".endswith(target):
+            if any(_ends(f"{name}.{leaf}", target) for leaf, p in module._parameters.items() if is_missing(p)):
+                bank = isinstance(module, VirtExperts)
+                remedy = "use a client in the executor's process" if bank else "name the layer in target_modules"
                 raise PlaceholderError(
                     f"target_parameters has {target!r}, but the weights of base layer {name} are not with the client; "
-                    "name the layer in target_modules"
+                    f"{remedy}"
                 )
+
+
+def _ends(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
 
 
 def _guard(adapted: Any, config: Any, requester: Requester) -> None:
@@ -109,7 +116,7 @@ def _guard(adapted: Any, config: Any, requester: Requester) -> None:
             if not isinstance(layer, BaseTunerLayer) or type(layer) in tried:
                 continue
             base = layer.get_base_layer()
-            if not isinstance(base, VirtLayer):
+            if not isinstance(base, VirtLayer) or isinstance(base, VirtExperts):
                 continue
             tried.add(type(layer))
             training = layer.training

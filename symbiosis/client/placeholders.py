@@ -314,8 +314,10 @@ def _shows_nan(result: Any) -> bool:
 
 def _refusal(part: Any, name: str) -> PlaceholderError:
     layer = part._layer()
-    return PlaceholderError(
+    error = PlaceholderError(
         f"{'a base layer' if layer is None else layer.spec.name}: {name} needs the values of this base layer's weight, "
         "and the weights of base layers stay with the executor; call the layer, multiply rows by its weight "
         "(x @ weight.t()), or ask the provider not to serve this layer (base_layers=['*_proj'] leaves out lm_head)"
     )
+    error.layer = None if layer is None else layer.spec.name
+    return error

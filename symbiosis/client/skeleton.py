@@ -18,6 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.bounded_build import bounded_build
+from symbiosis.client.experts import virtualize_experts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
@@ -176,7 +177,9 @@ def make_skeleton(
         memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))
     skeleton: nn.Module = copy.deepcopy(model, memo)
     for spec, _ in layers:
-        if not spec.linear:
+        if spec.experts:
+            virtualize_experts(skeleton.get_submodule(spec.name), spec, requester)
+        elif not spec.linear:
             virtualize(skeleton.get_submodule(spec.name), spec, requester)
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.

@@ -101,15 +101,17 @@ class VirtLayer(nn.Module):
 
     def request(self, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Send the rows of x, and return a result [n, o] for each layer of the key."""
-        requester = self._requester
-        if torch.is_grad_enabled() or requester.finetuning or self.training:
-            kind = Kind.FINETUNE
-        else:
-            kind = requester.here.kinds.kind_of(key.layers[0], x)
         rows = (x.detach() if x.requires_grad else x).reshape(-1, self.spec.in_features)
         if type(rows) is not torch.Tensor:  # a subclass would take part in batches with other tenants' rows
             rows = rows.as_subclass(torch.Tensor)
-        return requester.request(key, kind, (rows,), self.spec.name)
+        return self._requester.request(key, self._kind(key, x), (rows,), self.spec.name)
+
+    def _kind(self, key: Key, x: torch.Tensor) -> Kind:
+        """Return the kind of a request with the rows x [..., i]."""
+        requester = self._requester
+        if torch.is_grad_enabled() or requester.finetuning or self.training:
+            return Kind.FINETUNE
+        return requester.here.kinds.kind_of(key.layers[0], x)
 
     def _backward(self, dy: torch.Tensor, x: torch.Tensor | None) -> torch.Tensor:
         """Return dX for dY, [..., o] → [..., i]."""
@@ -220,7 +222,7 @@ class _VirtLinear(VirtLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return _uncompiled(self, x)
+            return uncompiled(self, x)
         if self._own_weight() is not None:
             return super().forward(x)  # type: ignore[no-any-return]
         pass_ = self._pass()
@@ -273,7 +275,7 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
 
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler here, which takes a second
-def _uncompiled(layer: VirtLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
+def uncompiled(layer: VirtLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Call a layer from compiled code, which ends before and goes on after it.
 
     The compiler looks at the frames of whatever its thread runs, until a disabled function is called. A fiber that
@@ -282,7 +284,8 @@ def _uncompiled(layer: VirtLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
     return cast(torch.Tensor, layer.forward(*args, **kwargs))
 
 
-def _is_missing(parameter: nn.Parameter | None) -> bool:
+def is_missing(parameter: nn.Parameter | None) -> bool:
+    """Return whether a parameter is a placeholder, whose values the client does not have."""
     return isinstance(parameter, SharedParameter) and parameter.is_placeholder
 
 
@@ -306,7 +309,7 @@ class VirtModule(VirtLayer):
     def _check_can_run_here(self) -> None:
         """Raise unless all weights inside are the client's, or belong to layers that are served by themselves too."""
         for module in self.modules():
-            if not isinstance(module, VirtLayer) and any(map(_is_missing, module._parameters.values())):
+            if not isinstance(module, VirtLayer) and any(map(is_missing, module._parameters.values())):
                 why = "is not linear, so its rows cannot be masked" if self._requester.masked else "was changed here"
                 raise (PrivacyError if self._requester.masked else PlaceholderError)(
                     f"{self.spec.name} is served whole and {why}, and the linear layers inside are not served; nothing "
@@ -325,7 +328,7 @@ class VirtModule(VirtLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return _uncompiled(self, x, *args, **kwargs)
+            return uncompiled(self, x, *args, **kwargs)
         if self._requester.masked or args or kwargs or not self._is_untouched():
             self._check_can_run_here()
             return cast(torch.Tensor, super().forward(x, *args, **kwargs))

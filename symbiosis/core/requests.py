@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 Results: TypeAlias = "tuple[torch.Tensor, ...]"
-"""The matrices of an answer, [rows, width] each: one for each layer of the key, or one dX for a backward pass."""
+"""The matrices of an answer, [rows, width] each: one for each layer of the key; or, for a backward pass, dX, and the
+gradient of the routing weights of a bank of experts."""
 
 
 class Pass(IntEnum):
@@ -33,7 +34,8 @@ class Pass(IntEnum):
     FORWARD_WITHOUT_BIAS = 1
     """Y = X·Wᵀ, for a client that trains its own bias and for the effects of noise."""
     BACKWARD = 2
-    """dX from dY (linear layers), or from X and dY (layers that are recomputed)."""
+    """dX from dY (linear layers), or from X and dY (layers that are recomputed). For a bank of experts also the
+    gradient of the routing weights."""
 
     @property
     def is_backward(self) -> bool:
@@ -51,7 +53,10 @@ class Key(NamedTuple):
     """Indices into the layer table, in ascending order. Several indices are siblings, which read the same rows."""
     pass_: Pass
     fp32: bool = False
-    """Whether rows and results are fp32 whatever the layer's dtype; for rows that are masked. Linear layers only."""
+    """Of linear layers: whether rows and results are fp32 whatever the layer's dtype; for rows that are masked. Of a
+    bank of experts: whether the routing weights are fp32."""
+    choices: int = 0
+    """Number of experts that each row goes through; 0 for a layer that is no bank of experts."""
 
 
 class LayerSpec(NamedTuple):
@@ -66,33 +71,38 @@ class LayerSpec(NamedTuple):
     bias: bool
     linear: bool
     """False for a module that is served whole and recomputed in backward."""
+    experts: int = 0
+    """Number of experts, for a module that is a bank of experts; otherwise 0."""
+
+
+class Columns(NamedTuple):
+    """The columns of a matrix. It has as many rows as the call."""
+
+    width: int
+    dtype: torch.dtype
 
 
 class Expected(NamedTuple):
     """The matrices of a call and of its answer. All have the same number of rows."""
 
-    widths: tuple[int, ...]
-    """Columns of each matrix of the call."""
-    dtype: torch.dtype
-    results: tuple[int, ...]
-    """Columns of each matrix of the answer."""
+    call: tuple[Columns, ...]
+    answer: tuple[Columns, ...]
 
     def rows(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return the number of rows of a call's matrices; 0 if the matrices do not fit, or have no rows."""
-        widths, dtype = self.widths, self.dtype
-        if len(tensors) != len(widths) or not tensors[0].ndim:
+        if len(tensors) != len(self.call) or not tensors[0].ndim:
             return 0
         rows = tensors[0].shape[0]
-        for tensor, width in zip(tensors, widths, strict=True):
+        for tensor, (width, dtype) in zip(tensors, self.call, strict=True):
             if tensor.shape != (rows, width) or tensor.dtype is not dtype:
                 return 0
         return rows
 
     def misfit(self, layer: str, tensors: Sequence[torch.Tensor]) -> str:
         """Return how the matrices of a call for a layer differ from those that are due."""
-        due = " and ".join(f"[n, {width}]" for width in self.widths)
+        due = " and ".join(f"[n, {width}] {dtype}" for width, dtype in self.call)
         got = " and ".join(f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}" for tensor in tensors)
-        return f"{layer} takes {due} {self.dtype} with n ≥ 1, not {got}"
+        return f"{layer} takes {due} with n ≥ 1, not {got}"
 
 
 def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
@@ -101,11 +111,13 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
     Raises:
         RequestError: the table has no such key.
     """
-    indices, pass_, fp32 = key
+    indices, pass_, fp32, choices = key
     if not indices or not all(0 <= index < len(layers) for index in indices):
         raise RequestError(f"layers {indices}; there are {len(layers)}, counted from 0")
     chosen = [layers[index] for index in indices]
     first = chosen[0]
+    if any(spec.experts for spec in chosen) or choices:
+        return _expected_of_bank(chosen, key)
     if len(indices) > 1 and (
         pass_.is_backward
         or any(a >= b for a, b in pairwise(indices))
@@ -117,10 +129,30 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
     if not all(spec.linear for spec in chosen) and (fp32 or pass_ is Pass.FORWARD_WITHOUT_BIAS):
         raise RequestError(f"{first.name} is served whole; it has no single bias to leave out and no pass in fp32")
     dtype = _fp32() if fp32 else first.dtype
+    rows = Columns(first.in_features, dtype)
     if not pass_.is_backward:
-        return Expected((first.in_features,), dtype, tuple(spec.out_features for spec in chosen))
-    widths = (first.out_features,) if first.linear else (first.in_features, first.out_features)
-    return Expected(widths, dtype, (first.in_features,))
+        return Expected((rows,), tuple(Columns(spec.out_features, dtype) for spec in chosen))
+    gradients = Columns(first.out_features, dtype)
+    return Expected((gradients,) if first.linear else (rows, gradients), (rows,))
+
+
+def _expected_of_bank(chosen: Sequence[LayerSpec], key: Key) -> Expected:
+    bank = chosen[0]
+    if len(chosen) > 1 or not 0 < key.choices <= bank.experts:
+        raise RequestError(
+            f"{key.choices} choices for {', '.join(spec.name for spec in chosen)}; each row of one bank of experts has "
+            f"from 1 to as many as there are experts ({bank.experts} of {bank.name})"
+        )
+    if key.pass_ is Pass.FORWARD_WITHOUT_BIAS:
+        raise RequestError(f"{bank.name} is a bank of experts; it has no single bias to leave out")
+    import torch
+
+    rows, results = Columns(bank.in_features, bank.dtype), Columns(bank.out_features, bank.dtype)
+    experts = Columns(key.choices, torch.int64)
+    weights = Columns(key.choices, torch.float32 if key.fp32 else bank.dtype)
+    if not key.pass_.is_backward:
+        return Expected((rows, experts, weights), (results,))
+    return Expected((rows, experts, weights, results), (rows, weights))
 
 
 def _fp32() -> torch.dtype:
@@ -137,7 +169,7 @@ class Call:
     kind: Kind
     tensors: tuple[torch.Tensor, ...]
     """Matrices of equal row count: (X,) forward; (dY,) backward of a linear layer; (X, dY) backward of a layer that is
-    recomputed."""
+    recomputed. For a bank of experts, the experts of each row [n, k] and their routing weights [n, k] follow X."""
     tenants: tuple[str, ...] = ()
     """In a joint walk, the clients whose rows these are, one row each. Empty where all rows are the caller's."""
     answers: tuple[torch.Tensor, ...] = ()

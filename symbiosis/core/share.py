@@ -49,12 +49,18 @@ def layers_of(description: Mapping[str, Any]) -> list[LayerSpec]:
     """
     try:
         specs = [
-            LayerSpec(index, name, in_features, out_features, dtype_named(dtype), bias, linear)
-            for index, name, in_features, out_features, dtype, bias, linear in description["layers"]
+            LayerSpec(index, name, in_features, out_features, dtype_named(dtype), bias, linear, experts)
+            for index, name, in_features, out_features, dtype, bias, linear, experts in description["layers"]
         ]
         for index, spec in enumerate(specs):
             types = [type(value) for value in (spec.name, spec.in_features, spec.out_features, *spec[5:])]
-            if spec.layer != index or types != [str, int, int, bool, bool] or min(spec[2:4]) < 1:
+            if (
+                spec.layer != index
+                or types != [str, int, int, bool, bool, int]
+                or min(spec[2:4]) < 1
+                or spec.experts < 0
+                or (spec.experts and spec.linear)
+            ):
                 raise ValueError(f"entry {index} is {tuple(spec)}"[:300])
         return specs
     except (KeyError, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ Legend: n rows; i in_features; o out_features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
+from symbiosis.executor import experts
 from symbiosis.executor.fp32_products import times, times_transposed
 from symbiosis.executor.packing import PackedWeight, plain
 
@@ -32,20 +33,22 @@ class BaseLayer(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.name!r}, {self.spec.in_features} → {self.spec.out_features})"
 
-    def sample(self) -> torch.Tensor:
-        """Return a row of zeros [1, i] for this layer."""
+    def sample(self) -> tuple[Key, tuple[torch.Tensor, ...]]:
+        """Return the key and the matrices of a call forward with one row of zeros."""
         parameter = next(self.module.parameters())
-        return torch.zeros(1, self.spec.in_features, dtype=self.spec.dtype, device=parameter.device)
+        row = torch.zeros(1, self.spec.in_features, dtype=self.spec.dtype, device=parameter.device)
+        return Key((self.spec.layer,), Pass.FORWARD), (row,)
 
-    def run(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return [n, o] from (X [n, i],) forward; [n, i] from (dY [n, o],) or (X [n, i], dY [n, o]) backward.
+    def run(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Return (Y [n, o],) from (X [n, i],); backward, (dX [n, i],) from (dY [n, o],) or (X [n, i], dY [n, o]).
 
-        Tensors and result are fp32 if the key says so, otherwise of the layer's dtype.
+        Tensors and results are fp32 if the key says so, otherwise of the layer's dtype. :class:`ExpertBank` has further
+        matrices.
         """
         pass_ = key.pass_
         if pass_ is _BACKWARD:
             return self.backward(tensors, fp32=key.fp32)
-        return self.forward(tensors[0], bias=pass_ is _FORWARD, fp32=key.fp32)
+        return (self.forward(tensors, bias=pass_ is _FORWARD, fp32=key.fp32),)
 
     def release(self) -> None:
         """Free the weights in the usual layout that backward passes, and those in fp32, have made of packed ones."""
@@ -54,9 +57,9 @@ class BaseLayer(ABC):
                 parameter.release()
 
     @abstractmethod
-    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor: ...
+    def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor: ...
     @abstractmethod
-    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor: ...
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]: ...
 
 
 _FORWARD, _, _BACKWARD = Pass
@@ -67,17 +70,28 @@ class LinearLayer(BaseLayer):
 
     def __init__(self, spec: LayerSpec, module: nn.Linear) -> None:
         super().__init__(spec, module)
-        self._weight, self._bias = module.weight, module.bias
+        self._parameters: dict[str, Any] = module._parameters
 
-    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor:
-        if fp32:
-            return _plus(times_transposed(x, plain(self._weight)), self._bias if bias else None)
-        return F.linear(x, self._weight, self._bias if bias else None)
+    def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
+        (x,) = tensors
+        weight, added = self._parameters["weight"], self._parameters["bias"] if bias else None
+        return _plus(times_transposed(x, plain(weight)), added) if fp32 else F.linear(x, weight, added)
 
-    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor:
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         (dy,) = tensors
-        weight = plain(self._weight)
-        return times(dy, weight) if fp32 else dy.mm(weight)
+        weight = plain(self._parameters["weight"])
+        return (times(dy, weight) if fp32 else dy.mm(weight),)
+
+
+class OwnForwardLayer(LinearLayer):
+    """A subclass of ``nn.Linear`` whose own forward gives the same product, but may round it in another place, such as
+    Falcon's, which rounds before it adds the bias."""
+
+    def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
+        if fp32 or not bias:
+            return super().forward(tensors, bias=bias, fp32=fp32)
+        y: torch.Tensor = self.module(tensors[0])
+        return y
 
 
 class Conv1DLayer(BaseLayer):
@@ -87,36 +101,57 @@ class Conv1DLayer(BaseLayer):
         super().__init__(spec, module)
         self._weight, self._bias = module.weight, module.bias
 
-    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor:
+    def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
+        (x,) = tensors
         if fp32:
             return _plus(times(x, self._weight), self._bias if bias else None)
         return torch.addmm(self._bias, x, self._weight) if bias else x.mm(self._weight)
 
-    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor:
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         (dy,) = tensors
-        return times_transposed(dy, self._weight) if fp32 else dy.mm(self._weight.t())
+        return (times_transposed(dy, self._weight) if fp32 else dy.mm(self._weight.t()),)
 
 
 class ModuleLayer(BaseLayer):
     """A frozen module that treats every row alike, such as an MLP, served whole. Backward recomputes it from X."""
 
-    def forward(self, x: torch.Tensor, *, bias: bool, fp32: bool) -> torch.Tensor:
+    def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         if fp32 or not bias:
             raise self._refusal()
-        y: torch.Tensor = self.module(x)
+        y: torch.Tensor = self.module(*tensors)
         return y
 
-    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> torch.Tensor:
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         if fp32:
             raise self._refusal()
         x, dy = tensors
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            (dx,) = torch.autograd.grad(self.module(x), x, dy)
-        return dx
+            return torch.autograd.grad(self.module(x), x, dy)
 
     def _refusal(self) -> SplitError:
         return SplitError(f"{self.spec.name} is served whole; it has no single bias to leave out and no pass in fp32")
+
+
+class ExpertBank(BaseLayer):
+    """A bank of experts (:mod:`symbiosis.executor.experts`): (X [n, i], experts [n, k], weights [n, k]) → [n, o].
+
+    Backward takes dY [n, o] too, recomputes, and returns the gradients of X and of the weights.
+    """
+
+    def sample(self) -> tuple[Key, tuple[torch.Tensor, ...]]:
+        key, (row,) = super().sample()
+        first = torch.zeros(1, 1, dtype=torch.long, device=row.device)
+        return key._replace(choices=1), (row, first, row.new_ones(1, 1))
+
+    def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
+        return experts.run(self.module, self.spec.experts, *tensors)
+
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
+        x, chosen, weights, dy = tensors
+        with torch.enable_grad():
+            x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
+            return torch.autograd.grad(self.forward((x, chosen, weights), bias=True, fp32=fp32), (x, weights), dy)
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -124,22 +159,54 @@ def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Linear`` or ``Conv1D``, and not a subclass with a forward of its own."""
-    return (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward) or type(module) is Conv1D
+    """Return whether a module is an ``nn.Linear``, a subclass of it that gives the same product, or a ``Conv1D``."""
+    if not isinstance(module, nn.Linear):
+        return type(module) is Conv1D
+    return type(module).forward is nn.Linear.forward or _gives_the_product(module)
+
+
+def _gives_the_product(module: nn.Linear) -> bool:
+    """Compare a subclass with ``nn.Linear`` on random rows, large and small, in two shapes."""
+    weight = module.weight
+    if type(weight) is not nn.Parameter or weight.is_meta or not weight.is_floating_point():
+        return False
+    x = torch.randn(2, 3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    x[1] *= 1000
+    try:
+        with torch.no_grad():
+            wanted = F.linear(x, weight, module.bias)
+            found = [module(x), module(x.flatten(0, 1))]
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    close = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2
+    return all(
+        isinstance(y, torch.Tensor)
+        and y.numel() == wanted.numel()
+        and y.dtype is wanted.dtype
+        and bool((y.view(wanted.shape) - wanted).abs().amax((1, 2)).le(close * wanted.abs().amax((1, 2))).all())
+        for y in found
+    )
 
 
 def base_layer(index: int, name: str, module: nn.Module) -> BaseLayer:
-    """Return the base layer for a module that :func:`is_linear`, or that treats all rows alike.
+    """Return the base layer for a module that :func:`is_linear`, is a bank of experts, or treats all rows alike.
 
     Raises:
-        SplitError: the module is neither.
+        SplitError: the module is none of these.
     """
     if is_linear(module):
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         conv = isinstance(module, Conv1D)
         out_features, in_features = reversed(weight.shape) if conv else weight.shape
         spec = LayerSpec(index, name, in_features, out_features, weight.dtype, module.bias is not None, True)
-        return Conv1DLayer(spec, module) if conv else LinearLayer(spec, cast(nn.Linear, module))
+        if conv:
+            return Conv1DLayer(spec, module)
+        linear = LinearLayer if type(module).forward is nn.Linear.forward else OwnForwardLayer
+        return linear(spec, cast(nn.Linear, module))
+    if experts.is_bank(module):
+        in_features, out_features, dtype = experts.probe(name, module)
+        count = experts.experts_of(module)
+        return ExpertBank(LayerSpec(index, name, in_features, out_features, dtype, False, False, count), module)
     in_features, out_features, dtype = _probe(name, module)
     return ModuleLayer(LayerSpec(index, name, in_features, out_features, dtype, False, False), module)
 

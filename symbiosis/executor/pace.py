@@ -26,7 +26,10 @@ class Pace:
     """
 
     def __init__(self, layers: Sequence[BaseLayer]) -> None:
-        self._weights = [sum(one.numel() for one in layer.module.parameters()) for layer in layers]
+        self._weights = [
+            sum(one.numel() for one in layer.module.parameters()) // max(layer.spec.experts, 1) for layer in layers
+        ]
+        """Weights of each layer; of a bank, those of one expert."""
         self._each_s = _FIRST_S
 
     def expects(self, key: Key, rows: int) -> float:
@@ -42,4 +45,4 @@ class Pace:
             self._each_s = min(each_s, self._each_s)
 
     def _work(self, key: Key, rows: int) -> int:
-        return rows * sum([self._weights[layer] for layer in key.layers])
+        return rows * (key.choices or 1) * sum([self._weights[layer] for layer in key.layers])

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from symbiosis.core.requests import Batch, Call, Key, Pass, Slice
+from symbiosis.core.requests import Batch, Call, Key, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.executor.layers import BaseLayer
 
@@ -58,7 +58,6 @@ class Runner:
 
     def run(self, batch: Batch, calls: Sequence[Call]) -> None:
         """Run a batch. Its calls, in the order of its slices, get one result matrix per layer of the key."""
-        layers = batch.key.layers
         slices = batch.slices
         if len(slices) == 1 and slices[0].stop - slices[0].start == slices[0].request.rows:
             (call,) = calls
@@ -69,7 +68,7 @@ class Runner:
                 merge([_cut(tensor, piece) for tensor, piece in zip(column, slices, strict=True)])
                 for column in zip(*[call.tensors for call in calls], strict=True)
             )
-            outputs = [self._layers[layer].run(batch.key, inputs) for layer in layers]
+            outputs = self._run(batch.key, inputs)
             del inputs
             counts = [stop - start for _, start, stop in slices]
             placed = all(call.answers for call in calls)
@@ -84,19 +83,25 @@ class Runner:
         grad = torch.is_grad_enabled()
         _set_grad_enabled(False)
         try:
-            results = tuple([self._layers[layer].run(call.key, call.tensors) for layer in call.key.layers])
+            results = self._run(call.key, call.tensors)
             return _place(call, results) if call.answers else results
         finally:
             _set_grad_enabled(grad)
 
+    def _run(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        layers = key.layers
+        if len(layers) == 1:
+            return self._layers[layers[0]].run(key, tensors)
+        return tuple([result for layer in layers for result in self._layers[layer].run(key, tensors)])
+
     def time(self, layers: Sequence[int]) -> float:
         """Return the seconds that one row takes through these layers, one after another."""
-        rows = [(layer, self._layers[layer].sample()) for layer in layers]
+        calls = [Call(key, Kind.DECODE, tensors) for key, tensors in (self._layers[layer].sample() for layer in layers)]
         began = time.perf_counter()
-        for layer, row in rows:
-            self.run_alone(Call(Key((layer,), Pass.FORWARD), Kind.DECODE, (row,)))
-        if rows and rows[0][1].is_cuda:
-            torch.cuda.synchronize(rows[0][1].device)
+        for call in calls:
+            self.run_alone(call)
+        if calls and calls[0].tensors[0].is_cuda:
+            torch.cuda.synchronize(calls[0].tensors[0].device)
         return time.perf_counter() - began
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Container
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from symbiosis.core.requests import LayerSpec, expected
 from symbiosis.core.share import Resident, Share
 from symbiosis.core.terms import JOINT, NO_TERMS, Terms
 from symbiosis.core.transport import Identity, Listener, Session
-from symbiosis.errors import ExecutorClosedError, RefusedError, UsageError
+from symbiosis.errors import ExecutorClosedError, RefusedError, ShareError, UsageError
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.session import ExecutorSession
 from symbiosis.executor.share import share_of
+from symbiosis.executor.sharing import Sharing, describe, sharing_of
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
 
@@ -87,15 +88,25 @@ class ExecutorService:
         self._engine.start(asyncio.get_running_loop())
         await self.listen(self.address)
 
-    async def listen(self, address: str, **options: Any) -> Listener:
+    async def listen(self, address: str, *, keep_weights: bool | None = None, **options: Any) -> Listener:
         """Open one more address; see :meth:`symbiosis.Executor.listen`."""
         if not self.is_open:
             raise UsageError("start the executor first: `async with executor:`")
+        if address.startswith("tcp:") if keep_weights is None else keep_weights:
+            self._check_leaving(address)
         listener = await make_transport(address, **options).listen(address, self)
         self.listeners.append(listener)
         if not address.startswith("inproc:"):
             self._engine.serve_other_processes()
         return listener
+
+    def _check_leaving(self, address: str) -> None:
+        """Raise ShareError if clients would get weights that are no embeddings, norms, heads or small tensors."""
+        if leaving := self.sharing.leaving():
+            raise ShareError(
+                f"{address}: weights that are not served would go to clients: {'; '.join(describe(leaving))}. To allow "
+                "that, listen with keep_weights=False (--no-keep-weights)"
+            )
 
     async def close(self) -> None:
         """Close all addresses and end all sessions."""
@@ -156,6 +167,11 @@ class ExecutorService:
             self._share = share_of(self._split, self._source)
         return self._share
 
+    @cached_property
+    def sharing(self) -> Sharing:
+        """What is served, and what every client holds."""
+        return sharing_of(self._split)
+
     def statistics(self) -> Statistics:
         """Return what the executor has done since it started, or since its counters were reset."""
         return self._engine.counters.snapshot([spec.name for spec in self.layers])
@@ -167,6 +183,8 @@ class ExecutorService:
             "policy": repr(self._engine.scheduler.policy),
             "layers": len(self._split.layers),
             "packed_layers": self._split.packed,
+            "served_bytes": self.sharing.served,
+            "client_bytes": self.sharing.held,
             "addresses": [listener.address for listener in self.listeners],
             "clients": self.clients,
             "outstanding": self._engine.scheduler.outstanding,

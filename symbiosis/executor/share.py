@@ -50,7 +50,7 @@ def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
         "generation_config": None if generation is None else _plain(generation.to_dict()),
         "attention": config._attn_implementation,
         "dtype": dtype_name(model.dtype),
-        "layers": [[*spec[:4], dtype_name(spec.dtype), spec.bias, spec.linear] for spec in split.specs],
+        "layers": [[*spec[:4], dtype_name(spec.dtype), *spec[5:]] for spec in split.specs],
         "tied": tied,
         "buffers": sorted(buffers),
         "weights": weights_fingerprint([(layer.spec, layer.module) for layer in split.layers]),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,11 +12,19 @@ from torch import nn
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident
 from symbiosis.errors import SplitError, UsageError
+from symbiosis.executor.experts import is_bank
 from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
 from symbiosis.executor.packing import pack
 
+log = logging.getLogger(__name__)
+
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
 """Names that models of transformers give to the MLP of a block."""
+HEADS = ("score", "classifier", "qa_outputs")
+"""Names of the heads that PEFT trains in full for classification and question answering."""
+
+Trial = Callable[[Resident], Mapping[str, str]]
+"""Returns names of base layers that cannot be served, each with the reason."""
 
 
 class SplitModel:
@@ -23,19 +32,29 @@ class SplitModel:
 
     Args:
         model: any ``transformers`` model (or other ``nn.Module``). It is frozen, and put in evaluation mode, in place.
-        base_layers: what the executor serves. ``"linear"``: every ``nn.Linear`` and ``Conv1D``. ``"mlp"``: these, and
-            each MLP as a whole, for tenants that change nothing inside it. Otherwise module names or patterns
-            (``"*.q_proj"``, ``"lm_head"``); a name that is not a linear layer is served whole.
+        base_layers: what the executor serves. ``"linear"``: every ``nn.Linear``, ``Conv1D`` and bank of experts, apart
+            from heads that a tenant trains in full. ``"mlp"``: these, and each MLP as a whole where it can be served
+            so, for tenants that change nothing inside it. Otherwise module names or patterns (``"*.q_proj"``,
+            ``"lm_head"``); a name that is not a linear layer is served whole.
         packed: whether weights on a CPU are packed; see :mod:`symbiosis.executor.packing`.
+        trial: asked which of the layers cannot be served after all.
 
     Attributes:
         packed: number of packed weights.
+        left_out: names of modules that are not served although they could be, each with the reason.
 
     Raises:
         SplitError: no module matches, or one that does cannot be a base layer.
     """
 
-    def __init__(self, model: nn.Module, base_layers: str | Sequence[str] = "linear", *, packed: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        base_layers: str | Sequence[str] = "linear",
+        *,
+        packed: bool = False,
+        trial: Trial = lambda _: {},
+    ) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or torch.device("meta") in devices:
             found = ", ".join(sorted(map(str, devices))) or "none at all"
@@ -44,17 +63,33 @@ class SplitModel:
             )
         self.model = model.requires_grad_(False).eval()
         (self.device,) = devices
-        chosen = {name: model.get_submodule(name) for name in _choose(model, base_layers)}
-        self.packed = pack(model, filter(is_linear, chosen.values())) if packed else 0
-        self.layers: list[BaseLayer] = [
-            base_layer(index, name, module) for index, (name, module) in enumerate(chosen.items())
-        ]
+        chosen, self.left_out = _choose(model, base_layers)
+        self.layers = self._table(chosen, skip=base_layers in ("linear", "mlp"))
+        if refused := trial(self.resident()):
+            log.info("not served, because the model's own code reads the weights: %s", ", ".join(refused))
+            self.left_out |= refused
+            self.layers = [layer for layer in self.layers if layer.spec.name not in refused]
+            for index, layer in enumerate(self.layers):
+                layer.spec = layer.spec._replace(layer=index)
+        self.packed = pack(model, [layer.module for layer in self.layers if layer.spec.linear]) if packed else 0
         if not self.layers:
             raise SplitError(
                 f"{type(model).__name__} has no base layers to serve: none of its {_count(model)} modules "
-                "is an nn.Linear or a transformers Conv1D"
+                "is an nn.Linear, a transformers Conv1D or a bank of experts"
                 + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
+
+    def _table(self, names: Sequence[str], *, skip: bool) -> list[BaseLayer]:
+        """Return the base layers of these names. With ``skip``, leave out modules that cannot be base layers."""
+        layers: list[BaseLayer] = []
+        for name in names:
+            try:
+                layers.append(base_layer(len(layers), name, self.model.get_submodule(name)))
+            except SplitError as error:
+                if not skip:
+                    raise
+                self.left_out[name] = str(error)
+        return layers
 
     @property
     def specs(self) -> list[LayerSpec]:
@@ -67,23 +102,29 @@ class SplitModel:
         if config is None or config.is_encoder_decoder or config.get_text_config() is not config:
             return []
         whole = tuple(f"{spec.name}." for spec in self.specs if not spec.linear)
-        return [spec.layer for spec in self.specs if not spec.name.startswith(whole) and "expert" not in spec.name]
+        return [
+            spec.layer
+            for spec in self.specs
+            if not spec.name.startswith(whole) and (spec.experts or "expert" not in spec.name)
+        ]
 
     def resident(self) -> Resident:
         """Return the model and its base layers, for clients in this process."""
         return Resident(self.model, [(layer.spec, layer.module) for layer in self.layers])
 
 
-def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]:
-    """Return the names of the modules to serve, each object once, in the order in which the model defines them."""
+def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the names of the modules to serve, each object once, in the order in which the model defines them; and
+    those that are left out by rule, with the reason."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if is_linear(module)]
-    if base_layers == "linear":
-        return linear
-    if base_layers == "mlp":
-        whole = [name for name, module in modules.items() if _is_mlp(name, module)]
-        chosen = {*linear, *whole}
-        return [name for name in modules if name in chosen]
+    if base_layers in ("linear", "mlp"):
+        left_out = {name: why for name in linear if (why := _not_for_tenants(model, name))}
+        chosen = {name for name in linear if name not in left_out}
+        chosen |= {name for name, module in modules.items() if is_bank(module)}
+        if base_layers == "mlp":
+            chosen |= {name for name, module in modules.items() if _is_mlp(name, module)}
+        return [name for name in modules if name in chosen], left_out
     patterns = [base_layers] if isinstance(base_layers, str) else list(base_layers if _is_several(base_layers) else ())
     if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(
@@ -95,7 +136,16 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> Iterable[str]
             raise SplitError(
                 f"base_layers: no module matches {pattern!r}; module names look like {', '.join(map(repr, linear[:3]))}"
             )
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)], {}
+
+
+def _not_for_tenants(model: nn.Module, name: str) -> str | None:
+    """Return why a linear layer is no base layer, or None."""
+    head = name.partition(".")[0]
+    parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention reads its weight"
+    return f"the head {head} is the tenant's" if head in HEADS else None
 
 
 def _is_several(value: object) -> bool:

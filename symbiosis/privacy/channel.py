@@ -78,17 +78,20 @@ class MaskedChannel:
         found = self._keys.get(key)
         if found is not None:
             return found
-        (width, *more), dtype, results = expected(self.layers, key)
+        (rows, *more), results = expected(self.layers, key)
         specs = tuple([self.layers[layer] for layer in key.layers])
         if more or not all(spec.linear for spec in specs):
             raise PrivacyError(
                 f"{specs[0].name} is served whole and is not linear, so its rows cannot be masked; they were not sent. "
                 "Serve its linear layers (base_layers='linear' or 'mlp' at the executor)"
             )
+        width, dtype = rows
         narrow = dtype.itemsize < 4
         sent = key._replace(fp32=narrow)
         effects = sent._replace(pass_=Pass.FORWARD_WITHOUT_BIAS) if key.pass_ is Pass.FORWARD else sent
-        masked = MaskedKey(sent, effects, specs, width, results, torch.float32 if narrow else dtype)
+        masked = MaskedKey(
+            sent, effects, specs, width, tuple(one.width for one in results), torch.float32 if narrow else dtype
+        )
         return self._keys.setdefault(key, masked)
 
     def _masked(self, call: Call) -> tuple[MaskedRows, Unmask]:

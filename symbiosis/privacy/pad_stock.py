@@ -35,7 +35,7 @@ class PadStock:
     """
 
     def __init__(self, key: MaskedKey, secret: bytes, folder: PadFolder | None) -> None:
-        layers, pass_, fp32 = key.key
+        layers, pass_, fp32, _ = key.key
         self.key = key
         self._name = f"{'.'.join(map(str, layers))}-{pass_.name.lower()}{'_fp32' if fp32 else ''}"
         self._secret = hashlib.blake2b(self._name.encode(), key=secret, digest_size=32).digest()

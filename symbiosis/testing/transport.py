@@ -110,7 +110,7 @@ class TransportConformance:
         with torch.no_grad():
             layers = executor.service.resident().layers
             found = [base_layer(layer, layers[layer][0].name, layers[layer][1]) for layer in call.key.layers]
-            return tuple(layer.run(call.key, call.tensors) for layer in found)
+            return tuple(result for layer in found for result in layer.run(call.key, call.tensors))
 
     async def _check(self, executor: Executor, channel: Channel, call: Call) -> None:
         results = await asyncio.wait_for(channel.send(call), WITHIN_S)

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from symbiosis.core.requests import Expected
+from symbiosis.core.requests import Columns, Expected
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import ALIGN, align
 
@@ -32,26 +32,26 @@ class Memory(ABC):
     def __init__(self, start: int, end: int) -> None:
         self.start = start
         self.end = end
-        self._views: dict[tuple[int, int, tuple[int, ...], torch.dtype], tuple[torch.Tensor, ...]] = {}
+        self._views: dict[tuple[int, int, tuple[Columns, ...]], tuple[torch.Tensor, ...]] = {}
         self._count = 0
         """Matrices of these views."""
 
-    def matrices(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return views of matrices [rows, width] that lie one after another from ``place``. Raises WireError if a
-        matrix does not lie inside the memory."""
-        key = place, rows, widths, dtype
+    def matrices(self, place: int, rows: int, columns: tuple[Columns, ...]) -> tuple[torch.Tensor, ...]:
+        """Return views of matrices that lie one after another from ``place``. Raises WireError if a matrix does not lie
+        inside the memory."""
+        key = place, rows, columns
         views = self._views.get(key)
         if views is None:
-            self._count += len(widths)
+            self._count += len(columns)
             if self._count > _VIEWS:
                 self._views.clear()
-                self._count = len(widths)
-            views = self._views[key] = self._make(place, rows, widths, dtype)
+                self._count = len(columns)
+            views = self._views[key] = self._make(place, rows, columns)
         return views
 
-    def _make(self, place: int, rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _make(self, place: int, rows: int, columns: tuple[Columns, ...]) -> tuple[torch.Tensor, ...]:
         found = []
-        for width in widths:
+        for width, dtype in columns:
             count = rows * width
             end = place + count * dtype.itemsize
             if count == 0 or place < self.start or end > self.end:
@@ -93,16 +93,16 @@ class Arena(Memory):
 
 
 @lru_cache(4096)
-def spread(rows: int, widths: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the bytes that matrices [rows, width] take in an arena, one after another."""
-    return sum(align(rows * width * dtype.itemsize) for width in widths)
+def spread(rows: int, columns: tuple[Columns, ...]) -> int:
+    """Return the bytes that matrices take in an arena, one after another."""
+    return sum(align(rows * width * dtype.itemsize) for width, dtype in columns)
 
 
 @lru_cache(4096)
 def sizes(rows: int, due: Expected) -> tuple[int, int]:
     """Return the bytes that a call's matrices take in an arena, and those of its matrices and results."""
-    incoming = spread(rows, due.widths, due.dtype)
-    return incoming, incoming + spread(rows, due.results, due.dtype)
+    incoming = spread(rows, due.call)
+    return incoming, incoming + spread(rows, due.answer)
 
 
 class Places:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from symbiosis.core.requests import Results
+from symbiosis.core.requests import Columns, Results
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Listener, Service
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError, WireError
@@ -134,8 +134,7 @@ class LaneCourier(TcpCourier):
         return 0
 
     def tensors(self, admitted: Admitted) -> Results | None:
-        rows, (widths, dtype, _) = admitted.message.rows, admitted.expected
-        tensors = tuple([torch.empty(rows, width, dtype=dtype, device=self._device) for width in widths])
+        tensors = _empty(admitted.message.rows, admitted.expected.call, self._device)
         self._open().receive(tensors, partial(self._arrived, admitted, tensors))
         return None
 
@@ -191,8 +190,7 @@ class LaneCarrier(Carrier):
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, pending.rows, 0, 0))]
 
     def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
-        _, dtype, widths = pending.expected
-        results = tuple([torch.empty(pending.rows, width, dtype=dtype, device=self.device) for width in widths])
+        results = _empty(pending.rows, pending.expected.answer, self.device)
         self._lanes.receive(results, partial(self._took, pending, results))
         return None
 
@@ -208,6 +206,10 @@ class LaneCarrier(Carrier):
 
     def close(self) -> None:
         self._lanes.close()
+
+
+def _empty(rows: int, columns: Sequence[Columns], device: torch.device) -> Results:
+    return tuple([torch.empty(rows, width, dtype=dtype, device=device) for width, dtype in columns])
 
 
 def _device(backend: object) -> torch.device:

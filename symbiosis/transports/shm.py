@@ -246,8 +246,8 @@ class ArenaCourier(Courier):
         message, due, incoming = admitted.message, admitted.expected, admitted.incoming
         assert self._arena is not None
         memory, place, answer, arena = self._memory, message.place, message.answer, self._arena.end
-        admitted.tensors = memory(place).matrices(place, message.rows, due.widths, due.dtype)
-        admitted.answers = memory(answer).matrices(answer, message.rows, due.results, due.dtype)
+        admitted.tensors = memory(place).matrices(place, message.rows, due.call)
+        admitted.answers = memory(answer).matrices(answer, message.rows, due.answer)
         touched = self._touched
         for start, end in ((place, place + incoming), (answer, answer + admitted.size - incoming)):
             if start < arena and end > touched:

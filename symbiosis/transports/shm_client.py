@@ -62,18 +62,16 @@ class ArenaCarrier(Carrier):
         if place is None:
             return None
         call, rows = pending.call, pending.rows
-        widths, dtype, _ = pending.expected
         pending.place = place
-        for matrix, tensor in zip(self._memory.matrices(place, rows, widths, dtype), call.tensors, strict=True):
+        for matrix, tensor in zip(self._memory.matrices(place, rows, pending.expected.call), call.tensors, strict=True):
             matrix.copy_(tensor)
         answer = place + pending.call_bytes
         return [wire.pack_call(CallMessage(pending.id, call.key, call.kind, rows, place, answer))]
 
     def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
-        rows = pending.rows
-        _, dtype, results = pending.expected
         place = pending.place + pending.call_bytes
-        return tuple([matrix.clone() for matrix in self._memory.matrices(place, rows, results, dtype)])
+        results = self._memory.matrices(place, pending.rows, pending.expected.answer)
+        return tuple([matrix.clone() for matrix in results])
 
     def free(self, pending: Pending) -> None:
         self._places.give_back(pending.place, pending.size)

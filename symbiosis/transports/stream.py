@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from symbiosis.core.requests import Columns
 from symbiosis.errors import WireError
 from symbiosis.transports.wire import align
 
@@ -226,10 +227,10 @@ def block(size: int) -> tuple[torch.Tensor, memoryview]:
     return memory, memory.numpy().data
 
 
-def matrices(memory: torch.Tensor, rows: int, widths: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Return the matrices [rows, width] in a payload of the right length."""
+def matrices(memory: torch.Tensor, rows: int, columns: Sequence[Columns]) -> tuple[torch.Tensor, ...]:
+    """Return the matrices in a payload of the right length."""
     found, start = [], 0
-    for width in widths:
+    for width, dtype in columns:
         size = rows * width * dtype.itemsize
         found.append(memory[start : start + size].view(dtype).view(rows, width))
         start = align(start + size)

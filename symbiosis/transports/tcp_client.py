@@ -44,11 +44,10 @@ class PayloadCarrier(Carrier):
         return [message, *payload_of(call.tensors)[1]]
 
     def take(self, pending: Pending, attached: Sequence[Any]) -> Results | None:
-        _, dtype, widths = pending.expected
         size, due = sum(map(len, attached)), self.due(pending.id)
         if size != due:
             raise WireError(f"results of {size} bytes have come; {due} were due")
-        return matrices(torch.frombuffer(attached[0], dtype=torch.uint8), pending.rows, widths, dtype)
+        return matrices(torch.frombuffer(attached[0], dtype=torch.uint8), pending.rows, pending.expected.answer)
 
     def due(self, id_: int) -> int:
         return self._due.get(id_, 0)

@@ -327,8 +327,7 @@ class PayloadCourier(TcpCourier):
         return None
 
     def _arrived(self, admitted: Admitted, memory: torch.Tensor) -> None:
-        due = admitted.expected
-        tensors = matrices(memory, admitted.message.rows, due.widths, due.dtype)
+        tensors = matrices(memory, admitted.message.rows, admitted.expected.call)
         device = self.line.listener.service.device
         if device.type != "cpu":
             tensors = tuple([tensor.to(device) for tensor in tensors])

@@ -24,7 +24,7 @@ from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 from symbiosis.transports.limits import Limits
 
-VERSION = 5
+VERSION = 6
 MAGIC = "symbiosis"
 ALIGN = 64
 """Alignment of matrices in an arena, in bytes: a cache line."""
@@ -100,8 +100,8 @@ def pack_hello(hello: Hello) -> bytes:
 
 def pack_call(call: CallMessage) -> bytes:
     """Return CALL."""
-    layers, pass_, fp32 = call.key
-    message = (3, call.id, layers, int(pass_), fp32, int(call.kind), call.rows, call.place, call.answer)
+    layers, pass_, fp32, choices = call.key
+    message = (3, call.id, layers, int(pass_), fp32, choices, int(call.kind), call.rows, call.place, call.answer)
     return cast(bytes, _packer.pack(message))
 
 
@@ -171,8 +171,8 @@ def _terms(value: Any) -> Terms:
 
 def read_call(content: Sequence[Any]) -> CallMessage:
     """Return the content of a CALL after checking each field. The session checks whether it fits the layer table."""
-    if len(content) != 8:
-        raise WireError(f"a CALL has 8 fields, not {len(content)}")
+    if len(content) != 9:
+        raise WireError(f"a CALL has 9 fields, not {len(content)}")
     try:
         return CallMessage(read_id(content), *_read_call(*content[1:]))
     except TypeError:
@@ -181,10 +181,10 @@ def read_call(content: Sequence[Any]) -> CallMessage:
 
 @lru_cache(1 << 12)  # most calls repeat an earlier one in all but the id
 def _read_call(
-    layers: Any, pass_: Any, fp32: Any, kind: Any, rows: Any, place: Any, answer: Any
+    layers: Any, pass_: Any, fp32: Any, choices: Any, kind: Any, rows: Any, place: Any, answer: Any
 ) -> tuple[Key, Kind, int, int, int]:
-    for value in (rows, place, answer):
-        _integer(value, 0, _INT63, "a CALL's number of rows or place")
+    for value in (choices, rows, place, answer):
+        _integer(value, 0, _INT63, "a CALL's number of choices or rows, or a place,")
     if place % ALIGN or answer % ALIGN:
         raise WireError(f"a CALL's places are multiples of {ALIGN}, not {place} and {answer}")
     if type(layers) is not tuple or not 0 < len(layers) <= MAX_SIBLINGS:
@@ -195,7 +195,7 @@ def _read_call(
     if type(fp32) is not bool:
         raise WireError("a CALL says by true or false whether its matrices are fp32")
     try:
-        return Key(layers, _PASSES[pass_], fp32), _KINDS[kind], rows, place, answer
+        return Key(layers, _PASSES[pass_], fp32, choices), _KINDS[kind], rows, place, answer
     except KeyError:
         raise WireError(f"pass {pass_!r} or kind {kind!r} is unknown"[:300]) from None
 

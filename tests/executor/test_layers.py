@@ -21,6 +21,11 @@ def conv(out_features: int, in_features: int) -> Conv1D:
     return layer
 
 
+def only(results: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    (result,) = results
+    return result
+
+
 MODULES = {
     "linear": lambda: nn.Linear(5, 7),
     "linear-no-bias": lambda: nn.Linear(5, 7, bias=False),
@@ -38,24 +43,44 @@ def test_forward_and_backward(kind: str, dtype: torch.dtype) -> None:
     assert layer.spec == LayerSpec(3, "name", 5, 7, dtype, kind in ("linear", "conv1d"), kind != "mlp")
     x, dy = torch.randn(4, 5, dtype=dtype), torch.randn(4, 7, dtype=dtype)
     with torch.no_grad():
-        assert torch.equal(layer.run(Key((0,), Pass.FORWARD), (x,)), module(x))
+        assert torch.equal(only(layer.run(Key((0,), Pass.FORWARD), (x,))), module(x))
     needs_grad = x.clone().requires_grad_()
     (dx,) = torch.autograd.grad(module(needs_grad), needs_grad, dy)
     with torch.no_grad():
-        got = layer.run(Key((0,), Pass.BACKWARD), (dy,) if layer.spec.linear else (x, dy))
+        got = only(layer.run(Key((0,), Pass.BACKWARD), (dy,) if layer.spec.linear else (x, dy)))
     assert torch.equal(got, dx)
     assert not got.requires_grad
     if layer.spec.linear:
         bias = module.bias if module.bias is not None else torch.zeros(7, dtype=dtype)
         with torch.no_grad():
-            without = layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,)) + bias
+            without = only(layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,))) + bias
         torch.testing.assert_close(
-            without, layer.run(Key((0,), Pass.FORWARD), (x,)), atol=4 * torch.finfo(dtype).eps, rtol=0.02
+            without, only(layer.run(Key((0,), Pass.FORWARD), (x,))), atol=4 * torch.finfo(dtype).eps, rtol=0.02
         )
     else:
         with pytest.raises(SplitError, match="name is served whole"):
             layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,))
     assert "5 → 7" in repr(layer)
+
+
+class RoundsFirst(nn.Linear):
+    """Rounds before it adds the bias, like FalconLinear."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Clipping(nn.Linear):
+    """Gives the product for small rows only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.clamp(-10, 10))
+
+
+class Routing(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), None
 
 
 class Odd(nn.Linear):
@@ -68,7 +93,10 @@ class Odd(nn.Linear):
     [
         (nn.Linear(2, 2), True),
         (conv(2, 2), True),
+        (RoundsFirst(2, 2), True),
         (Odd(2, 2), False),
+        (Clipping(2, 2), False),
+        (Routing(2, 2), False),
         (nn.Embedding(2, 2), False),
         (nn.Sequential(nn.Linear(2, 2)), False),
         (nn.Bilinear(2, 2, 2), False),
@@ -77,6 +105,20 @@ class Odd(nn.Linear):
 )
 def test_is_linear(module: nn.Module, answer: bool) -> None:
     assert is_linear(module) is answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_subclass_of_linear_computes_with_its_own_forward(dtype: torch.dtype) -> None:
+    """So a client alone has the bits of the plain model: bf16 is rounded in another place than nn.Linear rounds it."""
+    module = RoundsFirst(64, 32).to(dtype).requires_grad_(False)
+    layer = base_layer(0, "name", module)
+    x = torch.randn(5, 64, dtype=dtype)
+    with torch.no_grad():
+        assert torch.equal(only(layer.run(Key((0,), Pass.FORWARD), (x,))), module(x))
+        assert torch.equal(
+            only(layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,))), nn.functional.linear(x, module.weight)
+        )
+        assert torch.equal(only(layer.run(Key((0,), Pass.BACKWARD), (module(x),))), module(x) @ module.weight)
 
 
 class Centred(nn.Module):
@@ -149,7 +191,7 @@ def test_passes_in_fp32(kind: str, dtype: torch.dtype, block: int, monkeypatch: 
             (Pass.FORWARD_WITHOUT_BIAS, x, x.double() @ weight.t()),
             (Pass.BACKWARD, dy, dy.double() @ weight),
         ):
-            result = layer.run(Key((0,), pass_, fp32=True), (rows,))
+            result = only(layer.run(Key((0,), pass_, fp32=True), (rows,)))
             assert result.dtype is torch.float32
             assert torch.allclose(result.double(), wanted, rtol=1e-5, atol=1e-5)
 

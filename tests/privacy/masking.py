@@ -62,14 +62,15 @@ class Direct:
         return Identity(self.instance, weights_fingerprint([(layer.spec, layer.module) for layer in self.table]))
 
     def call(self, call: Call) -> tuple[torch.Tensor, ...]:
-        widths, dtype, _ = expected(self.layers, call.key)
-        assert [tensor.shape[1] for tensor in call.tensors] == list(widths)
-        assert all(tensor.dtype is dtype and not tensor.requires_grad for tensor in call.tensors)
+        due = expected(self.layers, call.key)
+        assert [tensor.shape[1] for tensor in call.tensors] == [width for width, _ in due.call]
+        assert [tensor.dtype for tensor in call.tensors] == [dtype for _, dtype in due.call]
+        assert not any(tensor.requires_grad for tensor in call.tensors)
         self.seen.append(Call(call.key, call.kind, tuple(tensor.clone() for tensor in call.tensors)))
         if self.fails(call):
             raise ExecutorClosedError("gone")
         with modes_aside(), torch.no_grad():  # an executor does not share a tenant's torch modes
-            return tuple(self.table[layer].run(call.key, call.tensors) for layer in call.key.layers)
+            return tuple(y for layer in call.key.layers for y in self.table[layer].run(call.key, call.tensors))
 
     def interrupt(self, error: BaseException) -> None:
         pass

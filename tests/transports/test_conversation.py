@@ -41,7 +41,7 @@ from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Welcome
 from symbiosis.transports.wire import Hello, Type
 
-LAYERS = [[0, "q", 4, 8, "float32", False, True], [1, "k", 4, 8, "float32", False, True]]
+LAYERS = [[0, "q", 4, 8, "float32", False, True, 0], [1, "k", 4, 8, "float32", False, True, 0]]
 LIMITS = Limits(calls=3, rows=10, arena_bytes=4096)
 PLENTY = 1 << 40
 

@@ -11,7 +11,7 @@ import torch
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.requests import Call, Columns, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain
@@ -187,8 +187,8 @@ def test_places_are_checked(gpu: Gpu) -> None:
     assert content[:2] == (start, FIRST)
     for place in (0, start - 64, start + FIRST - 64, start + FIRST, 1 << 62):
         with pytest.raises(WireError, match="not inside the client's memory"):
-            segment.matrices(place, 2, (16,), torch.float32)
-    segment.matrices(start + FIRST - 128, 2, (16,), torch.float32)
+            segment.matrices(place, 2, (Columns(16, torch.float32),))
+    segment.matrices(start + FIRST - 128, 2, (Columns(16, torch.float32),))
     for size in (0, limit + 1):
         with pytest.raises(WireError, match=f"may have {limit}"):
             Segment.size(size, limit)
@@ -202,5 +202,5 @@ def test_segments_are_checked(gpu: Gpu) -> None:
         with pytest.raises(WireError, match="malformed SEGMENT"):
             Segment.open(CPU, 64, 2 * FIRST, bad)
     theirs = Segment.open(CPU, 64, 2 * FIRST, good)
-    ours.matrices(64, 1, (4,), torch.float32)[0].fill_(3)
-    assert theirs.matrices(64, 1, (4,), torch.float32)[0].eq(3).all()
+    ours.matrices(64, 1, (Columns(4, torch.float32),))[0].fill_(3)
+    assert theirs.matrices(64, 1, (Columns(4, torch.float32),))[0].eq(3).all()

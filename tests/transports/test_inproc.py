@@ -93,7 +93,7 @@ async def test_calls_of_the_wrong_shape(executor: symbiosis.Executor, bad: Call,
 async def test_backward_of_a_whole_module_takes_two_matrices(base: Any) -> None:
     async with symbiosis.Executor(base, name="whole", base_layers="*.0.mlp"):
         channel = await make_transport("inproc://whole").connect("inproc://whole", "c")
-        with pytest.raises(RequestError, match=r"\[n, 32\] and \[n, 32\]"):
+        with pytest.raises(RequestError, match=r"\[n, 32\] torch.float32 and \[n, 32\]"):
             channel.send(call(layers=(0,), pass_=Pass.BACKWARD))
         with pytest.raises(RequestError, match="served whole"):
             channel.send(call(layers=(0,), pass_=Pass.FORWARD_WITHOUT_BIAS))

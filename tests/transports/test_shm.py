@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.requests import Call, Columns, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import (
     ClientClosedError,
@@ -410,9 +410,9 @@ def test_an_arena_cannot_be_truncated() -> None:
         os.ftruncate(descriptor, 4096)
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 1 << 21)
-    (matrix,) = arena.matrices(64, 2, (3,), torch.float32)
+    (matrix,) = arena.matrices(64, 2, (Columns(3, torch.float32),))
     matrix.fill_(7)
-    assert Arena(descriptor, 1 << 20).matrices(64, 2, (3,), torch.float32)[0].eq(7).all()
+    assert Arena(descriptor, 1 << 20).matrices(64, 2, (Columns(3, torch.float32),))[0].eq(7).all()
     os.close(descriptor)
 
 

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis.core.requests import Columns
 from symbiosis.errors import WireError
 from symbiosis.transports.arena import spread
 from symbiosis.transports.keys import Keyring, new_key
@@ -74,8 +75,9 @@ def test_a_large_message() -> None:
 def test_matrices_of_a_payload(dtype: torch.dtype) -> None:
     tensors = (torch.randn(3, 7).to(dtype), torch.randn(7, 3).to(dtype).t()[:, :5])
     size, parts = payload_of(tensors)
-    assert size == sum(map(len, parts)) == spread(3, (7, 5), dtype)
-    found = matrices(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), 3, (7, 5), dtype)
+    columns = (Columns(7, dtype), Columns(5, dtype))
+    assert size == sum(map(len, parts)) == spread(3, columns)
+    found = matrices(torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8), 3, columns)
     assert all(torch.equal(one, other) for one, other in zip(found, tensors, strict=True))
 
 

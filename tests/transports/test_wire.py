@@ -22,7 +22,12 @@ places = st.integers(0, 1 << 50).map(lambda place: place * wire.ALIGN)
 calls = st.builds(
     CallMessage,
     id=sixty_three,
-    key=st.builds(Key, st.lists(st.integers(0, 5000), min_size=1, max_size=8).map(tuple), st.sampled_from(Pass)),
+    key=st.builds(
+        Key,
+        st.lists(st.integers(0, 5000), min_size=1, max_size=8).map(tuple),
+        st.sampled_from(Pass),
+        choices=sixty_three,
+    ),
     kind=st.sampled_from(Kind),
     rows=sixty_three,
     place=places,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from symbiosis.client.experts import VirtExperts
 from symbiosis.client.joint.adapters import Adapted, make_joint, seat_adapters
 from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, Walk, structure, walk
 from symbiosis.client.joint.stacks import Slot
@@ -96,6 +97,8 @@ def _check(model: Any) -> None:
         raise JointError("its model has attention code of its own")
     if model.config._attn_implementation not in INNER:
         raise JointError(f"its model's attention is {model.config._attn_implementation}")
+    if any(isinstance(module, VirtExperts) and module.by_place for module in model.modules()):
+        raise JointError("its experts take rows in an order of their own")
     rope = getattr(model.config, "rope_parameters", None) or {}
     if "dynamic" in str(rope) or "longrope" in str(rope):
         raise JointError("its positions depend on the longest text of a batch")

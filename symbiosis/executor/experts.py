@@ -1,0 +1,116 @@
+"""Banks of experts: modules that hold the weights of all experts of a mixture, and send each row through some of them.
+
+A *bank* takes rows, the experts that each row goes through, and their routing weights, and gives a row for a row. The
+router, which chooses the experts, stays with the client. Rows of several clients for the same expert share its
+products. Backward recomputes, and returns the gradients of rows and of routing weights.
+
+transformers has two forms of banks. Most take the experts and weights as arguments. Llama 4's takes as many rows for
+each expert, one expert after another, in which a row that is not for this expert is zero; here the others are placed
+in such a grid.
+
+Legend: n rows; i in_features; o out_features; k experts for each row; e experts in the bank; t rows for each expert.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from symbiosis.errors import SplitError
+
+_INDEX = re.compile(r"index|indices|experts")
+_WEIGHTS = re.compile(r"weights|scores")
+
+
+def is_bank(module: nn.Module) -> bool:
+    """Return whether a module has the interface of a bank of experts, and fused weights.
+
+    :func:`probe` tells whether it is one.
+    """
+    if any(isinstance(child, nn.Linear) for child in module.modules()) or not any(True for _ in module.parameters()):
+        return False
+    names = [*inspect.signature(module.forward).parameters]
+    if len(names) == 3:
+        return bool(_INDEX.search(names[1]) and _WEIGHTS.search(names[2]))
+    return (
+        len(names) == 1
+        and experts_of(module) > 1
+        and all(p.ndim == 3 for p in module._parameters.values() if p is not None)
+    )
+
+
+def experts_of(module: nn.Module) -> int:
+    """Return the number of experts of a bank, by its attributes; 0 if they do not say."""
+    counts = [getattr(module, name, None) for name in ("total_experts", "num_experts")]
+    return next((count for count in counts if type(count) is int), 0)
+
+
+def run(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return a bank's results [n, o] for rows [n, i], their experts [n, k] and routing weights [n, k].
+
+    A number of an expert that does not exist counts for the nearest that does: reading it would cost a wait for the
+    device, and a kernel that reads beyond the weights would end the process.
+    """
+    chosen = chosen.clamp(0, experts - 1)
+    if len(inspect.signature(module.forward).parameters) == 3:
+        y: torch.Tensor = module(x, chosen, weights)
+        return y.reshape(x.shape[0], -1)
+    k = chosen.shape[1]
+    results = _by_place(module, experts, x.repeat_interleave(k, 0), chosen.reshape(-1))
+    return (results * weights.reshape(-1, 1)).view(x.shape[0], k, -1).sum(1).to(x.dtype)
+
+
+def _by_place(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Return the results for rows [n, i] that go through one expert each, from a bank that takes a grid [e·t, i]."""
+    ordered, order = torch.sort(chosen, stable=True)
+    counts = torch.bincount(chosen, minlength=experts)
+    first = counts.cumsum(0) - counts
+    place = torch.arange(len(x), device=x.device) - first[ordered]
+    grid = x.new_zeros(experts, int(counts.max()), x.shape[1]).index_put((ordered, place), x[order])
+    y: torch.Tensor = module(grid.flatten(0, 1)).view(*grid.shape[:2], -1)
+    return y.new_empty(len(x), y.shape[2]).index_copy(0, order, y[ordered, place])
+
+
+def probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:
+    """Return the number of features in and out and the dtype of a bank, after trying it on random rows.
+
+    Raises:
+        SplitError: it does not give a row for a row, or its rows depend on one another.
+    """
+    what = f"{name} ({type(module).__name__})"
+    experts = experts_of(module)
+    if experts < 1:
+        raise SplitError(f"{what} cannot be a base layer: it does not say how many experts it has")
+    weight = next(module.parameters())
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.tensor([[0, experts - 1], [experts - 1, 0], [experts // 2, 0]], device=weight.device)
+    weights = torch.rand(3, 2, generator=generator).to(weight.device, weight.dtype)
+    for width in _widths(module):
+        x = torch.randn(3, width, generator=generator).to(weight.device, weight.dtype)
+        try:
+            together = run(module, experts, x, chosen, weights)
+            alone = torch.cat(
+                [run(module, experts, x[i : i + 1], chosen[i : i + 1], weights[i : i + 1]) for i in range(3)]
+            )
+            zeros = run(module, experts, x * 0, chosen, weights)
+        except (RuntimeError, IndexError, ValueError):  # the width is another one
+            continue
+        if together.shape != alone.shape or together.ndim != 2:
+            continue
+        if not torch.allclose(together.float(), alone.float(), rtol=2e-2, atol=1e-3):
+            raise SplitError(f"{what} cannot be a base layer: its rows depend on one another")
+        if len(inspect.signature(module.forward).parameters) == 1 and zeros.any():
+            raise SplitError(f"{what} cannot be a base layer: rows of zeros do not give zeros")
+        return width, together.shape[1], weight.dtype
+    raise SplitError(f"{what} cannot be a base layer: it does not run on rows, their experts and routing weights")
+
+
+def _widths(module: nn.Module) -> Iterable[int]:
+    """Yield the numbers of features that a bank may take, the most likely first."""
+    named = [getattr(module, name, None) for name in ("hidden_dim", "hidden_size")]
+    sizes = [size for parameter in module.parameters() for size in reversed(parameter.shape)]
+    return dict.fromkeys(size for size in [*named, *sizes] if type(size) is int and size > 0)
