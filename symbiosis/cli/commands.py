@@ -10,6 +10,7 @@ from symbiosis._version import __version__
 from symbiosis.bench.commands import app as bench
 from symbiosis.bench.simulate import simulate
 from symbiosis.cli.audit import audit
+from symbiosis.cli.compat import compat
 from symbiosis.cli.demo.command import demo
 from symbiosis.cli.keys import app as keys
 from symbiosis.cli.policies import policies
@@ -31,6 +32,7 @@ app.command()(status)
 app.command()(policies)
 app.command()(simulate)
 app.command()(audit)
+app.command()(compat)
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 

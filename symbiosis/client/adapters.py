@@ -116,6 +116,12 @@ def _guard(adapted: Any, config: Any, requester: Requester) -> None:
             if not isinstance(layer, BaseTunerLayer) or type(layer) in tried:
                 continue
             base = layer.get_base_layer()
+            if isinstance(base, VirtExperts) and any(map(is_missing, base.parameters())):
+                raise PlaceholderError(
+                    f"the configuration adapts the experts of {base.spec.name}, whose weights are not with the client; "
+                    "name linear layers in target_modules (PEFT's 'all-linear' includes experts), or use a client in "
+                    "the executor's process"
+                )
             if not isinstance(base, VirtLayer) or isinstance(base, VirtExperts):
                 continue
             tried.add(type(layer))

@@ -4,8 +4,9 @@ A bank holds the weights of all experts of a mixture. The router stays with the 
 experts of each row and their routing weights, and the executor computes. Autograd sends the same again with the
 gradient of the result, and gets the gradients of rows and routing weights.
 
-Llama 4's bank takes as many rows for each expert, one expert after another, in which a row that is not for this expert
-is zero. Only the others are sent: rows of zeros give zeros, and no gradient.
+JetMoe's banks take rows that are sorted by their expert, and the number of rows of each. Llama 4's takes as many rows
+for each expert, one expert after another, in which a row that is not for this expert is zero. Only the others are sent:
+rows of zeros give zeros, and no gradient.
 
 Legend: n rows; i in_features; o out_features; k experts for each row.
 """
@@ -32,11 +33,12 @@ class VirtExperts(VirtModule):
     client, which needs the bank's weights: only clients in the executor's process have them."""
 
     _arguments: tuple[str, ...]
-    """Names of the arguments of the module's forward: one for a bank that takes rows by place."""
+    """Names of the arguments of the module's forward."""
 
     @property
     def by_place(self) -> bool:
-        return len(self._arguments) == 1
+        """Whether the bank takes each row in a place for its expert."""
+        return len(self._arguments) < 3
 
     def _check_can_run_here(self) -> None:
         if self._requester.masked:
@@ -65,8 +67,12 @@ class VirtExperts(VirtModule):
             return cast(torch.Tensor, super(VirtModule, self).forward(*args, **kwargs))
         given = dict(zip(self._arguments, args, strict=False)) | kwargs
         x, *routing = [cast(torch.Tensor, given[name]) for name in self._arguments]
-        if routing:
+        if len(routing) == 2:
             return self._ask(x, *routing)
+        if routing:
+            sizes = torch.as_tensor(routing[0], device=x.device)
+            chosen = torch.arange(len(sizes), device=x.device).repeat_interleave(sizes)[:, None]
+            return self._ask(x, chosen, x.new_ones(chosen.shape))
         used = x.detach().ne(0).any(-1).nonzero()[:, 0]
         if not len(used):
             return x.new_zeros(x.shape[0], self.spec.out_features)

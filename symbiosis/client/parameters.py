@@ -99,6 +99,15 @@ class SharedParameter(nn.Parameter):
         super().copy_(*args, **kwargs)
         return self
 
+    def set_(self, *args: Any, **kwargs: Any) -> SharedParameter:
+        """Take another tensor's memory. The memory that it has already is no change: parametrizations set that."""
+        source = args[0] if args else None
+        if isinstance(source, SharedParameter) and values_of(source).is_set_to(values_of(self)):
+            return self
+        self.make_own()
+        super().set_(*args, **kwargs)
+        return self
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self.make_own()
         super().__setitem__(index, value)
@@ -154,8 +163,8 @@ def _in_place(name: str) -> Callable[..., SharedParameter]:
     return write
 
 
-_KEEP = {"requires_grad_", "detach_", "share_memory_", "rename_", "copy_"}
-"""Methods whose names end in an underscore and that write nothing, and ``copy_``, which is defined above."""
+_KEEP = {"requires_grad_", "detach_", "share_memory_", "rename_", "copy_", "set_"}
+"""Methods whose names end in an underscore and that write nothing, and two that are defined above."""
 for _name in dir(torch.Tensor):
     _writes = _name.endswith("_") and not _name.startswith("_")
     if (_writes and _name not in _KEEP) or (_name.startswith("__i") and f"__{_name[3:]}" in dir(torch.Tensor)):

@@ -22,7 +22,7 @@ from symbiosis.client.experts import virtualize_experts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtConv1D, VirtLinear, virtualize
+from symbiosis.client.virtlayer import VirtConv1D, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident, Share, dtype_named, layers_of
 from symbiosis.core.transport import Channel
@@ -184,12 +184,20 @@ def make_skeleton(
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
+    skeleton.register_state_dict_post_hook(_without_placeholders)  # type: ignore[no-untyped-call]
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
             setattr(skeleton, method, _refuse_to_save)
     if hasattr(skeleton, "resize_token_embeddings"):
         setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
     return skeleton
+
+
+def _without_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Leave placeholders out of the state dict of a whole model: they would be NaN in a file."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if is_missing(parameter):
+            state.pop(prefix + name, None)
 
 
 def _refuse_to_save(*args: object, **kwargs: object) -> None:

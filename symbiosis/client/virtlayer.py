@@ -139,6 +139,14 @@ class VirtLayer(nn.Module):
         y = self._backward(x.detach(), None)
         return _wrap_backward(x, self, [y]) if x.requires_grad and torch.is_grad_enabled() else y
 
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
+    ) -> None:
+        """Load a state dict that has no placeholders."""
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
+        left_out = {prefix + name for name, parameter in self._parameters.items() if is_missing(parameter)}
+        missing[:] = [name for name in missing if name not in left_out]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

@@ -4,9 +4,9 @@ A *bank* takes rows, the experts that each row goes through, and their routing w
 router, which chooses the experts, stays with the client. Rows of several clients for the same expert share its
 products. Backward recomputes, and returns the gradients of rows and of routing weights.
 
-transformers has two forms of banks. Most take the experts and weights as arguments. Llama 4's takes as many rows for
-each expert, one expert after another, in which a row that is not for this expert is zero; here the others are placed
-in such a grid.
+transformers has three forms of banks. Most take the experts and weights as arguments. JetMoe's take rows that are
+sorted by their expert, and the number of rows of each. Llama 4's takes as many rows for each expert, one expert after
+another, in which a row that is not for this expert is zero; here the others are placed in such a grid.
 
 Legend: n rows; i in_features; o out_features; k experts for each row; e experts in the bank; t rows for each expert.
 """
@@ -24,6 +24,7 @@ from symbiosis.errors import SplitError
 
 _INDEX = re.compile(r"index|indices|experts")
 _WEIGHTS = re.compile(r"weights|scores")
+_SIZES = re.compile(r"expert_sizes?|tokens_per_expert")
 
 
 def is_bank(module: nn.Module) -> bool:
@@ -36,6 +37,8 @@ def is_bank(module: nn.Module) -> bool:
     names = [*inspect.signature(module.forward).parameters]
     if len(names) == 3:
         return bool(_INDEX.search(names[1]) and _WEIGHTS.search(names[2]))
+    if len(names) == 2:
+        return bool(_SIZES.search(names[1])) and experts_of(module) > 1
     return (
         len(names) == 1
         and experts_of(module) > 1
@@ -65,13 +68,17 @@ def run(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Tensor, 
 
 
 def _by_place(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Return the results for rows [n, i] that go through one expert each, from a bank that takes a grid [e·t, i]."""
+    """Return the results for rows [n, i] that go through one expert each, from a bank that takes sorted rows [n, i] and
+    the number of rows of each expert, or a grid [e·t, i]."""
     ordered, order = torch.sort(chosen, stable=True)
     counts = torch.bincount(chosen, minlength=experts)
+    if len(inspect.signature(module.forward).parameters) == 2:
+        y: torch.Tensor = module(x[order], counts.tolist())
+        return y.new_empty(len(x), y.shape[1]).index_copy(0, order, y)
     first = counts.cumsum(0) - counts
     place = torch.arange(len(x), device=x.device) - first[ordered]
     grid = x.new_zeros(experts, int(counts.max()), x.shape[1]).index_put((ordered, place), x[order])
-    y: torch.Tensor = module(grid.flatten(0, 1)).view(*grid.shape[:2], -1)
+    y = module(grid.flatten(0, 1)).view(*grid.shape[:2], -1)
     return y.new_empty(len(x), y.shape[2]).index_copy(0, order, y[ordered, place])
 
 

@@ -141,8 +141,8 @@ class ExpertBank(BaseLayer):
 
     def sample(self) -> tuple[Key, tuple[torch.Tensor, ...]]:
         key, (row,) = super().sample()
-        first = torch.zeros(1, 1, dtype=torch.long, device=row.device)
-        return key._replace(choices=1), (row, first, row.new_ones(1, 1))
+        chosen = torch.arange(min(2, self.spec.experts), device=row.device)[None]
+        return key._replace(choices=chosen.shape[1]), (row, chosen, row.new_ones(chosen.shape))
 
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         return experts.run(self.module, self.spec.experts, *tensors)

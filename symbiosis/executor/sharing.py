@@ -83,16 +83,21 @@ def sharing_of(split: SplitModel) -> Sharing:
     for path, module in split.model.named_modules():
         if id(module) in inside:
             continue
+        computed = module._non_persistent_buffers_set  # from the configuration, such as rotary frequencies
         for leaf, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if id(tensor) in held:
                 continue
             held[id(tensor)] = size = tensor.numel() * tensor.element_size()
             served.pop(id(tensor), None)  # a head that is tied to an embedding
-            if tensor.ndim < 2 or isinstance(module, nn.Embedding | _ConvNd) or path.partition(".")[0] in HEADS:
+            if tensor.ndim < 2 or leaf in computed or isinstance(module, nn.Embedding | _ConvNd) or _is_head(path):
                 continue
             why = split.left_out.get(path, f"{type(module).__name__} is no linear layer and no bank of experts")
             unserved.append(Unserved(f"{path}.{leaf}" if path else leaf, size, why))
     return Sharing(sum(served.values()), sum(held.values()), tuple(sorted(unserved, key=lambda one: -one.bytes)))
+
+
+def _is_head(path: str) -> bool:
+    return path.partition(".")[0] in HEADS
 
 
 def size_text(size: float) -> str:

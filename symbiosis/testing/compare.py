@@ -36,6 +36,7 @@ class Job:
         learning_rate: learning rate of AdamW.
         prepare: called with the adapted model first, for example to switch on gradient checkpointing or to unfreeze a
             norm.
+        inputs: returns the model's arguments for a batch, given its number, with labels; in place of token ids.
     """
 
     vocabulary: int = 64
@@ -46,9 +47,13 @@ class Job:
     steps: int = 20
     learning_rate: float = 1e-3
     prepare: Callable[[Any], object] | None = None
+    inputs: Callable[[int], Mapping[str, torch.Tensor]] | None = None
 
     def batch(self, number: int, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return token ids, mask and labels, [sequences, length] each. The second sequence is padded at its end."""
+        """Return the arguments for a batch. By default they are token ids, mask and labels, [sequences, length] each,
+        where the second sequence is padded at its end."""
+        if self.inputs is not None:
+            return {name: tensor.to(device) for name, tensor in self.inputs(number).items()}
         generator = torch.Generator().manual_seed(self.seed + number)
         ids = torch.randint(3, self.vocabulary, (self.sequences, self.length), generator=generator).to(device)
         mask = torch.ones_like(ids)
@@ -56,9 +61,12 @@ class Job:
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
     def prompt(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Return token ids [sequences, length] without padding, and their mask."""
-        ids = self.batch(0, device)["input_ids"]
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        """Return the arguments for logits and generation: those of batch 0 without labels. By default the mask is all
+        ones."""
+        batch = self.batch(0, device)
+        if self.inputs is not None:
+            return {name: tensor for name, tensor in batch.items() if name != "labels"}
+        return {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
 
     @property
     def greedy(self) -> dict[str, Any]:
@@ -159,7 +167,7 @@ def run_job_plain(
         if job.prepare is not None:
             job.prepare(adapted)
         with torch.no_grad():
-            outcome.logits = _copy(adapted(**job.prompt(device)).logits)
+            outcome.logits = logits_of(adapted(**job.prompt(device)))
         if job.new_tokens:
             outcome.greedy = _copy(adapted.generate(**job.prompt(device), **job.greedy))
             torch.manual_seed(job.seed)
@@ -191,10 +199,9 @@ async def run_job(client: Client, job: Job | None = None) -> Outcome:
 
     def logits() -> torch.Tensor:
         with torch.no_grad():
-            output: torch.Tensor = model(**job.prompt(device)).logits
-        return output
+            return logits_of(model(**job.prompt(device)))
 
-    outcome.logits = _copy(await client.run(logits))
+    outcome.logits = await client.run(logits)
     if job.new_tokens:
         outcome.greedy = _copy(await client.generate(**job.prompt(device), **job.greedy))
         client.manual_seed(job.seed)
@@ -241,6 +248,12 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     gradients = {name: _copy(p.grad) for name, p in trainable(model).items() if p.grad is not None}
     model.zero_grad()
     return gradients
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """Return the logits in a model's output; of several, the first."""
+    found = getattr(output, "logits", None)
+    return _copy(output.start_logits if found is None else found)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,294 @@
+"""Tries models and PEFT methods: does a client get what plain ``transformers`` + PEFT gives?
+
+A *cell* is one model with one PEFT method over one transport. Its job computes logits, generates greedily and by
+sampling where the model generates, computes gradients, takes three optimizer steps, and saves and loads the adapter.
+Its verdict is *equal*, *refused* with a reason, *not in plain PEFT* if the same job fails there too, or *wrong*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import re
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.client.client import Client
+from symbiosis.client.connect import connect
+from symbiosis.errors import PeerError, UsageError
+from symbiosis.executor.loading import load_model
+from symbiosis.executor.splitting import HEADS
+from symbiosis.host import Executor
+from symbiosis.testing.compare import Comparison, Job, logits_of, run_job, run_job_plain
+from symbiosis.testing.zoo import GENERATING, ZOO, zoo_inputs, zoo_model
+
+EQUAL, REFUSED, NOT_PLAIN, WRONG = "equal", "refused", "not in plain PEFT", "wrong"
+VERDICTS = (EQUAL, REFUSED, NOT_PLAIN, WRONG)
+LOGITS, TRAINED = 1e-5, 1e-3
+"""Largest relative differences of logits and gradients, and of losses and adapters after three AdamW steps, in fp32.
+AdamW divides by the size of a gradient, which magnifies differences of small ones."""
+WITHIN_S = 120.0
+"""Seconds after which a cell counts as hanging."""
+TRANSPORTS = ("inproc", "shm")
+
+
+_LINEAR = "linear"
+_NOT_ADAPTED = re.compile(r"router|gate$|(mixer|mamba)\.out_proj")
+"""Routers, some of which give more than a product, and layers that PEFT does not adapt in Mamba."""
+
+
+def _linear(model: Any) -> list[str]:
+    """Return the last parts of the names of linear layers, apart from heads."""
+    heads = {id(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)}
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear | Conv1D)
+            and id(module) not in heads
+            and not name.partition(".")[0].endswith(HEADS)
+            and not _NOT_ADAPTED.search(name)
+        }
+    )
+
+
+def _lora(**options: Any) -> Callable[[str | None, Any], Any]:
+    def make(task: str | None, model: Any) -> Any:
+        from peft import LoraConfig
+
+        defaults = {"r": 4, "init_lora_weights": False, "target_modules": _linear(model)}
+        return LoraConfig(**{**defaults, **options}, task_type=task)
+
+    return make
+
+
+def _peft(name: str, **options: Any) -> Callable[[str | None, Any], Any]:
+    def make(task: str | None, model: Any) -> Any:
+        import peft
+
+        given = {name: _linear(model) if value is _LINEAR else value for name, value in options.items()}
+        return getattr(peft, name)(**given, task_type=task)
+
+    return make
+
+
+_ALL = {"target_modules": _LINEAR}
+METHODS: dict[str, Callable[[str | None, Any], Any]] = {
+    "none": lambda task, model: None,
+    "LoRA": _lora(),
+    "IA3": _peft("IA3Config", init_ia3_weights=False, feedforward_modules=[], **_ALL),
+    "prefix tuning": _peft("PrefixTuningConfig", num_virtual_tokens=3),
+    "prompt tuning": _peft("PromptTuningConfig", num_virtual_tokens=3),
+    "P-tuning": _peft("PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=16),
+    "adaption prompt": _peft("AdaptionPromptConfig", adapter_len=3, adapter_layers=1),
+    "LoRA, all-linear": _lora(target_modules="all-linear"),
+    "rsLoRA": _lora(use_rslora=True),
+    "LoRA, lm_head": _lora(target_modules=["q_proj", "lm_head"]),
+    "LoRA, embedding": _lora(target_modules=["q_proj", "embed_tokens"]),
+    "LoRA, norms saved": _lora(target_modules=["q_proj"], modules_to_save=["input_layernorm"]),
+    "LoRA, lm_head saved": _lora(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "LoRA, tokens": _lora(target_modules=["q_proj"], trainable_token_indices=[3, 4]),
+    "LoRA, experts": _lora(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
+    "DoRA": _lora(use_dora=True),
+    "PiSSA": _lora(init_lora_weights="pissa"),
+    "OLoRA": _lora(init_lora_weights="olora"),
+    "LN tuning": _peft("LNTuningConfig", target_modules=["input_layernorm"]),
+    "AdaLoRA": _peft("AdaLoraConfig", total_step=10, init_r=6, target_r=4, init_lora_weights=False, **_ALL),
+    "LoHa": _peft("LoHaConfig", r=4, init_weights=False, **_ALL),
+    "LoKr": _peft("LoKrConfig", r=4, init_weights=False, **_ALL),
+    "VeRA": _peft("VeraConfig", r=4, target_modules=["q_proj", "v_proj"]),
+    "FourierFT": _peft("FourierFTConfig", n_frequency=16, init_weights=False, target_modules=["q_proj", "v_proj"]),
+    "OFT": _peft("OFTConfig", r=0, oft_block_size=4, init_weights=False, target_modules=["q_proj", "v_proj"]),
+    "BOFT": _peft("BOFTConfig", boft_block_size=4, init_weights=False, target_modules=["q_proj", "v_proj"]),
+    "HRA": _peft("HRAConfig", r=4, init_weights=False, target_modules=["q_proj", "v_proj"]),
+    "VB-LoRA": _peft("VBLoRAConfig", r=4, num_vectors=8, vector_length=8, target_modules=["q_proj", "v_proj"]),
+    "MiSS": _peft("MissConfig", r=4, init_weights=False, target_modules=["q_proj", "v_proj"]),
+    "RandLoRA": _peft("RandLoraConfig", r=4, target_modules=["q_proj", "v_proj"]),
+    "trainable tokens": _peft("TrainableTokensConfig", token_indices=[3, 4], target_modules=["embed_tokens"]),
+    "POLY": _peft("PolyConfig", r=4, n_tasks=1, target_modules=["q_proj", "v_proj"]),
+}
+"""PEFT methods by name; each makes a configuration for a task type."""
+BROAD = ("none", "LoRA", "IA3", "prefix tuning")
+"""Methods that every model is tried with. Llama and one mixture of experts are tried with all."""
+DEEP = ("LlamaForCausalLM", "Qwen3MoeForCausalLM")
+_READS = {
+    "ForCausalLM": "text",
+    "LMHeadModel": "text",
+    "ForSequenceClassification": "class",
+    "ForTokenClassification": "tokens",
+    "ForQuestionAnswering": "answer",
+}
+"""What a model of one's own reads, by the end of its class's name."""
+_TASKS = {
+    "text": "CAUSAL_LM",
+    "image and text": "CAUSAL_LM",
+    "pairs": "SEQ_2_SEQ_LM",
+    "class": "SEQ_CLS",
+    "tokens": "TOKEN_CLS",
+    "answer": "QUESTION_ANS",
+}
+"""PEFT's task type by what a model reads."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The result of one model with one method over one transport."""
+
+    model: str
+    method: str
+    transport: str
+    verdict: str
+    detail: str
+    """Why it was refused or fails in plain PEFT, or what is wrong; for *equal*, the largest relative difference."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What is served of a model."""
+
+    model: str
+    reads: str
+    served: float
+    """Part of the linear and expert weights that is served, from 0 to 1."""
+    unserved: tuple[str, ...]
+    """Descriptions of other weights."""
+
+
+def cells_of(name: str, methods: list[str] | None, transports: list[str]) -> list[tuple[str, str]]:
+    """Return method and transport of all cells for a model; by default with the methods that it is tried with."""
+    chosen = methods or (METHODS if name in DEEP else BROAD)
+    return [(method, transport) for method in chosen for transport in transports]
+
+
+def load(name: str) -> tuple[Any, str]:
+    """Return a model and what it reads: a class of the zoo, or a model in a folder or at a hub id.
+
+    Raises:
+        UsageError: there is no such model, or it is not known what it reads.
+    """
+    if name in ZOO:
+        return zoo_model(name), ZOO[name].reads
+    try:
+        model = load_model(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{name}: no class of the table, and no model that can be loaded ({_first_line(error)})"
+        ) from error
+    kind = type(model).__name__
+    for ending, reads in _READS.items():
+        if kind.endswith(ending):
+            return model, reads
+    raise UsageError(f"{name} is a {kind}; compat tries models that end in {', '.join(_READS)}")
+
+
+async def try_cell(name: str, model: Any, reads: str, method: str, transport: str) -> Cell:
+    """Run the job of a cell, and compare.
+
+    Args:
+        name: the model's name.
+        model: the model. A copy is served.
+        reads: what it reads; see :class:`~symbiosis.testing.zoo.Entry`.
+        method: a name in :data:`METHODS`.
+        transport: a name in :data:`TRANSPORTS`.
+    """
+    inputs = partial(_with_task, model, reads) if method == "POLY" else partial(zoo_inputs, model, reads)
+    job = Job(steps=3, new_tokens=6 if reads in GENERATING else 0, inputs=inputs)
+    task = _TASKS.get(reads)
+    verdict = partial(Cell, name, method, transport)
+    try:
+        config = METHODS[method](task, model)
+        expected = run_job_plain(model, config, job)
+    except Exception as error:  # noqa: BLE001 (whatever transformers and PEFT raise)
+        return verdict(NOT_PLAIN, _first_line(error))
+    try:
+        async with asyncio.timeout(WITHIN_S), _clients(model, transport) as make, make(copy.deepcopy(config)) as client:
+            comparison = Comparison.of(await run_job(client, job), expected)
+            problem = None if config is None else await _save_and_load(client, make, model, job)
+    except (UsageError, PeerError) as error:
+        return verdict(REFUSED, _first_line(error))
+    except Exception as error:  # noqa: BLE001 (the verdict says what it was)
+        return verdict(WRONG, f"{type(error).__name__}: {_first_line(error)}")
+    worst = comparison.worst()
+    loose = max((v for n, v in comparison.differences.items() if n.startswith(("losses", "adapter"))), default=0.0)
+    tight = max(v for n, v in comparison.differences.items() if not n.startswith(("losses", "adapter")))
+    if tight > LOGITS or loose > TRAINED:
+        return verdict(WRONG, str(comparison))
+    return verdict(EQUAL, f"{worst:.1g}") if problem is None else verdict(WRONG, problem)
+
+
+def _with_task(model: Any, reads: str, number: int) -> dict[str, Any]:
+    """Return inputs with the numbers of the examples' tasks, which POLY asks for."""
+    return zoo_inputs(model, reads, number) | {"task_ids": torch.zeros(2, dtype=torch.long)}
+
+
+@contextlib.asynccontextmanager
+async def _clients(model: Any, transport: str) -> AsyncIterator[Callable[[Any], Client]]:
+    """Yield a function that makes clients, given a PEFT configuration, of an executor with a copy of a model."""
+    async with Executor(copy.deepcopy(model)) as executor:
+        if transport == "inproc":
+            yield lambda config: executor.client(config, seed=0)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            address = f"shm://{folder}/socket"
+            await executor.listen(address)
+            async with connect(address) as base:
+                yield lambda config: base.client(config, seed=0)
+
+
+async def _save_and_load(client: Client, make: Callable[[Any], Client], model: Any, job: Job) -> str | None:
+    """Save the trained adapter, load it with plain PEFT and in a new client, and compare logits. Return what is wrong,
+    or None."""
+    from peft import PeftModel
+
+    client.model.eval()
+    trained, again = [await client.run(_example, client.model, job) for _ in range(2)]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            client.save_adapter(folder)
+        except NotImplementedError:  # PEFT asks for embeddings, which some models have not
+            return None
+        plain = PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+        async with make(None) as other:
+            other.load_adapter(folder)
+            loaded, wanted = await other.run(_example, other.model, job), _example(plain, job)
+    if not _difference(loaded, wanted) <= LOGITS:
+        return f"the saved adapter gives other logits in a client than in plain PEFT: {_difference(loaded, wanted):.2g}"
+    if torch.equal(trained, again) and not _difference(wanted, trained) <= LOGITS:  # some models keep a state
+        return f"the saved adapter gives other logits than the trained one: {_difference(wanted, trained):.2g}"
+    return None
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return ((one - other).abs().max() / other.abs().max()).item()
+
+
+@torch.no_grad()
+def _example(model: Any, job: Job) -> torch.Tensor:
+    return logits_of(model(**job.prompt(next(model.parameters()).device)))
+
+
+def shares_of(name: str, model: Any, reads: str) -> Shares:
+    """Return what is served of a model. A copy is split."""
+    from symbiosis.executor.sharing import describe
+
+    sharing = Executor(copy.deepcopy(model)).sharing
+    rest = sum(one.bytes for one in sharing.unserved)
+    return Shares(name, reads, sharing.served / max(sharing.served + rest, 1), tuple(describe(sharing.unserved)))
+
+
+def as_data(shares: list[Shares], cells: list[Cell]) -> dict[str, Any]:
+    """Return results as plain data."""
+    return {"shares": [asdict(one) for one in shares], "cells": [asdict(one) for one in cells]}
+
+
+def _first_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}…"

@@ -1,0 +1,93 @@
+"""The page ``docs/compatibility.md``, written from the results of :mod:`symbiosis.testing.compat`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from symbiosis.testing.compat import BROAD, EQUAL, LOGITS, NOT_PLAIN, REFUSED, TRAINED, VERDICTS, Cell, Shares
+
+_LEAST_SERVED = 0.9
+_SIGNS = {EQUAL: "equal", REFUSED: "refused", NOT_PLAIN: "–"}
+_HEAD = """# Compatibility
+
+Written by `make compat`. Each cell is a small random model of an architecture with a PEFT method, against plain
+`transformers` + PEFT with the same seed: logits, greedy and sampled tokens where the model generates, gradients, three
+AdamW steps, and the adapter saved, then loaded by plain PEFT and by another client.
+
+*equal*: logits and gradients within {logits:g} of the largest number, losses and adapters within {trained:g}, in fp32;
+tokens are the same. *refused*: an error says why and what to do. *–*: the same job fails in plain PEFT too. A cell with
+two results has that of a client in the executor's process first, then that over `shm://`. *served* is the part of the
+linear and expert weights that the executor serves.
+
+Of {cells} cells, {summary}.
+
+"""
+_READS = {
+    "text": "Decoders: dense, mixtures of experts, state-space models and hybrids",
+    "pairs": "Encoder–decoders",
+    "class": "Text classification",
+    "tokens": "Token classification",
+    "answer": "Question answering",
+    "image": "Images",
+    "wave": "Speech, waveforms",
+    "mel": "Speech, spectrograms",
+    "image and text": "Images and text",
+}
+
+
+def write_page(file: Path, shares: list[Shares], cells: list[Cell]) -> None:
+    """Write the page."""
+    notes = _Notes()
+    counts = Counter(cell.verdict for cell in cells)
+    summary = ", ".join(f"{counts[verdict]} are {verdict}" for verdict in VERDICTS)
+    head = _HEAD.format(logits=LOGITS, trained=TRAINED, cells=len(cells), summary=summary)
+    lines = head.splitlines()
+    for reads, title in _READS.items():
+        chosen = [share for share in shares if share.reads == reads]
+        if chosen:
+            lines += [f"## {title}", "", *_table(chosen, cells, list(BROAD), notes), ""]
+    deep = [share for share in shares if any(c.model == share.model and c.method not in BROAD for c in cells)]
+    if deep:
+        methods = list(dict.fromkeys(cell.method for cell in cells))
+        lines += ["## PEFT methods", "", f"| method | {' | '.join(share.model for share in deep)} |"]
+        lines.append("| --- |" + " --- |" * len(deep))
+        for method in methods:
+            row = [_text([c for c in cells if (c.model, c.method) == (share.model, method)], notes) for share in deep]
+            lines.append(f"| {method} | {' | '.join(row)} |")
+        lines.append("")
+    lines += ["## Notes", "", *notes.lines(), ""]
+    file.write_text("\n".join(lines), encoding="utf-8")
+
+
+class _Notes:
+    """Texts with numbers, each once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        return self._numbers.setdefault(text, len(self._numbers) + 1)
+
+    def lines(self) -> list[str]:
+        return [f"{number}. {text}" for text, number in self._numbers.items()]
+
+
+def _table(shares: list[Shares], cells: list[Cell], methods: list[str], notes: _Notes) -> list[str]:
+    rows = [f"| model | served | {' | '.join(methods)} |", "| --- | --- |" + " --- |" * len(methods)]
+    for share in shares:
+        served = f"{share.served:.0%}"
+        if share.served < _LEAST_SERVED:
+            served += f" ({notes.number('not served: ' + '; '.join(share.unserved))})"
+        row = [_text([c for c in cells if (c.model, c.method) == (share.model, method)], notes) for method in methods]
+        rows.append(f"| {share.model} | {served} | {' | '.join(row)} |")
+    return rows
+
+
+def _text(cells: list[Cell], notes: _Notes) -> str:
+    """Return the results of one model with one method, over all transports."""
+    texts = []
+    for cell in cells:
+        text = _SIGNS.get(cell.verdict, f"**{cell.verdict}**")
+        texts.append(text if cell.verdict == EQUAL else f"{text} ({notes.number(cell.detail)})")
+    return "; ".join(dict.fromkeys(texts))
