@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test thorough check bench clean
+.PHONY: demo test thorough check bench compat clean
 .DEFAULT_GOAL := test
 
 # torch first and alone: with it installed, nothing else asks for another build of it.
@@ -34,6 +34,10 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/symbiosis bench all --output docs/benchmarks.md
+
+# Every model and PEFT method of the table, against plain transformers + PEFT.
+compat: $(STAMP)
+	$(BIN)/symbiosis compat --page docs/compatibility.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

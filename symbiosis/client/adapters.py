@@ -7,6 +7,7 @@ refuses them before they produce NaN: initialisations by name, methods by trying
 
 from __future__ import annotations
 
+import logging
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,8 @@ from symbiosis.errors import PlaceholderError, UsageError
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+log = logging.getLogger(__name__)
 
 _FACTORS_WEIGHTS = ("pissa", "corda", "olora", "mica", "loftq", "eva", "lora_ga")
 """LoRA initialisations that start from a factorisation of the base weights, or subtract from them."""
@@ -134,6 +137,8 @@ def _guard(adapted: Any, config: Any, requester: Requester) -> None:
                     raise PlaceholderError("its result is NaN")
             except PlaceholderError as error:
                 raise PlaceholderError(_reads_weights(config, f"in the forward pass of {name}")) from error
+            except Exception as error:  # noqa: BLE001 (some layers need further arguments, such as POLY's task_ids)
+                log.debug("%s was not tried: %s", name, error)
             finally:
                 layer.train(training)
     add = type(adapted).add_adapter

@@ -32,6 +32,7 @@ def is_bank(module: nn.Module) -> bool:
 
     :func:`probe` tells whether it is one.
     """
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
     if any(isinstance(child, nn.Linear) for child in module.modules()) or not any(True for _ in module.parameters()):
         return False
     names = [*inspect.signature(module.forward).parameters]
@@ -39,11 +40,7 @@ def is_bank(module: nn.Module) -> bool:
         return bool(_INDEX.search(names[1]) and _WEIGHTS.search(names[2]))
     if len(names) == 2:
         return bool(_SIZES.search(names[1])) and experts_of(module) > 1
-    return (
-        len(names) == 1
-        and experts_of(module) > 1
-        and all(p.ndim == 3 for p in module._parameters.values() if p is not None)
-    )
+    return len(names) == 1 and experts_of(module) > 1 and bool(own) and all(p.ndim == 3 for p in own)
 
 
 def experts_of(module: nn.Module) -> int:

@@ -1,0 +1,101 @@
+"""What an executor says that it shares, and what it refuses to hand out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import symbiosis
+from symbiosis.errors import ShareError
+from symbiosis.executor.sharing import Sharing, Unserved, describe, sharing_of, size_text
+from symbiosis.executor.splitting import SplitModel
+from symbiosis.testing import tiny_model
+from symbiosis.testing.zoo import zoo_model
+from tests.moe import MIXTURES, mixture
+
+
+def size_of(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+def test_every_byte_is_served_or_held(base_layers: str) -> None:
+    """Biases of base layers are in both parts: the executor adds them, and clients have them."""
+    model = tiny_model(tie_word_embeddings=False)
+    sharing = sharing_of(SplitModel(model, base_layers))
+    assert sharing.served + sharing.held == size_of(model)
+    assert sharing.unserved == ()
+
+
+def test_a_tied_head_counts_as_held() -> None:
+    model = tiny_model(tie_word_embeddings=True)
+    sharing = sharing_of(SplitModel(model))
+    assert sharing.held >= model.lm_head.weight.numel() * 4
+    assert sharing.served + sharing.held == size_of(model)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_nothing_of_a_mixture_leaves_but_routers(name: str) -> None:
+    sharing = sharing_of(SplitModel(mixture(name)))
+    assert not sharing.leaving()
+    assert all("expert" not in one.name for one in sharing.unserved)
+
+
+def fused() -> nn.Module:
+    """Return a model with a weight of 1 MiB that is neither linear nor an embedding."""
+    model = tiny_model()
+    model.fused = nn.Bilinear(8, 4096, 8, bias=False)
+    return model
+
+
+def test_weights_that_would_leave() -> None:
+    sharing = sharing_of(SplitModel(fused()))
+    assert [(one.name, one.bytes) for one in sharing.leaving()] == [("fused.weight", 1 << 20)]
+    assert "Bilinear is no linear layer" in sharing.leaving()[0].reason
+    assert "not served: fused.weight, 1 MiB (Bilinear" in sharing.lines()[1]
+
+
+def test_many_small_weights_are_large_together() -> None:
+    small = [Unserved(f"layers.{i}.w", 60 << 10, "why") for i in range(20)]
+    assert len(Sharing(4 << 20, 2 << 20, tuple(small)).leaving()) == 20
+    assert Sharing(4 << 20, 2 << 20, tuple(small[:10])).leaving() == []
+    assert Sharing(4 << 30, 2 << 20, tuple(small)).leaving() == []
+
+
+@pytest.mark.parametrize("keep_weights", [None, True, False])
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+async def test_an_address_is_refused_where_weights_would_leave(scheme: str, keep_weights: Any, tmp_path: Any) -> None:
+    address = f"shm://{tmp_path}/s" if scheme == "shm" else "tcp://127.0.0.1:0"
+    async with symbiosis.Executor(fused()) as executor:
+        if keep_weights or (keep_weights is None and scheme == "tcp"):
+            with pytest.raises(ShareError, match=r"fused\.weight, 1 MiB \(Bilinear.*--no-keep-weights"):
+                await executor.listen(address, keep_weights=keep_weights)
+            assert len(executor.status()["addresses"]) == 1
+        else:
+            await executor.listen(address, keep_weights=keep_weights)
+
+
+def test_weights_in_all_blocks_are_one_line() -> None:
+    weights = [Unserved(f"layers.{i}.gate.weight", 1 << 20, "it routes") for i in range(3)]
+    weights += [Unserved(f"odd{chr(97 + i)}", 1024, "odd") for i in range(7)]
+    assert describe(weights) == [
+        "layers.*.gate.weight, 3 MiB in 3 blocks (it routes)",
+        *(f"odd{letter}, 1 KiB (odd)" for letter in "abcd"),
+        "3 further weights, 3 KiB",
+    ]
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0 KiB"), (1536, "1.5 KiB"), (3 << 20, "3 MiB"), (5 << 29, "2.5 GiB")])
+def test_sizes(size: int, text: str) -> None:
+    assert size_text(size) == text
+
+
+async def test_the_executor_says_what_it_shares() -> None:
+    async with symbiosis.Executor(zoo_model("FalconForCausalLM")) as executor:
+        status = executor.status()
+        assert (status["served_bytes"], status["client_bytes"]) == executor.sharing[:2]
+        assert status["served_bytes"] > 0
+        assert torch.equal(torch.tensor(executor.sharing.served), torch.tensor(status["served_bytes"]))

@@ -1,0 +1,158 @@
+"""``symbiosis compat``: a slice of the table, verdicts on models and methods that do not agree, and the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from symbiosis.errors import UnknownNameError
+from symbiosis.testing import tiny_model
+from symbiosis.testing.compat import (
+    BROAD,
+    EQUAL,
+    METHODS,
+    NOT_PLAIN,
+    REFUSED,
+    TRANSPORTS,
+    WRONG,
+    Cell,
+    Shares,
+    cells_of,
+    load,
+    shares_of,
+    try_cell,
+)
+from symbiosis.testing.compat_page import write_page
+from symbiosis.testing.zoo import ZOO, zoo_inputs, zoo_model
+from tests.helpers import command
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore::FutureWarning", "ignore::RuntimeWarning")
+
+SLICE = (
+    "FalconForCausalLM",
+    "MixtralForCausalLM",
+    "MambaForCausalLM",
+    "T5ForConditionalGeneration",
+    "BertForSequenceClassification",
+    "SiglipForImageClassification",
+    "LlavaForConditionalGeneration",
+)
+NOT_IN_PLAIN = {
+    ("FalconForCausalLM", "prefix tuning"),
+    ("MambaForCausalLM", "prefix tuning"),
+    ("SiglipForImageClassification", "prefix tuning"),
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("method", BROAD)
+@pytest.mark.parametrize("name", SLICE)
+async def test_models(name: str, method: str, transport: str) -> None:
+    model, reads = load(name)
+    cell = await try_cell(name, model, reads, method, transport)
+    assert cell.verdict == (NOT_PLAIN if (name, method) in NOT_IN_PLAIN else EQUAL), cell
+
+
+@pytest.mark.parametrize(
+    ("method", "transport", "verdict"),
+    [
+        ("PiSSA", "inproc", REFUSED),
+        ("LoRA, lm_head", "shm", EQUAL),
+        ("LoRA, lm_head saved", "inproc", EQUAL),
+        ("LoRA, lm_head saved", "shm", REFUSED),
+        ("POLY", "shm", EQUAL),
+        ("VeRA", "shm", EQUAL),
+    ],
+)
+async def test_methods(method: str, transport: str, verdict: str) -> None:
+    model, reads = load("LlamaForCausalLM")
+    cell = await try_cell("LlamaForCausalLM", model, reads, method, transport)
+    assert cell.verdict == verdict, cell
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_of_the_zoo_runs(name: str) -> None:
+    model = zoo_model(name)
+    with torch.no_grad():
+        output = model(**zoo_inputs(model, ZOO[name].reads, 0))
+    assert torch.isfinite(output.loss)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_nearly_all_linear_and_expert_weights_are_served(name: str) -> None:
+    shares = shares_of(name, *load(name))
+    assert shares.served >= 0.9 or shares.unserved, shares
+
+
+async def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from symbiosis.executor.layers import LinearLayer
+
+    def forward(self: Any, tensors: Any, **_: Any) -> torch.Tensor:
+        return torch.nn.functional.linear(tensors[0], self.module.weight * 1.001)
+
+    monkeypatch.setattr(LinearLayer, "forward", forward)
+    cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "LoRA", "inproc")
+    assert cell.verdict == WRONG
+    assert "tensors differ" in cell.detail
+
+
+async def test_an_unexpected_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    from symbiosis.executor.runner import Runner
+
+    monkeypatch.setattr(Runner, "run_alone", lambda *_: 1 / 0)
+    monkeypatch.setattr(Runner, "time", lambda *_: 1e-3)
+    cell = await try_cell("LlamaForCausalLM", *load("LlamaForCausalLM"), "none", "inproc")
+    assert cell.verdict == WRONG
+
+
+def test_unknown_models() -> None:
+    with pytest.raises(UnknownNameError, match="the zoo has no model 'Nobody'; it has LlamaForCausalLM"):
+        zoo_model("Nobody")
+    result = command("compat", "./nowhere")
+    assert result.exit_code == 1
+    assert "./nowhere: no class of the table, and no model" in " ".join(result.output.split())
+
+
+def test_the_command_with_a_model_of_ones_own(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "mine")
+    options = ["--method", "LoRA", "--method", "PiSSA", "--transport", "inproc", "--json", str(tmp_path / "found.json")]
+    result = command("compat", str(tmp_path / "mine"), *options)
+    assert result.exit_code == 0, result.output
+    assert "1 equal, 1 refused" in result.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [cell["verdict"] for cell in found["cells"]] == [EQUAL, REFUSED]
+    assert found["shares"][0]["served"] == 1.0
+    assert found["machine"]["cores"]
+
+
+@pytest.mark.parametrize("option", ["--method", "--transport"])
+def test_wrong_options(option: str) -> None:
+    result = command("compat", "LlamaForCausalLM", option, "magic")
+    assert result.exit_code == 1
+    assert f"{option} 'magic': choose from" in result.output
+
+
+def test_the_page(tmp_path: Path) -> None:
+    cells = [
+        Cell("MixtralForCausalLM", "LoRA", "inproc", EQUAL, "0"),
+        Cell("MixtralForCausalLM", "LoRA", "shm", REFUSED, "not here"),
+        Cell("MixtralForCausalLM", "IA3", "inproc", WRONG, "7 of 9 tensors differ"),
+        Cell("MixtralForCausalLM", "HRA", "inproc", REFUSED, "not here"),
+    ]
+    write_page(tmp_path / "page.md", [Shares("MixtralForCausalLM", "text", 0.5, ("half of it",))], cells)
+    page = (tmp_path / "page.md").read_text()
+    assert "Of 4 cells, 1 are equal, 2 are refused, 0 are not in plain PEFT, 1 are wrong." in page
+    assert "| MixtralForCausalLM | 50% (1) |  | equal; refused (2) | **wrong** (3) |  |" in page
+    assert "| HRA | refused (2) |" in page
+    assert "1. not served: half of it\n2. not here\n3. 7 of 9 tensors differ\n" in page
+
+
+def test_models_are_tried_with_four_methods_and_two_with_all() -> None:
+    assert cells_of("BertForQuestionAnswering", None, ["shm"]) == [(method, "shm") for method in BROAD]
+    assert len(cells_of("LlamaForCausalLM", None, ["inproc", "shm"])) == 2 * len(METHODS)
+    assert cells_of("LlamaForCausalLM", ["IA3"], ["shm"]) == [("IA3", "shm")]
