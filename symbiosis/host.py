@@ -63,6 +63,8 @@ class Executor:
         packed: whether weights on a CPU are packed, in place, so that products of few rows are faster: the last bit of
             a result may then differ from the model's own, and weights take twice the memory while a client trains. By
             default only if the executor loads the model itself. See docs/providers.md.
+        allow_weights: names or patterns of base layers whose weights clients in other processes may have too, to train
+            them in full (PEFT's ``modules_to_save``). Clients of this process always may.
         name: of the address ``inproc://name``; chosen freely by default.
 
     Attributes:
@@ -88,9 +90,12 @@ class Executor:
         max_bytes: int = 8 << 30,
         joint: str = "auto",
         packed: bool = False,
+        allow_weights: Sequence[str] = (),
         name: str | None = None,
     ) -> None:
-        self._build(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, name, source=None)
+        self._build(
+            *(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights, name), None
+        )
 
     def _build(
         self,
@@ -103,6 +108,7 @@ class Executor:
         max_bytes: int,
         joint: str,
         packed: bool,
+        allow_weights: Sequence[str],
         name: str | None,
         source: str | Path | None,
     ) -> None:
@@ -116,7 +122,7 @@ class Executor:
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
-        split = SplitModel(model, base_layers, packed=packed, trial=weights_read)
+        split = SplitModel(model, base_layers, packed=packed, trial=weights_read, allow_weights=allow_weights)
         self.engine = Engine(split.layers, split.device, policy, max_rows)
         layers = split.token_layers()
         self._token_s = self.engine.time_layers(layers) if layers else 0.0
@@ -144,6 +150,7 @@ class Executor:
         max_bytes: int = 8 << 30,
         joint: str = "auto",
         packed: bool = True,
+        allow_weights: Sequence[str] = (),
         name: str | None = None,
         **options: Any,
     ) -> Executor:
@@ -162,7 +169,7 @@ class Executor:
         loaded = load_model(model, model_class, **options)
         executor = cls.__new__(cls)
         executor._build(
-            loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, packed, name, source=model
+            *(loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, packed, allow_weights, name), model
         )
         return executor
 
@@ -322,8 +329,11 @@ class Executor:
             timeline.close()
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    named = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(named, torch.dtype):
-        raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32' or 'bfloat16'")
+        raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32', 'bfloat16' or 'bf16'")
     return named

@@ -85,7 +85,9 @@ def serve(
         str | None, typer.Option(help="Backend of dist://: nccl (the default on CUDA) or gloo.", show_default=False)
     ] = None,
     device: Annotated[str | None, typer.Option(help="Device of the base model, such as cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Precision to serve in (default: the checkpoint's).")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Precision to serve in, such as bf16 (default: the checkpoint's).")
+    ] = None,
     max_rows: Annotated[
         int,
         typer.Option(min=1, help="Largest number of rows in a batch; larger requests are served in slices."),
@@ -101,6 +103,14 @@ def serve(
             "train. docs/providers.md explains it."
         ),
     ] = True,
+    allow_weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Base layer, by name or pattern, whose weight tenants may have too, to train it in full "
+            "(modules_to_save), such as lm_head; repeat for several.",
+            show_default=False,
+        ),
+    ] = None,
     keep_weights: Annotated[
         bool | None,
         typer.Option(
@@ -147,6 +157,7 @@ def serve(
             max_rows=max_rows,
             max_bytes=max_bytes,
             packed=packed,
+            allow_weights=allow_weights or (),
         )
     )
 

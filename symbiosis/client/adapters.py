@@ -122,8 +122,8 @@ def _guard(adapted: Any, config: Any, requester: Requester) -> None:
             if isinstance(base, VirtExperts) and any(map(is_missing, base.parameters())):
                 raise PlaceholderError(
                     f"the configuration adapts the experts of {base.spec.name}, whose weights are not with the client; "
-                    "name linear layers in target_modules (PEFT's 'all-linear' includes experts), or use a client in "
-                    "the executor's process"
+                    "name layers of the attention in target_modules (PEFT takes 'all-linear', and names such as "
+                    "'gate_proj', for experts too), or use a client in the executor's process"
                 )
             if not isinstance(base, VirtLayer) or isinstance(base, VirtExperts):
                 continue

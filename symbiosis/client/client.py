@@ -20,6 +20,7 @@ import torch
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint import JointDecoder, Seat
+from symbiosis.client.parameters import check_trains
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -345,5 +346,6 @@ def _without_engine_threads(fn: Callable[[], T]) -> T:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
+    check_trains(optimizer)
     optimizer.step()
     optimizer.zero_grad()

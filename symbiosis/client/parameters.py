@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from symbiosis.errors import PlaceholderError
+from symbiosis.errors import PlaceholderError, UsageError
 
 _owned = [0]
 
@@ -130,6 +131,17 @@ class SharedParameter(nn.Parameter):
         return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Raise UsageError for an optimizer of a client's model without a trainable parameter. Its steps would do nothing,
+    and losses would not change. Serves as a pre-hook of all optimizers' steps."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if all(isinstance(parameter, SharedParameter) and not parameter.requires_grad for parameter in parameters):
+        raise UsageError(
+            "the optimizer has no trainable parameter, so training would change nothing: the base model is frozen. Add "
+            "an adapter with get_peft_model(model, config) before the optimizer or trainer is made, or unfreeze a part"
+        )
+
+
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return ``parameter.data`` as a plain tensor, also for a placeholder."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -185,15 +197,17 @@ def shared_parameter(parameter: torch.Tensor, device: torch.device | None = None
     return _make(values, values.clone)
 
 
-def fetch_of(parameter: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return how a tenant that makes a base weight trainable gets a copy. Only a client of the same process can."""
-    return _refuse if parameter.is_meta else parameter.detach().clone
+def fetch_of(parameter: torch.Tensor, layer: str = "") -> Callable[[], torch.Tensor]:
+    """Return how a tenant that makes a base layer's weight trainable gets a copy of it: if it is in the same process as
+    the executor, or if the provider allows it."""
+    return partial(_refuse, layer) if parameter.is_meta else parameter.detach().clone
 
 
-def _refuse() -> torch.Tensor:
+def _refuse(layer: str) -> torch.Tensor:
+    allow = f"to allow this weight to leave (symbiosis serve --allow-weights {layer})" if layer else "not to serve it"
     raise PlaceholderError(
-        "the weights of a base layer stay with the executor, so they cannot be trained or written to here; adapt the "
-        "layer with PEFT instead (modules_to_save works for embeddings and norms only)"
+        f"{layer or 'a base layer'}: its weight stays with the executor, so it cannot be trained or written to here "
+        f"(modules_to_save, requires_grad_); adapt the layer with PEFT, or ask the provider {allow}"
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from symbiosis.core.share import Share
 from symbiosis.errors import ShareError
 from symbiosis.executor.fingerprint import dtype_name, model_fingerprint, weights_fingerprint
+from symbiosis.executor.packing import plain
 from symbiosis.executor.splitting import SplitModel
 
 log = logging.getLogger(__name__)
@@ -76,12 +77,15 @@ def _client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, 
                 continue
             if id(module) in linear and leaf == "weight":
                 weights.append((name, parameter))
+                if path in split.allowed and id(parameter) not in names:
+                    names[id(parameter)] = name
+                    tensors[name] = plain(parameter.data)
             elif id(parameter) in names:
                 tied[name] = names[id(parameter)]
             else:
                 names[id(parameter)] = name
                 tensors[name] = parameter.data
-    tied |= {name: names[id(weight)] for name, weight in weights if id(weight) in names}
+    tied |= {name: names[id(w)] for name, w in weights if id(w) in names and name not in tensors}
     return tensors, tied
 
 

@@ -73,6 +73,7 @@ def describe(unserved: Iterable[Unserved], most: int = 5) -> list[str]:
 def sharing_of(split: SplitModel) -> Sharing:
     """Return what a split model shares."""
     inside = {id(module) for layer in split.layers for module in layer.module.modules()}
+    allowed = [next(layer.module.parameters()) for layer in split.layers if layer.spec.name in split.allowed]
     served = {
         id(parameter): parameter.numel() * parameter.element_size()
         for layer in split.layers
@@ -93,11 +94,12 @@ def sharing_of(split: SplitModel) -> Sharing:
                 continue
             why = split.left_out.get(path, f"{type(module).__name__} is no linear layer and no bank of experts")
             unserved.append(Unserved(f"{path}.{leaf}" if path else leaf, size, why))
+    held |= {id(weight): weight.numel() * weight.element_size() for weight in allowed}
     return Sharing(sum(served.values()), sum(held.values()), tuple(sorted(unserved, key=lambda one: -one.bytes)))
 
 
 def _is_head(path: str) -> bool:
-    return path.partition(".")[0] in HEADS
+    return path.partition(".")[0].endswith(HEADS)
 
 
 def size_text(size: float) -> str:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 MLP_NAMES = ("mlp", "feed_forward", "ffn", "ff", "fc")
 """Names that models of transformers give to the MLP of a block."""
 HEADS = ("score", "classifier", "qa_outputs")
-"""Names of the heads that PEFT trains in full for classification and question answering."""
+"""Ends of the names of heads that PEFT trains in full for classification and question answering."""
 
 Trial = Callable[[Resident], Mapping[str, str]]
 """Returns names of base layers that cannot be served, each with the reason."""
@@ -38,8 +38,10 @@ class SplitModel:
             ``"lm_head"``); a name that is not a linear layer is served whole.
         packed: whether weights on a CPU are packed; see :mod:`symbiosis.executor.packing`.
         trial: asked which of the layers cannot be served after all.
+        allow_weights: names or patterns of base layers whose weights clients may have too, to train them in full.
 
     Attributes:
+        allowed: names of these base layers.
         packed: number of packed weights.
         left_out: names of modules that are not served although they could be, each with the reason.
 
@@ -54,6 +56,7 @@ class SplitModel:
         *,
         packed: bool = False,
         trial: Trial = lambda _: {},
+        allow_weights: Sequence[str] = (),
     ) -> None:
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or torch.device("meta") in devices:
@@ -78,6 +81,16 @@ class SplitModel:
                 "is an nn.Linear, a transformers Conv1D or a bank of experts"
                 + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
+
+        self.allowed = {name for pattern in allow_weights for name in self._linear_named(pattern)}
+
+    def _linear_named(self, pattern: str) -> list[str]:
+        linear = [spec.name for spec in self.specs if spec.linear]
+        found = fnmatch.filter(linear, pattern)
+        if not found:
+            shown = ", ".join(map(repr, linear[:3]))
+            raise SplitError(f"allow_weights: no linear base layer matches {pattern!r}; their names look like {shown}")
+        return found
 
     def _table(self, names: Sequence[str], *, skip: bool) -> list[BaseLayer]:
         """Return the base layers of these names. With ``skip``, leave out modules that cannot be base layers."""
@@ -145,7 +158,7 @@ def _not_for_tenants(model: nn.Module, name: str) -> str | None:
     parent = model.get_submodule(name.rpartition(".")[0]) if "." in name else model
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention reads its weight"
-    return f"the head {head} is the tenant's" if head in HEADS else None
+    return f"the head {head} is the tenant's" if head.endswith(HEADS) else None
 
 
 def _is_several(value: object) -> bool:

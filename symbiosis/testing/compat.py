@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.client import Client
 from symbiosis.client.connect import connect
 from symbiosis.errors import PeerError, UsageError
+from symbiosis.executor.experts import is_bank
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.splitting import HEADS
 from symbiosis.host import Executor
@@ -45,8 +46,13 @@ _NOT_ADAPTED = re.compile(r"router|gate$|(mixer|mamba)\.out_proj")
 """Routers, some of which give more than a product, and layers that PEFT does not adapt in Mamba."""
 
 
+_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names that PEFT takes for experts in a mixture."""
+
+
 def _linear(model: Any) -> list[str]:
     """Return the last parts of the names of linear layers, apart from heads."""
+    skipped = _EXPERTS if any(map(is_bank, model.modules())) else ()
     heads = {id(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)}
     return sorted(
         {
@@ -56,6 +62,7 @@ def _linear(model: Any) -> list[str]:
             and id(module) not in heads
             and not name.partition(".")[0].endswith(HEADS)
             and not _NOT_ADAPTED.search(name)
+            and name.rpartition(".")[2] not in skipped
         }
     )
 

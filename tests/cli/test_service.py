@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments, pipeline
 
 import symbiosis
+from symbiosis.errors import UsageError
 from tests.fused import LOSSES, step
 from tests.helpers import adamw, command
 from tests.service import WORDS, Service, save_model
@@ -101,6 +102,15 @@ def test_trainer_gives_plain_pefts_losses(service: Service, checkpoint: Path, tm
         losses = train(model, tmp_path / "ours", **options)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+def test_training_without_an_adapter_is_refused(service: Service, tmp_path: Path) -> None:
+    """Inputs that require gradients give the loss a gradient, so the backward pass alone would not show it."""
+    with symbiosis.open_model(service.address) as model:
+        model.enable_input_require_grads()
+        trainer = Trainer(model=model, args=arguments(tmp_path, max_steps=3), train_dataset=Tokens(32))
+        with pytest.raises(UsageError, match=r"no trainable parameter.*get_peft_model"):
+            trainer.train()
 
 
 def test_trainer_resumes_from_its_checkpoint(service: Service, checkpoint: Path, tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import nn
 
 import symbiosis
-from symbiosis.errors import ShareError
+from symbiosis.errors import PlaceholderError, ShareError, SplitError
 from symbiosis.executor.sharing import Sharing, Unserved, describe, sharing_of, size_text
 from symbiosis.executor.splitting import SplitModel
-from symbiosis.testing import tiny_model
+from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from symbiosis.testing.zoo import zoo_model
+from tests.helpers import IDS
 from tests.moe import MIXTURES, mixture
 
 
@@ -99,3 +102,36 @@ async def test_the_executor_says_what_it_shares() -> None:
         assert (status["served_bytes"], status["client_bytes"]) == executor.sharing[:2]
         assert status["served_bytes"] > 0
         assert torch.equal(torch.tensor(executor.sharing.served), torch.tensor(status["served_bytes"]))
+
+
+async def test_a_weight_that_is_allowed_to_leave_is_trained_in_another_process(tmp_path: Any) -> None:
+    """modules_to_save of a base layer, over a transport: the numbers of plain PEFT."""
+    model = tiny_model(tie_word_embeddings=False)
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    job = Job(steps=3, new_tokens=4)
+    expected = run_job_plain(model, config, job)
+    async with symbiosis.Executor(copy.deepcopy(model), allow_weights=["lm_head"], packed=True) as executor:
+        assert executor.sharing.held >= model.lm_head.weight.numel() * 4
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base:
+            async with base.client(config, seed=0) as client:
+                comparison = Comparison.of(await run_job(client, job), expected)
+                assert comparison.worst() <= 1e-5, comparison
+            async with base.client() as other:
+                with torch.no_grad():
+                    assert torch.allclose((await other.forward(input_ids=IDS)).logits, model(input_ids=IDS).logits)
+
+
+async def test_a_weight_that_is_not_allowed_to_leave(tmp_path: Any) -> None:
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    async with symbiosis.Executor(tiny_model(tie_word_embeddings=False)) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base:
+            with pytest.raises(PlaceholderError, match=r"lm_head: its weight stays.*--allow-weights lm_head"):
+                async with base.client(config):
+                    pass
+
+
+def test_only_linear_base_layers_can_be_allowed() -> None:
+    with pytest.raises(SplitError, match=r"no linear base layer matches 'nothing'; their names look"):
+        symbiosis.Executor(tiny_model(), allow_weights=["nothing"])
