@@ -200,7 +200,15 @@ def shared_parameter(parameter: torch.Tensor, device: torch.device | None = None
 def fetch_of(parameter: torch.Tensor, layer: str = "") -> Callable[[], torch.Tensor]:
     """Return how a tenant that makes a base layer's weight trainable gets a copy of it: if it is in the same process as
     the executor, or if the provider allows it."""
+    if not parameter.is_floating_point() or hasattr(parameter, "__tensor_flatten__"):
+        return partial(_refuse_quantized, layer)
     return partial(_refuse, layer) if parameter.is_meta else parameter.detach().clone
+
+
+def _refuse_quantized(layer: str) -> torch.Tensor:
+    raise PlaceholderError(
+        f"{layer}: its weight is quantized, so it cannot be trained or written to; adapt it with PEFT"
+    )
 
 
 def _refuse(layer: str) -> torch.Tensor:

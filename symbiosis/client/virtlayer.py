@@ -223,7 +223,8 @@ class _VirtLinear(VirtLayer):
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
         if tied is None:
-            tied = placeholder(weight.shape, spec.dtype, device, fetch_of(weight, spec.name))
+            shape = (spec.in_features, spec.out_features) if isinstance(module, Conv1D) else (spec[3], spec[2])
+            tied = placeholder(shape, spec.dtype, device, fetch_of(weight, spec.name))
             introduce(tied, self)
         self.weight = tied
         self.register_parameter("bias", shared_parameter(bias, device) if isinstance(bias, torch.Tensor) else None)

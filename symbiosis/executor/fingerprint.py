@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from symbiosis.core.requests import LayerSpec
+from symbiosis.executor.quantized import parts_of
 
 _SAMPLE = 256
 """Elements of each tensor that enter a fingerprint."""
@@ -26,7 +27,9 @@ def weights_fingerprint(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> str:
     for spec, module in layers:
         found.update(repr((*spec[:4], dtype_name(spec.dtype), *spec[5:])).encode())
         for name, parameter in module.named_parameters():
-            _sample(found, name, parameter.detach().to(spec.dtype) if spec.linear else parameter.detach())
+            plain = spec.linear and parameter.is_floating_point() and not hasattr(parameter, "__tensor_flatten__")
+            for part in [parameter.detach().to(spec.dtype)] if plain else parts_of(parameter):
+                _sample(found, name, part)
     return found.hexdigest()
 
 
@@ -34,7 +37,8 @@ def model_fingerprint(description: Mapping[str, Any], model: nn.Module) -> str:
     """Return a hash of the description of a share and of a sample of every parameter of its model."""
     found = hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=16)
     for name, parameter in model.named_parameters():
-        _sample(found, name, parameter.detach())
+        for part in parts_of(parameter):
+            _sample(found, name, part)
     return found.hexdigest()
 
 

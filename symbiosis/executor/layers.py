@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
-from symbiosis.executor import experts
+from symbiosis.executor import experts, quantized
 from symbiosis.executor.fp32_products import times, times_transposed
 from symbiosis.executor.packing import PackedWeight, plain
 
@@ -94,6 +94,22 @@ class OwnForwardLayer(LinearLayer):
         return y
 
 
+class QuantizedLayer(LinearLayer):
+    """An ``nn.Linear`` with a quantized weight (:mod:`symbiosis.executor.quantized`). For passes in fp32 the weight is
+    dequantized."""
+
+    def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
+        (x,) = tensors
+        if fp32:
+            added = self._parameters["bias"] if bias else None
+            return _plus(times_transposed(x, quantized.dequantized(self.module)), added)
+        return quantized.run(self.module, x, bias=bias)
+
+    def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
+        (dy,) = tensors
+        return (times(dy, quantized.dequantized(self.module)) if fp32 else quantized.gradient(self.module, dy),)
+
+
 class Conv1DLayer(BaseLayer):
     """transformers' ``Conv1D`` (GPT-2): Y = X·W + b, weight [i, o]."""
 
@@ -159,16 +175,19 @@ def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Linear``, a subclass of it that gives the same product, or a ``Conv1D``."""
+    """Return whether a module is an ``nn.Linear``, possibly quantized, a subclass of it that gives the same product, or
+    a ``Conv1D``."""
     if not isinstance(module, nn.Linear):
         return type(module) is Conv1D
+    if quantized.is_quantized(module):
+        return True
     return type(module).forward is nn.Linear.forward or _gives_the_product(module)
 
 
 def _gives_the_product(module: nn.Linear) -> bool:
     """Compare a subclass with ``nn.Linear`` on random rows, large and small, in two shapes."""
     weight = module.weight
-    if type(weight) is not nn.Parameter or weight.is_meta or not weight.is_floating_point():
+    if weight.is_meta:
         return False
     x = torch.randn(2, 3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     x[1] *= 1000
@@ -188,12 +207,23 @@ def _gives_the_product(module: nn.Linear) -> bool:
     )
 
 
-def base_layer(index: int, name: str, module: nn.Module) -> BaseLayer:
+def base_layer(index: int, name: str, module: nn.Module, dtype: torch.dtype | None = None) -> BaseLayer:
     """Return the base layer for a module that :func:`is_linear`, is a bank of experts, or treats all rows alike.
+
+    Args:
+        index, name: its place in the layer table, and its name.
+        module: the module.
+        dtype: dtype of the rows of quantized layers.
 
     Raises:
         SplitError: the module is none of these.
     """
+    if quantized.is_quantized(module):
+        assert isinstance(module, nn.Linear)
+        dtype = dtype or torch.get_default_dtype()
+        quantized.probe(name, module, dtype)
+        sizes = module.in_features, module.out_features
+        return QuantizedLayer(LayerSpec(index, name, *sizes, dtype, module.bias is not None, True), module)
     if is_linear(module):
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         conv = isinstance(module, Conv1D)

@@ -47,7 +47,7 @@ def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
     description = {
         "architecture": type(model).__name__,
         "model_type": config.model_type,
-        "config": _plain(config.to_dict()),
+        "config": {name: value for name, value in _plain(config.to_dict()).items() if name != "quantization_config"},
         "generation_config": None if generation is None else _plain(generation.to_dict()),
         "attention": config._attn_implementation,
         "dtype": dtype_name(model.dtype),

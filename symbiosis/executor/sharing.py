@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from symbiosis.executor.quantized import size_of
 from symbiosis.executor.splitting import HEADS, SplitModel
 
 SMALL_BYTES = 64 << 10
@@ -74,11 +75,7 @@ def sharing_of(split: SplitModel) -> Sharing:
     """Return what a split model shares."""
     inside = {id(module) for layer in split.layers for module in layer.module.modules()}
     allowed = [next(layer.module.parameters()) for layer in split.layers if layer.spec.name in split.allowed]
-    served = {
-        id(parameter): parameter.numel() * parameter.element_size()
-        for layer in split.layers
-        for parameter in layer.module.parameters()
-    }
+    served = {id(parameter): size_of(parameter) for layer in split.layers for parameter in layer.module.parameters()}
     held: dict[int, int] = {}
     unserved: list[Unserved] = []
     for path, module in split.model.named_modules():
@@ -88,13 +85,13 @@ def sharing_of(split: SplitModel) -> Sharing:
         for leaf, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             if id(tensor) in held:
                 continue
-            held[id(tensor)] = size = tensor.numel() * tensor.element_size()
+            held[id(tensor)] = size = size_of(tensor)
             served.pop(id(tensor), None)  # a head that is tied to an embedding
             if tensor.ndim < 2 or leaf in computed or isinstance(module, nn.Embedding | _ConvNd) or _is_head(path):
                 continue
             why = split.left_out.get(path, f"{type(module).__name__} is no linear layer and no bank of experts")
             unserved.append(Unserved(f"{path}.{leaf}" if path else leaf, size, why))
-    held |= {id(weight): weight.numel() * weight.element_size() for weight in allowed}
+    held |= {id(weight): size_of(weight) for weight in allowed}
     return Sharing(sum(served.values()), sum(held.values()), tuple(sorted(unserved, key=lambda one: -one.bytes)))
 
 

@@ -82,7 +82,22 @@ class SplitModel:
                 + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
 
+        self._refuse_unknown_quantization()
         self.allowed = {name for pattern in allow_weights for name in self._linear_named(pattern)}
+
+    def _refuse_unknown_quantization(self) -> None:
+        """Raise SplitError if clients would hold quantized weights, because no base layer can compute with them."""
+        if getattr(getattr(self.model, "config", None), "quantization_config", None) is None:
+            return
+        served = {id(module) for layer in self.layers for module in layer.module.modules()}
+        for name, module in self.model.named_modules():
+            numbers = [*module._parameters.values(), *module._buffers.values()]
+            if id(module) not in served and any(t is not None and t.ndim > 1 and _is_integer(t) for t in numbers):
+                why = self.left_out.get(name, "it is no nn.Linear")
+                raise SplitError(
+                    f"{name} ({type(module).__name__}) has quantized weights that cannot be served: {why}. Load the "
+                    "model with torchao's int8 or fp8, with bitsandbytes' int8 or NF4, or without quantization"
+                )
 
     def _linear_named(self, pattern: str) -> list[str]:
         linear = [spec.name for spec in self.specs if spec.linear]
@@ -95,9 +110,11 @@ class SplitModel:
     def _table(self, names: Sequence[str], *, skip: bool) -> list[BaseLayer]:
         """Return the base layers of these names. With ``skip``, leave out modules that cannot be base layers."""
         layers: list[BaseLayer] = []
+        plain = (p for p in self.model.parameters() if type(p) is nn.Parameter and p.is_floating_point())
+        dtype = next((parameter.dtype for parameter in plain), None)
         for name in names:
             try:
-                layers.append(base_layer(len(layers), name, self.model.get_submodule(name)))
+                layers.append(base_layer(len(layers), name, self.model.get_submodule(name), dtype))
             except SplitError as error:
                 if not skip:
                     raise
@@ -159,6 +176,10 @@ def _not_for_tenants(model: nn.Module, name: str) -> str | None:
     if isinstance(parent, nn.MultiheadAttention):
         return "nn.MultiheadAttention reads its weight"
     return f"the head {head} is the tenant's" if head.endswith(HEADS) else None
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.int8, torch.uint8, torch.int32)
 
 
 def _is_several(value: object) -> bool:

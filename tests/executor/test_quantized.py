@@ -1,0 +1,163 @@
+"""Quantized base models: what plain transformers + PEFT computes on the same quantized model, with shared weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+
+import symbiosis
+from symbiosis.core.requests import Key, Pass
+from symbiosis.errors import PlaceholderError, SplitError
+from symbiosis.executor.layers import QuantizedLayer
+from symbiosis.executor.quantized import dequantized, is_quantized
+from symbiosis.executor.splitting import SplitModel
+from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
+from tests.helpers import CAUSAL
+
+JOB = Job(steps=3, new_tokens=4)
+
+
+def int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())
+
+
+def fp8() -> Any:
+    from torchao.quantization import Float8WeightOnlyConfig
+
+    return TorchAoConfig(Float8WeightOnlyConfig())
+
+
+def bnb_int8() -> Any:
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def nf4() -> Any:
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+KINDS: dict[str, tuple[Callable[[], Any], float, float]] = {
+    "torchao int8": (int8, 0.0, 0.0),
+    "torchao fp8": (fp8, 0.0, 0.0),
+    "bitsandbytes int8": (bnb_int8, 0.05, 0.05),
+    "bitsandbytes NF4": (nf4, 1e-5, 1e-5),
+}
+"""How to quantize, and the largest relative differences from plain PEFT, of logits and of gradients. bitsandbytes' int8
+computes with rows that are rounded to integers; the executor does not round them."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized")
+    tiny_model("llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=False).save_pretrained(folder)
+    return folder
+
+
+def load(checkpoint: Path, kind: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=KINDS[kind][0](), **options)
+
+
+def plain(checkpoint: Path, kind: str) -> Any:
+    """Return the model for plain PEFT. bitsandbytes lays weights out for inference on some CPUs, and then its layers
+    give no gradients any more."""
+    model = load(checkpoint, kind)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type=CAUSAL)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_plain_pefts_numbers(checkpoint: Path, kind: str, transport: str, tmp_path: Path) -> None:
+    expected = run_job_plain(plain(checkpoint, kind), lora(), JOB)
+    async with symbiosis.Executor(load(checkpoint, kind)) as executor:
+        assert sum(isinstance(layer, QuantizedLayer) for layer in executor.service._split.layers) == 14
+        if transport == "inproc":
+            async with executor.client(lora(), seed=0) as client:
+                found = await run_job(client, JOB)
+        else:
+            await executor.listen(f"shm://{tmp_path}/s", keep_weights=True)
+            async with symbiosis.connect(f"shm://{tmp_path}/s") as base, base.client(lora(), seed=0) as client:
+                found = await run_job(client, JOB)
+    comparison = Comparison.of(found, expected)
+    _, logits, gradients = KINDS[kind]
+    assert comparison.worst("logits") <= logits, comparison
+    assert comparison.worst("gradient") <= gradients, comparison
+    assert comparison.worst("losses") <= gradients, comparison
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_shared_in_their_small_form(checkpoint: Path, kind: str) -> None:
+    executor = symbiosis.Executor(load(checkpoint, kind))
+    whole = symbiosis.Executor(AutoModelForCausalLM.from_pretrained(checkpoint)).sharing
+    assert executor.sharing.held == whole.held
+    assert not executor.sharing.unserved
+    assert executor.sharing.served < 0.5 * whole.served
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_passes_in_fp32(checkpoint: Path, kind: str) -> None:
+    """For masked rows: products with the dequantized weight."""
+    layer = next(layer for layer in SplitModel(load(checkpoint, kind)).layers if isinstance(layer, QuantizedLayer))
+    x = torch.randn(3, 64)
+    weight = dequantized(layer.module).double()
+    with torch.no_grad():
+        (y,) = layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS, fp32=True), (x,))
+        (dx,) = layer.run(Key((0,), Pass.BACKWARD, fp32=True), (x,))
+    torch.testing.assert_close(y.double(), x.double() @ weight.t(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dx.double(), x.double() @ weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_quantized_weight_is_not_trained(checkpoint: Path, kind: str) -> None:
+    async with symbiosis.Executor(load(checkpoint, kind)) as executor, executor.client() as client:
+        with pytest.raises(PlaceholderError, match=r"q_proj: its weight is quantized"):
+            client.model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+
+
+def test_rows_do_not_depend_on_one_another(checkpoint: Path) -> None:
+    """bitsandbytes itself treats a column apart if any row of the batch has a large number there."""
+    layer = next(
+        layer for layer in SplitModel(load(checkpoint, "bitsandbytes int8")).layers if isinstance(layer, QuantizedLayer)
+    )
+    x = torch.randn(2, 64)
+    beside = torch.cat([x[:1], x[1:] * 1000])
+    key = Key((0,), Pass.FORWARD)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            layer.run(key, (beside,))[0][0], layer.run(key, (x[:1],))[0][0], rtol=1e-6, atol=1e-6
+        )
+
+
+class Codes(nn.Module):
+    """A layer of a quantization that nothing here knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qweight", torch.zeros(8, 64, dtype=torch.int32))
+
+
+def test_an_unknown_quantization_is_refused_by_name(checkpoint: Path) -> None:
+    model = copy.deepcopy(load(checkpoint, "torchao int8"))
+    model.model.layers[0].mlp.extra = Codes()
+    with pytest.raises(SplitError, match=r"mlp\.extra \(Codes\) has quantized weights that cannot be served.*NF4"):
+        symbiosis.Executor(model)
+
+
+def test_what_is_quantized() -> None:
+    assert not is_quantized(nn.Linear(4, 4))
+    assert not is_quantized(nn.Embedding(4, 4))
