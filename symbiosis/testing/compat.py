@@ -214,7 +214,7 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
         config = METHODS[method](task, model)
         expected = run_job_plain(model, config, job)
     except Exception as error:  # noqa: BLE001 (whatever transformers and PEFT raise)
-        return verdict(NOT_PLAIN, _first_line(error))
+        return verdict(NOT_PLAIN, f"{type(error).__name__}: {_first_line(error)}")
     try:
         async with asyncio.timeout(WITHIN_S), _clients(model, transport) as make, make(copy.deepcopy(config)) as client:
             comparison = Comparison.of(await run_job(client, job), expected)
