@@ -235,8 +235,14 @@ class _VirtLinear(VirtLayer):
         if self._own_weight() is not None:
             return super().forward(x)  # type: ignore[no-any-return]
         pass_ = self._pass()
+        if pass_ is Pass.FORWARD and self._rounds_twice(x):
+            pass_ = Pass.FORWARD_WITHOUT_BIAS
         y = self._call(x, pass_)
         return y if pass_ is Pass.FORWARD else y + cast(torch.Tensor, self.bias)
+
+    def _rounds_twice(self, x: torch.Tensor) -> bool:
+        """Return whether the plain layer rounds the product of x [..., i] before it adds the bias."""
+        return False
 
     def _pass(self) -> Pass:
         bias = self._parameters["bias"]  # self.bias would go through nn.Module.__getattr__
@@ -275,6 +281,10 @@ class VirtLinear(_VirtLinear, nn.Linear):  # type: ignore[misc]
     """Stands for an ``nn.Linear``: [..., i] → [..., o]."""
 
     _names_of_sizes = ("in_features", "out_features")
+
+    def _rounds_twice(self, x: torch.Tensor) -> bool:
+        # torch adds the bias inside the product only if x has two dimensions or is contiguous.
+        return x.ndim > 2 and self._parameters["bias"] is not None and not x.is_contiguous()
 
 
 class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]

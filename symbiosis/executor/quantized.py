@@ -36,6 +36,8 @@ def run(module: Any, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
     added = module.bias if bias else None
     if _scales(module) is not None:
         return F.linear(x, dequantized(module).to(x.dtype), added)
+    if hasattr(module.weight, "__tensor_flatten__"):  # torchao's
+        return F.linear(x, module.weight, added)
     y: torch.Tensor = module(x)
     return y if bias or module.bias is None else y - module.bias
 

@@ -375,3 +375,27 @@ class TestServedWhole:
     async def test_number_of_layers(self, base: Any) -> None:
         async with symbiosis.Executor(base, base_layers="mlp") as executor, executor.client() as client:
             assert sum(isinstance(module, VirtLayer) for module in client.model.modules()) == 17
+
+
+class Transposing(nn.Module):
+    """Calls a layer with a bias on tensors of several shapes and strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 48)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        shapes = (x, x.transpose(0, 1), x[:, -1:], x[None].transpose(1, 2), x[0], x[0].clone().t().contiguous().t())
+        return [self.linear(shaped) for shaped in shapes]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+async def test_bf16_is_rounded_where_the_plain_layer_rounds(gradients: bool) -> None:
+    """torch adds the bias inside the product, or to the rounded product: that depends on the strides of the input."""
+    torch.manual_seed(0)
+    model = Transposing().to(torch.bfloat16)
+    x = torch.randn(5, 7, 32, dtype=torch.bfloat16, requires_grad=gradients)
+    async with symbiosis.Executor(copy.deepcopy(model)) as executor, executor.client() as client:
+        found = await client.run(client.model, x)
+    for one, other in zip(found, model(x), strict=True):
+        assert torch.equal(one, other), (one.shape, (one - other).abs().max())
