@@ -346,6 +346,7 @@ def _without_engine_threads(fn: Callable[[], T]) -> T:
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    check_trains(optimizer)
+    if isinstance(optimizer, torch.optim.Optimizer):  # anything with step and zero_grad may be used
+        check_trains(optimizer)
     optimizer.step()
     optimizer.zero_grad()

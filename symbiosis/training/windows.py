@@ -40,10 +40,10 @@ def check_window(window: object) -> None:
 
 
 def tokens(batch: Mapping[str, Any]) -> int:
-    """Return the number of tokens in a row of a batch, or 0 if the batch has neither token ids nor embeddings.
+    """Return the number of tokens in a row of a batch.
 
     Raises:
-        UsageError: the tensor has no rows of tokens, or is empty.
+        UsageError: the batch has neither token ids nor embeddings, or they have no rows of tokens, or are empty.
     """
     for name, shape in (("input_ids", ["batch", "tokens"]), ("inputs_embeds", ["batch", "tokens", "width"])):
         inputs = batch.get(name)
@@ -54,7 +54,7 @@ def tokens(batch: Mapping[str, Any]) -> int:
                     "and a token in it at least"
                 )
             return inputs.shape[1]
-    return 0
+    raise UsageError(f"a batch of {', '.join(batch)} has no tokens to be run in windows; leave `window` out")
 
 
 class Extend(torch.autograd.Function):

@@ -490,3 +490,13 @@ async def test_synchronous_code(base: Any, tmp_path: Path, window: int) -> None:
 def test_wrong_use_in_synchronous_code(base: Any) -> None:
     with pytest.raises(UsageError, match="window is 0"):
         symbiosis.backward_in_windows(base, batch(), 0)
+
+
+async def test_a_batch_without_tokens_has_no_windows() -> None:
+    """Speech, for example: before, the window had no effect, and the tenant was not told."""
+    from symbiosis.testing.zoo import zoo_inputs, zoo_model
+
+    model = zoo_model("WhisperForConditionalGeneration")
+    async with symbiosis.Executor(model) as executor, executor.client(lora(target_modules=["q_proj"])) as client:
+        with pytest.raises(UsageError, match=r"input_features, .* has no tokens to be run in windows; leave `window`"):
+            await client.train_step(zoo_inputs(model, "mel", 0), adamw(client.model), window=4)
