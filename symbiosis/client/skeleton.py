@@ -184,6 +184,7 @@ def make_skeleton(
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
+    setattr(skeleton, "_ddp_params_and_buffers_to_ignore", _ignored_by_ddp(skeleton))  # noqa: B010 (mypy)
     skeleton.register_state_dict_post_hook(_without_placeholders)  # type: ignore[no-untyped-call]
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
@@ -191,6 +192,18 @@ def make_skeleton(
     if hasattr(skeleton, "resize_token_embeddings"):
         setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
     return skeleton
+
+
+def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
+    """Return names that placeholders have in the model and, after PEFT has adapted it, in the PEFT model. ``torch``'s
+    DistributedDataParallel reads them, and does not make the processes' placeholders equal."""
+    names = []
+    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
+        if is_missing(parameter):
+            path, _, leaf = name.rpartition(".")
+            names += [name, f"base_model.model.{name}", f"base_model.{name}"]
+            names += [f"base_model.model.{path}.{inside}.{leaf}" for inside in ("base_layer", "original_module")]
+    return names
 
 
 def _without_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:

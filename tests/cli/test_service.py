@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -111,6 +112,25 @@ def test_training_without_an_adapter_is_refused(service: Service, tmp_path: Path
         trainer = Trainer(model=model, args=arguments(tmp_path, max_steps=3), train_dataset=Tokens(32))
         with pytest.raises(UsageError, match=r"no trainable parameter.*get_peft_model"):
             trainer.train()
+
+
+@pytest.mark.thorough
+def test_ddp_on_two_processes(service: Service, checkpoint: Path) -> None:
+    """Each process opens the model. The processes' adapters are made equal, and placeholders are left alone."""
+
+    def losses(model: str) -> Any:
+        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        found = subprocess.run(
+            [*run, "tests/ecosystem/ddp.py", model], capture_output=True, text=True, timeout=100, env=environment
+        )
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout.splitlines()[-1])
+
+    found, expected = losses(service.address), losses(str(checkpoint))
+    assert len(found) == 2
+    for mine, plain_ones in zip(found, expected, strict=True):
+        assert mine == pytest.approx(plain_ones, rel=1e-5)
 
 
 def test_trainer_resumes_from_its_checkpoint(service: Service, checkpoint: Path, tmp_path: Path) -> None:

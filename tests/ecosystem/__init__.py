@@ -1,0 +1,1 @@
+"""Real client software on opened models, run as scripts."""
