@@ -23,13 +23,14 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import BusyError
+from symbiosis.testing import run_job, run_job_plain
 from symbiosis.transports import peer, stream_line, tcp_listener, wire
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.stream import frame
 from symbiosis.transports.wire import CallMessage, Type
 from tests.attack import Tenant
-from tests.helpers import IDS, in_thread, until
+from tests.helpers import IDS, SHORT, assert_close, in_thread, lora, until
 from tests.transports.raw import a_call, hello, raw, receive, rows
 
 LOCAL = "tcp://127.0.0.1:0"
@@ -450,3 +451,33 @@ async def test_honest_clients_that_want_more_than_there_is_all_get_on(
         await asyncio.wait_for(asyncio.gather(*map(work, range(14))), 100)
         await until(lambda: budget.held == 0)
     assert len(cut) > 10
+
+
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+async def test_a_client_goes_on_after_it_was_disconnected_for_others(
+    base: Any, scheme: str, kind: str, tmp_path: Path
+) -> None:
+    """It decodes and trains as if nothing had happened, with an empty arena each time."""
+    expected = run_job_plain(base, lora(), SHORT)
+    cut = 0
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL if scheme == "tcp" else f"shm://{tmp_path}/s.sock")
+
+        async def tenant() -> Any:
+            async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
+                return await run_job(client, SHORT)
+
+        def synchronous_tenant() -> Any:
+            with symbiosis.open_model(listener.address) as model:
+                return run_job_plain(model, lora(), SHORT)
+
+        job = asyncio.ensure_future(tenant() if kind == "coroutines" else in_thread(synchronous_tenant))
+        while not job.done():
+            await asyncio.wait([job], timeout=0.03)
+            for line in list(listener.lines if scheme == "tcp" else listener.connected):
+                if line.peer.session is not None:
+                    cut += 1
+                    line.peer._cut()
+    assert cut > 3
+    assert_close(job.result(), expected)
