@@ -22,10 +22,10 @@ import atheris  # type: ignore[import-not-found]
 with atheris.instrument_imports(include=["symbiosis.transports", "symbiosis.core", "symbiosis.executor"]):
     import torch
 
-    import symbiosis
     from symbiosis.core.requests import Call, Key, Pass, expected
     from symbiosis.core.terms import Kind
     from symbiosis.errors import RequestError, SymbiosisError
+    from symbiosis.host import Executor  # which imports the executor and the scheduler here
     from symbiosis.transports import dist, wire
     from symbiosis.transports.arena import spread
     from symbiosis.transports.conversation import CARRIED, Conversation
@@ -211,7 +211,7 @@ class Fuzzer:
         self.loop = asyncio.new_event_loop()
         self.errors: list[Any] = []
         self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
-        self.executor = symbiosis.Executor(mixture("mixtral", num_hidden_layers=1), max_bytes=96 << 20)
+        self.executor = Executor(mixture("mixtral", num_hidden_layers=1), max_bytes=96 << 20)
         self.layers = self.executor.service.layers
         assert any(layer.experts for layer in self.layers)
         self.folder = Path(tempfile.mkdtemp())
