@@ -258,6 +258,9 @@ class Fuzzer:
                 feed(line, frame(wire.pack_hello(Hello("mallory"))))
             await play(line, provider, self.layers, self.target)
         line.connection_lost(None)
+        ended = asyncio.Event()
+        self.executor.service.when_idle(ended.set)  # a batch may run on the thread of long ones
+        await asyncio.wait_for(ended.wait(), 60)
         await turns()
 
     def _shake_hands(self, line: Any, pipe: Pipe, data: bytes) -> None:
