@@ -77,9 +77,10 @@ class Line:
         self.socket.setblocking(False)
         return content[0]  # type: ignore[no-any-return]
 
-    def send(self, message: bytes, payload: int = 0, sent: int = 0) -> None:
-        """Send a message and the first ``sent`` bytes of its payload, or as much as the executor takes."""
-        data = self.waiting + b"".join(self._stream.encode(message, payload, [bytes(sent)] if sent else []))
+    def send(self, message: bytes, payload: int = 0, sent: int = 0, fill: bytes = b"\0") -> None:
+        """Send a message and the first ``sent`` bytes of its payload, or as much as the executor takes. The payload
+        repeats the byte ``fill``."""
+        data = self.waiting + b"".join(self._stream.encode(message, payload, [fill * sent] if sent else []))
         taken = 0
         with suppress(BlockingIOError):
             while taken < len(data):
@@ -92,6 +93,12 @@ class Line:
             with suppress(BlockingIOError):
                 self.waiting = self.waiting[self.socket.send(self.waiting) :]
         return not self.waiting
+
+    def forget(self) -> None:
+        """Read what has come, and forget it."""
+        with suppress(BlockingIOError):
+            while self.socket.recv(1 << 20):
+                pass
 
 
 class Tenant(Line):
@@ -110,9 +117,11 @@ class Tenant(Line):
         one = sum(width * dtype.itemsize for width, dtype in due.call + due.answer)
         return max(1, (self.limit // part - 4096) // one), due
 
-    def call(self, key: Key, rows: int, incoming: int, sent: int, place: int = 0, answer: int = 0) -> None:
+    def call(
+        self, key: Key, rows: int, incoming: int, sent: int, place: int = 0, answer: int = 0, fill: bytes = b"\0"
+    ) -> None:
         message = CallMessage(next(self._ids), key, Kind.PREFILL, rows, place, answer)
-        self.send(wire.pack_call(message), incoming, sent)
+        self.send(wire.pack_call(message), incoming, sent, fill)
 
 
 def strangers(address: str, key: Path | None) -> Step:
@@ -166,6 +175,25 @@ def groups(address: str, key: Path | None) -> Step:
                 rows, due = line.largest(chosen, random.choice([1, 10, 1000]))
                 size = spread(rows, due.call)
                 line.call(chosen, rows, size, size)
+
+    return step
+
+
+def experts(address: str, key: Path | None) -> Step:
+    """Sends rows through as many experts as there are, or more; their numbers and weights are -1 and NaN, or huge."""
+    line = Tenant(address, key)
+    (bank, *_) = [one for one in line.layers if one.experts]
+
+    def step() -> None:
+        line.forget()
+        if line.push():
+            pass_ = random.choice([Pass.FORWARD, Pass.BACKWARD])
+            chosen = Key((bank.layer,), pass_, random.random() < 0.5, random.choice([1, bank.experts]))
+            rows, due = line.largest(chosen, random.choice([1, 10, 1000]))
+            size = spread(rows, due.call)
+            wrong = random.choice([0, 0, 0, bank.experts + 1, (1 << 63) - 1])
+            sent = chosen._replace(choices=wrong) if wrong else chosen
+            line.call(sent, rows, size, size, fill=random.choice([b"\0", b"\xff", b"\x7f"]))
 
     return step
 
@@ -224,7 +252,10 @@ def cancelled(address: str, key: Path | None) -> Step:
     return step
 
 
-ATTACKS = {one.__name__: one for one in (strangers, stalled, unread, questions, groups, arenas, joins, torn, cancelled)}
+ATTACKS = {
+    one.__name__: one
+    for one in (strangers, stalled, unread, questions, groups, experts, arenas, joins, torn, cancelled)
+}
 LINES = 60
 
 

@@ -24,9 +24,9 @@ __all__ = ["Service", "free_port", "save_model"]
 WORDS = "the cat dog sat ran on mat log and then what is a list of numbers that grow".split()  # noqa: SIM905
 
 
-def save_model(folder: Path, **options: Any) -> Path:
-    """Save a small Llama and its tokenizer of words as a checkpoint."""
-    tiny_model("llama", **options).save_pretrained(folder)
+def save_model(folder: Path, model: Any = None, **options: Any) -> Path:
+    """Save a model, by default a small Llama, and a tokenizer of words as a checkpoint."""
+    (model or tiny_model("llama", **options)).save_pretrained(folder)
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

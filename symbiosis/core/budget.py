@@ -27,7 +27,8 @@ class Budget:
 
     An owner may take bytes if it then holds no more than was free before (dynamic thresholds, Choudhury and Hahne
     1998). Of n greedy owners that take small steps in turn, each gets a part of 1/(n+1), and as much stays free. Of
-    owners that come one after another, each leaves the next one about half of what it found: nothing is taken back.
+    owners that come one after another, each leaves the next one about half of what it found, until :meth:`rivals` says
+    which of them have to go.
 
     Args:
         total: bytes that may be held.
@@ -41,8 +42,13 @@ class Budget:
         """Bytes that were given back since."""
         self.held = 0
         self._by: Counter[str] = Counter()
-        self._waiting: dict[Account, tuple[int, Callable[[], object]]] = {}
-        """Accounts that wait for so many bytes, in the order in which they began to, and what to call then."""
+        self._waiting: dict[Account, tuple[int, int, Callable[[], object]]] = {}
+        """Accounts that wait for so many bytes, and for so many of them to keep, in the order in which they began to;
+        and what to call then."""
+        self._accounts: dict[Account, None] = {}
+        """Connections whose owner is known, in the order in which they came."""
+        self._turns = 0
+        """How often an account has held bytes or begun to wait for them. Tells which of two accounts did so first."""
 
     @property
     def largest(self) -> int:
@@ -69,10 +75,39 @@ class Budget:
             del self._by[owner]
         self._grant()
 
+    def rivals(self, owner: str, size: int, since: int = 0) -> list[Account]:
+        """Return the connections that have to end so that an owner finds room for ``size`` more bytes. Return none if
+        those that are ending already give back enough, or if all that may be chosen are too few.
+
+        A connection of another owner may be chosen if it has held nothing more since that turn and carries no call.
+        Such connections come first, because they lose only what they keep between calls. Another one may be chosen if
+        its owner holds more than ``owner`` would hold; the owner that holds most comes first ("longest queue drop").
+        Of n owners one does, if ``owner`` would hold less than a part of 1/(n+2).
+        """
+        would, free = self._by[owner] + size, self.total - self.held
+        held: Counter[str] = Counter()
+        for one in self._accounts:
+            if one.leaving:
+                free += one.size
+            else:
+                held[one.owner] += one.size
+        ranks = {
+            one: (one.idle_since(since), held[one.owner], one.size)
+            for one in self._accounts
+            if not one.leaving and one.owner != owner
+        }
+        found: list[Account] = []
+        for one in sorted(ranks, key=ranks.__getitem__, reverse=True):
+            if would > free and (ranks[one][0] or held[one.owner] > would):
+                found.append(one)
+                held[one.owner] -= one.size
+                free += one.size
+        return found if would <= free else []
+
     def _grant(self) -> None:
         """Give accounts that wait what they wait for, where there is room."""
-        for account, (due, granted) in list(self._waiting.items()):
-            if account.hold(due):
+        for account, (due, kept, granted) in list(self._waiting.items()):
+            if account.hold(due, kept):
                 del self._waiting[account]
                 granted()
 
@@ -80,18 +115,34 @@ class Budget:
 class Account:
     """What one connection holds of a budget.
 
+    Args:
+        budget: the budget.
+        cut: ends the connection because its bytes are needed for another one. It must call :meth:`leave`.
+
     Attributes:
         owner: whom the bytes count for; until :meth:`admit`, all peers of one listener whose owner is not known.
+        kept: the part of what is held that the connection keeps between calls.
+        leaving: whether the connection is ending, and gives back everything soon.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, cut: Callable[[], object] = lambda: None) -> None:
         self.owner = ""
+        self.kept = 0
+        self.leaving = False
         self._budget = budget
+        self._cut = cut
         self._itself = 0
         """Bytes that count for the connection itself."""
         self._held = 0
         self._counted = 0
         """The part of what is held that exceeds COVERED_BYTES."""
+        self._held_at = self._waits_since = 0
+        """The turn of the budget at which it last held bytes, and at which it last began to wait."""
+
+    @property
+    def size(self) -> int:
+        """All bytes that count for the connection."""
+        return self._itself + self._counted
 
     def open(self, listener: str) -> bool:
         """Count a connection of a listener whose owner is not known, if there is room. Return whether there was."""
@@ -101,15 +152,19 @@ class Account:
         return bool(self._itself)
 
     def admit(self, owner: str) -> bool:
-        """Count the connection for its owner from now on, if there is room. Return whether there was."""
+        """Count the connection for its owner from now on, if there is room. Return whether there was. If not, so many
+        connections of owners that hold more are cut that the next one finds room."""
         if not self._budget.take(owner, CONNECTION_BYTES):
+            self._cut_rivals(owner, CONNECTION_BYTES, 0)
             return False
         self._budget.give_back(self.owner, self._itself)
         self.owner, self._itself = owner, CONNECTION_BYTES
+        self._budget._accounts[self] = None
         return True
 
-    def hold(self, size: int) -> bool:
-        """Hold ``size`` more bytes, if there is room. Return whether there was."""
+    def hold(self, size: int, kept: int = 0) -> bool:
+        """Hold ``size`` more bytes, of which the connection keeps ``kept`` between calls, if there is room. Return
+        whether there was."""
         held = self._held + size
         more = held - COVERED_BYTES - self._counted
         if more > 0:
@@ -117,6 +172,16 @@ class Account:
                 return False
             self._counted += more
         self._held = held
+        self.kept += kept
+        self._budget._turns = self._held_at = self._budget._turns + 1
+        return True
+
+    def keep(self, size: int) -> bool:
+        """Keep ``size`` bytes in all between calls, if there is room. Return whether there was."""
+        if size >= self.kept:
+            return self.hold(size - self.kept, size - self.kept)
+        self.release(self.kept - size)
+        self.kept = size
         return True
 
     def release(self, size: int) -> None:
@@ -129,9 +194,28 @@ class Account:
         elif self in self._budget._waiting:  # it waits for less now
             self._budget._grant()
 
-    def wait(self, size: int, granted: Callable[[], object]) -> None:
-        """Hold ``size`` more bytes as soon as there is room, and call ``granted`` then, which must not release any."""
-        self._budget._waiting[self] = size, granted
+    def wait(self, size: int, kept: int, granted: Callable[[], object]) -> None:
+        """:meth:`hold` bytes as soon as there is room, and call ``granted`` then, which must not release any."""
+        self._budget._waiting[self] = size, kept, granted
+        self._budget._turns = self._waits_since = self._budget._turns + 1
+
+    def make_room(self) -> None:
+        """Cut other connections so that there will be room for what this one waits for, if their end gives enough."""
+        size, _, _ = self._budget._waiting[self]
+        self._cut_rivals(self.owner, self._held + size - COVERED_BYTES - self._counted, self._waits_since)
+
+    def _cut_rivals(self, owner: str, size: int, since: int) -> None:
+        for rival in self._budget.rivals(owner, size, since):
+            rival._cut()
+
+    def idle_since(self, turn: int) -> bool:
+        """Return whether the connection has held no more bytes since a turn, and holds only what it keeps."""
+        return self._held_at < turn and self._held == self.kept and self._counted > 0
+
+    def leave(self) -> None:
+        """Note that the connection is ending. It waits for nothing any more."""
+        self.leaving = True
+        self.stop_waiting()
 
     def stop_waiting(self) -> None:
         """Forget what :meth:`wait` was called for. Has no effect if the bytes are held by now."""
@@ -139,7 +223,8 @@ class Account:
 
     def close(self) -> None:
         """Give back everything."""
-        self.stop_waiting()
+        self.leave()
+        self._budget._accounts.pop(self, None)
         self.release(self._held)
         self._budget.give_back(self.owner, self._itself)
-        self.owner, self._itself = "", 0
+        self.owner, self._itself, self.kept = "", 0, 0

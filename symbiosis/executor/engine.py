@@ -71,7 +71,7 @@ class Engine:
         self.counters = Counters()
         self.timeline: Timeline | None = None
         self.layers = layers
-        self.runner = Runner(layers)
+        self.runner = Runner(layers, max_rows)
         self.device_clock = DeviceClock(device) if device.type == "cuda" else None
         self._lock = threading.RLock()
         self.calls: dict[int, Call] = {}

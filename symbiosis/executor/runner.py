@@ -21,6 +21,10 @@ from symbiosis.core.requests import Batch, Call, Key, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.executor.layers import BaseLayer
 
+USUAL_CHOICES = 8
+"""Experts of a row in most mixtures. A call may choose all experts of a bank, perhaps 128, and its rows take memory for
+each of them. So of rows with more choices, fewer go through a bank at a time."""
+
 
 class DeviceClock:
     """Measures how long batches take on a CUDA device, where a launch returns long before its work is done.
@@ -51,10 +55,16 @@ class DeviceClock:
 
 
 class Runner:
-    """Runs batches on a table of base layers."""
+    """Runs batches on a table of base layers.
 
-    def __init__(self, layers: Sequence[BaseLayer]) -> None:
+    Args:
+        layers: the table.
+        max_rows: largest number of rows in a batch.
+    """
+
+    def __init__(self, layers: Sequence[BaseLayer], max_rows: int = 8192) -> None:
         self._layers = layers
+        self._max_choices = max_rows * USUAL_CHOICES
 
     def run(self, batch: Batch, calls: Sequence[Call]) -> None:
         """Run a batch. Its calls, in the order of its slices, get one result matrix per layer of the key."""
@@ -90,9 +100,18 @@ class Runner:
 
     def _run(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         layers = key.layers
+        if key.choices and len(tensors[0]) * key.choices > self._max_choices:
+            return self._run_in_parts(key, tensors, max(self._max_choices // key.choices, 1))
         if len(layers) == 1:
             return self._layers[layers[0]].run(key, tensors)
         return tuple([result for layer in layers for result in self._layers[layer].run(key, tensors)])
+
+    def _run_in_parts(self, key: Key, tensors: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
+        """Run so many rows at a time."""
+        (bank,) = (self._layers[layer] for layer in key.layers)
+        parts = zip(*[torch.split(tensor, rows) for tensor in tensors], strict=True)
+        results = [bank.run(key, part) for part in parts]
+        return tuple([torch.cat(columns) for columns in zip(*results, strict=True)])
 
     def time(self, layers: Sequence[int]) -> float:
         """Return the seconds that one row takes through these layers, one after another."""

@@ -60,6 +60,9 @@ AT_ONCE = 8
 of the spare descriptors."""
 ROOM_WITHIN_S = 60.0
 """Seconds for which a call waits for room in the executor's memory before it fails."""
+MAKE_ROOM_S = 10.0
+"""Seconds after which, and then at which intervals, connections are disconnected for a call that waits for room. A
+client that is disconnected joins again within 0.1 s, and idle ones lose nothing else."""
 _COPIES = 2
 """How often the executor may hold a call and its results while it runs: as a part of a batch, and apart."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
@@ -78,7 +81,6 @@ class Peer:
         session: the client's session; None before HELLO.
         gone: whether the conversation has ended.
         account: what the connection holds of the executor's memory.
-        kept: bytes of it that the connection keeps between calls.
     """
 
     def __init__(self, service: Service, limits: Limits, line: Line, courier: Courier) -> None:
@@ -93,10 +95,9 @@ class Peer:
         """Outstanding calls by id."""
         self._rows = self._bytes = 0
         """Rows of these calls, and bytes of their tensors and results."""
-        self.account = Account(service.budget)
-        self.kept = 0
+        self.account = Account(service.budget, self._cut)
         self._no_room: asyncio.TimerHandle | None = None
-        """Ends the wait of a call for room; None if none waits. No message is read while one does."""
+        """Ends the wait of a call for room, or makes some; None if none waits. No message is read while one does."""
         self._paused = False
         self._greeted = False
 
@@ -193,9 +194,9 @@ class Peer:
                 "allowed"
             )
         admitted = Admitted(message, due, incoming, size, _COPIES * size)
-        more = max(self._courier.check(admitted, payload) - self.kept, 0)
-        if self.account.hold(admitted.counted + more):
-            self._admit(session, admitted, more)
+        more = max(self._courier.check(admitted, payload) - self.account.kept, 0)
+        if self.account.hold(admitted.counted + more, more):
+            self._admit(session, admitted)
         else:
             self._wait(session, admitted, more)
 
@@ -210,19 +211,37 @@ class Peer:
         """Read no message until there is room for a call."""
 
         def granted() -> None:
-            timer.cancel()
-            loop.call_soon(self._enter, session, admitted, more)
+            assert self._no_room is not None
+            self._no_room.cancel()
+            loop.call_soon(self._enter, session, admitted)
 
         loop = asyncio.get_running_loop()
-        timer = self._no_room = loop.call_later(ROOM_WITHIN_S, self._give_up, admitted)
-        self.account.wait(admitted.counted + more, granted)
+        self.account.wait(admitted.counted + more, more, granted)
+        self._wait_on(admitted, loop.time() + ROOM_WITHIN_S)
         self._pause_if_full()
 
-    def _enter(self, session: Session, admitted: Admitted, more: int) -> None:
+    def _wait_on(self, admitted: Admitted, until: float) -> None:
+        """Let a call wait for room a while longer."""
+        loop = asyncio.get_running_loop()
+        left = until - loop.time()
+        if left > MAKE_ROOM_S:
+            self._no_room = loop.call_later(MAKE_ROOM_S, self._make_room, admitted, until)
+        else:
+            self._no_room = loop.call_later(left, self._give_up, admitted)
+
+    def _make_room(self, admitted: Admitted, until: float) -> None:
+        self._wait_on(admitted, until)
+        self.account.make_room()
+
+    def _cut(self) -> None:
+        """Disconnect the client, which joins again and sends its calls again."""
+        self._line.drop("the memory that it holds is needed for another client")
+
+    def _enter(self, session: Session, admitted: Admitted) -> None:
         if not self.gone:
             self._go_on()
             try:
-                self._admit(session, admitted, more)
+                self._admit(session, admitted)
             except (WireError, BusyError) as error:
                 self.refuse(error)
 
@@ -240,8 +259,7 @@ class Peer:
         )
         self._fail(admitted.message, BusyError(error))
 
-    def _admit(self, session: Session, admitted: Admitted, more: int) -> None:
-        self.kept += more
+    def _admit(self, session: Session, admitted: Admitted) -> None:
         self._rows += admitted.message.rows
         self._bytes += admitted.size
         try:
@@ -314,15 +332,6 @@ class Peer:
             except (MemoryError, RuntimeError) as error:  # torch raises the latter
                 self._line.drop(f"there is no memory for its answer: {error}")
 
-    def keep(self, size: int) -> bool:
-        """Keep ``size`` bytes in all between calls. Return whether there is room."""
-        if size < self.kept:
-            self.account.release(self.kept - size)
-        elif not self.account.hold(size - self.kept):
-            return False
-        self.kept = size
-        return True
-
     def _cancel(self, session: Session, id_: int) -> None:
         admitted = self._calls.pop(id_, None)
         if admitted is None:
@@ -375,6 +384,7 @@ class Peer:
         if self.gone:
             return
         self.gone = True
+        self.account.leave()
         self._calls.clear()
         if self._no_room is not None:
             self._no_room.cancel()
@@ -386,7 +396,6 @@ class Peer:
 
     def closed(self) -> None:
         """Note that the connection is closed and its buffers are gone."""
-        self.account.stop_waiting()
         self._service.when_idle(partial(self._courier.when_ended, self.account.close))
 
 

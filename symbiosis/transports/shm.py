@@ -217,16 +217,17 @@ class ArenaCourier(Courier):
             return False
         if self._line.peer.busy:
             raise WireError("a segment is replaced while no call is outstanding")
+        size, touched, account = wire.read_id(content), self._touched, self._line.peer.account
         self._segment = None  # freed before the next one is allocated
-        self._segment_bytes = Segment.size(wire.read_id(content), self._limits.arena_bytes)
+        self._segment_bytes = Segment.size(size, self._limits.arena_bytes)
         answer: Sequence[Any]
         try:
-            if not self._line.peer.keep(self._touched + self._segment_bytes):
+            if not account.keep(touched + self._segment_bytes):
                 raise UsageError(f"the executor has no room for a segment of {self._segment_bytes} bytes; try later")
             self._segment, answer = Segment.create(self._device, self._arena.end, self._segment_bytes)
         except UsageError as error:
             self._segment_bytes = 0
-            self._line.peer.keep(self._touched)
+            account.keep(touched)
             answer = (str(error),)
         self._line.send(wire.pack(Type.SEGMENT, *answer))
         return True
@@ -234,7 +235,7 @@ class ArenaCourier(Courier):
     @property
     def _touched(self) -> int:
         """Bytes from the arena's start up to the last one that a call has used."""
-        return self._line.peer.kept - self._segment_bytes
+        return self._line.peer.account.kept - self._segment_bytes
 
     def _memory(self, place: int) -> Memory:
         assert self._arena is not None

@@ -106,6 +106,22 @@ def test_rows_of_several_clients_in_slices(name: str) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("pass_", [Pass.FORWARD, Pass.BACKWARD])
+def test_rows_with_many_choices_go_through_a_bank_in_parts(pass_: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = bank_of("mixtral")
+    x, (chosen, weights) = torch.randn(9, WIDTH), routing(9, EXPERTS, torch.float32)
+    tensors = (x, chosen, weights, torch.randn(9, WIDTH)) if pass_ is Pass.BACKWARD else (x, chosen, weights)
+    call = Call(Key((0,), pass_, choices=EXPERTS), Kind.FINETUNE, tensors)
+    whole = Runner([bank]).run_alone(call)
+    rows: list[int] = []
+    run = bank.run
+    monkeypatch.setattr(bank, "run", lambda key, part: (rows.append(len(part[0])), run(key, part))[1])
+    parts = Runner([bank], max_rows=2).run_alone(call)
+    assert rows == [4, 4, 1], f"at most 2 · 8 rows, each counted {EXPERTS} times"
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_numbers_of_experts_that_do_not_exist_reach_no_memory() -> None:
     bank = bank_of("mixtral")
     x, weights = torch.randn(2, WIDTH), torch.ones(2, 1)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import symbiosis
+from symbiosis.core.budget import CONNECTION_BYTES, COVERED_BYTES
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Columns, Key, Pass
 from symbiosis.core.terms import Kind
@@ -18,7 +19,7 @@ from symbiosis.testing import Comparison, run_job, run_job_plain
 from symbiosis.transports import device
 from symbiosis.transports.device import BLOCK, FIRST, Segment
 from symbiosis.transports.limits import Limits
-from tests.helpers import IDS, in_thread, lora
+from tests.helpers import IDS, in_thread, lora, until
 
 CPU = torch.device("cpu")
 
@@ -124,7 +125,10 @@ async def test_the_arena_grows(base: Any, address: str, gpu: Gpu, monkeypatch: p
                 torch.testing.assert_close(result, layer(x))
         sizes = [len(one) for one in gpu.memory.values()]
         assert sizes == [BLOCK, 2 * BLOCK]
+        held = 2 * BLOCK + CONNECTION_BYTES - COVERED_BYTES
+        await until(lambda: executor.service.budget.held == held)  # the segment counts until the client leaves
         channel.close()
+        await until(lambda: executor.service.budget.held == 0)
 
 
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])

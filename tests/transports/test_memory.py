@@ -20,8 +20,10 @@ from symbiosis.core.budget import CONNECTION_BYTES
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
+from symbiosis.transports.keys import new_key
 from tests.attack import ATTACKS
 from tests.helpers import IDS, LOGITS
+from tests.moe import mixture
 from tests.service import Service, free_port, save_model
 
 SECONDS = float(os.environ.get("ATTACK_SECONDS", "20"))
@@ -38,12 +40,18 @@ def memory(pid: int, field: str) -> int:
 @pytest.mark.thorough
 @pytest.mark.timeout(300 + 2 * int(SECONDS))
 def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path, keys: Path) -> None:
-    checkpoint = save_model(tmp_path / "model", num_hidden_layers=2, vocab_size=32_000, hidden_size=256)
+    checkpoint = save_model(
+        tmp_path / "model",
+        mixture("mixtral", vocab_size=32_000, hidden_size=256, num_local_experts=32),
+    )
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
         expected = plain(IDS).logits
     shm, tcp = f"shm://{tmp_path}/s.sock", f"tcp://127.0.0.1:{free_port()}"
-    options = ("--listen", tcp, "--keys", str(keys), "--max-bytes", str(MAX_BYTES))
+    bob, carol = ([tcp, str(keys / f"{name}.secret")] for name in ("bob", "carol"))
+    ways = {"arenas": [shm], "strangers": [tcp], "experts": carol}
+    new_key(keys, "carol")  # bob's other attacks leave no room for experts
+    options = ("--listen", tcp, "--keys", str(keys), "--max-bytes", str(MAX_BYTES), "--max-rows", "1024")
     with Service(checkpoint, shm, *options, log=tmp_path / "service.log") as service:
         with (
             symbiosis.open_model(tcp, key=keys / "alice.secret") as one,
@@ -55,10 +63,7 @@ def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path,
             before = memory(service.pid, "VmRSS")
             attackers = [
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.attack", name, str(SECONDS)]
-                    + (
-                        [shm] if name == "arenas" else [tcp] if name == "strangers" else [tcp, str(keys / "bob.secret")]
-                    ),
+                    [sys.executable, "-m", "tests.attack", name, str(SECONDS), *ways.get(name, bob)],
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                     stdout=subprocess.PIPE,
                     text=True,

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import random
 import socket
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,19 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.core.budget import CONNECTION_BYTES
+from symbiosis.core.budget import CONNECTION_BYTES, Account
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import BusyError
+from symbiosis.testing import run_job, run_job_plain
 from symbiosis.transports import peer, stream_line, tcp_listener, wire
+from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.stream import frame
 from symbiosis.transports.wire import CallMessage, Type
 from tests.attack import Tenant
-from tests.helpers import IDS, in_thread, until
+from tests.helpers import IDS, SHORT, assert_close, in_thread, lora, until
 from tests.transports.raw import a_call, hello, raw, receive, rows
 
 LOCAL = "tcp://127.0.0.1:0"
@@ -310,3 +314,170 @@ async def test_a_connection_without_room_ends_at_once(base: Any) -> None:
         await until(lambda: not listener.lines)
         assert budget.held == budget.total
         budget.give_back("others", budget.total)
+
+
+def large_call(rows: int, seed: int = 0) -> Call:
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+    return Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (x,))
+
+
+def assert_right(base: Any, call: Call, result: torch.Tensor) -> None:
+    """Compare with the plain model's first layer."""
+    with torch.no_grad():
+        expected = base.model.layers[0].self_attn.q_proj(call.tensors[0])
+    torch.testing.assert_close(result, expected)
+
+
+async def answer(channel: Any, call: Call) -> torch.Tensor:
+    """Make a call on the channel of either driver."""
+    if isinstance(channel, BlockingChannel):
+        (result,) = await in_thread(channel.call, call)
+    else:
+        (result,) = await asyncio.ensure_future(channel.send(call))
+    return result  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("driver", "seconds"), [pytest.param("asyncio", 10, marks=pytest.mark.slow), ("asyncio", 1), ("blocking", 1)]
+)
+async def test_idle_clients_that_keep_large_arenas_make_room_for_a_newcomer(
+    base: Any, driver: str, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if seconds == 1:
+        monkeypatch.setattr(peer, "MAKE_ROOM_S", 1.0)
+    assert seconds == peer.MAKE_ROOM_S
+    address = f"shm://{tmp_path}/s.sock"
+    async with symbiosis.Executor(base, max_bytes=104 * MIB, policy="no-lockstep") as executor:
+        listener: Any = await executor.listen(address)
+        budget = executor.service.budget
+
+        async def channel_of(name: str) -> Any:
+            if driver == "asyncio":
+                return await make_transport(address).connect(address, name)
+            return await in_thread(make_transport(address).connect_blocking, address, name)
+
+        idle = []
+        for number in range(10):
+            idle.append(await channel_of(f"idle-{number}"))
+            rows = (budget.total - budget.held - 2 * MIB) // (3 * 256)  # it counts three times
+            call = large_call(min(rows, LARGEST), number)
+            assert_right(base, call, await asyncio.wait_for(answer(idle[-1], call), 20))
+        assert budget.held > 0.9 * budget.total
+        newcomer = await channel_of("newcomer")
+        before, began = set(listener.connected), time.monotonic()
+        call = large_call(LARGEST)
+        assert_right(base, call, await asyncio.wait_for(answer(newcomer, call), 30))
+        assert seconds - 0.5 < time.monotonic() - began < seconds + 5
+        left = before - listener.connected
+        assert 0 < len(left) <= 3, "no more than are needed"
+        calls = [large_call(100, number) for number in range(10)]
+        for one, result in zip(calls, await asyncio.gather(*map(answer, idle, calls)), strict=True):
+            assert_right(base, one, result)
+        assert len(listener.connected) == 11
+        assert len(left & listener.connected) == 0
+        for channel in (*idle, newcomer):
+            channel.close()
+        await until(lambda: budget.held == 0)
+
+
+async def test_the_second_attempt_of_a_newcomer_finds_room(base: Any, tmp_path: Path) -> None:
+    address = f"shm://{tmp_path}/s.sock"
+    async with symbiosis.Executor(base, max_bytes=104 * MIB, policy="no-lockstep") as executor:
+        await executor.listen(address)
+        budget = executor.service.budget
+        channel = await make_transport(address).connect(address, "alice")
+        call = large_call(LARGEST)
+        await answer(channel, call)
+        others = [Account(budget) for _ in range((budget.total - budget.held) // CONNECTION_BYTES)]
+        for number, one in enumerate(others):  # each holds no more than the newcomer would
+            assert one.open("elsewhere")
+            assert one.admit(f"other {number}")
+        with pytest.raises(BusyError, match="no memory is left"):
+            await make_transport(address).connect(address, "bob")
+        await asyncio.sleep(0.05)
+        bob = await make_transport(address).connect(address, "bob")
+        small = large_call(100)
+        for one in (bob, channel):
+            assert_right(base, small, await asyncio.wait_for(answer(one, small), 20))
+        for one in (channel, bob):
+            one.close()
+
+
+@pytest.mark.usefixtures("owners")
+async def test_tenants_that_keep_the_memory_occupied_make_room_for_a_smaller_call(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer, "MAKE_ROOM_S", 0.3)
+    async with symbiosis.Executor(base, max_bytes=104 * MIB, policy="no-lockstep") as executor:
+        listener: Any = await executor.listen(LOCAL)
+        stalled = await fill(listener.address)
+        await until(lambda: executor.service.budget.held > 49 * MIB)
+        channel = await make_transport(listener.address).connect(listener.address, "alice")
+        for _ in range(3):
+            call = large_call(LARGE - 1000)
+            assert_right(base, call, await asyncio.wait_for(answer(channel, call), 20))
+        assert len(listener.lines) == 7, "of eight, one for a call that has waited for longer, and one for this one"
+        for line in stalled:
+            line.socket.close()
+        channel.close()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("owners")
+async def test_honest_clients_that_want_more_than_there_is_all_get_on(
+    base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They disconnect each other all the time, also in the middle of their calls, and get right results."""
+    monkeypatch.setattr(peer, "MAKE_ROOM_S", 0.02)
+    cut: list[str] = []
+    original = peer.Peer._cut
+    monkeypatch.setattr(peer.Peer, "_cut", lambda self: (cut.append(self.tenant), original(self)))
+    async with symbiosis.Executor(base, max_bytes=104 * MIB, policy="opportunistic") as executor:
+        tcp = await executor.listen(LOCAL)
+        shm = await executor.listen(f"shm://{tmp_path}/s.sock")
+        budget = executor.service.budget
+
+        async def work(number: int) -> None:
+            address = (tcp if number % 3 == 2 else shm).address
+            chance = random.Random(number)
+            channel = await make_transport(address).connect(address, f"client-{number}")
+            for turn in range(20):
+                calls = [large_call(chance.choice([100, 1000, LARGE, LARGEST]), 100 * number + turn) for _ in range(2)]
+                for call, result in zip(calls, await asyncio.gather(*[answer(channel, c) for c in calls]), strict=True):
+                    assert_right(base, call, result)
+                await asyncio.sleep(chance.random() / 50)
+            channel.close()
+
+        await asyncio.wait_for(asyncio.gather(*map(work, range(14))), 100)
+        await until(lambda: budget.held == 0)
+    assert len(cut) > 10
+
+
+@pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+async def test_a_client_goes_on_after_it_was_disconnected_for_others(
+    base: Any, scheme: str, kind: str, tmp_path: Path
+) -> None:
+    """It decodes and trains as if nothing had happened, with an empty arena each time."""
+    expected = run_job_plain(base, lora(), SHORT)
+    cut = 0
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL if scheme == "tcp" else f"shm://{tmp_path}/s.sock")
+
+        async def tenant() -> Any:
+            async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
+                return await run_job(client, SHORT)
+
+        def synchronous_tenant() -> Any:
+            with symbiosis.open_model(listener.address) as model:
+                return run_job_plain(model, lora(), SHORT)
+
+        job = asyncio.ensure_future(tenant() if kind == "coroutines" else in_thread(synchronous_tenant))
+        while not job.done():
+            await asyncio.wait([job], timeout=0.03)
+            for line in list(listener.lines if scheme == "tcp" else listener.connected):
+                if line.peer.session is not None:
+                    cut += 1
+                    line.peer._cut()
+    assert cut > 3
+    assert_close(job.result(), expected)
