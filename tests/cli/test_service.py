@@ -119,7 +119,7 @@ def test_ddp_on_two_processes(service: Service, checkpoint: Path) -> None:
     """Each process opens the model. The processes' adapters are made equal, and placeholders are left alone."""
 
     def losses(model: str) -> Any:
-        run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-endpoint", "127.0.0.1:0"]
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         found = subprocess.run(
             [*run, "tests/ecosystem/ddp.py", model], capture_output=True, text=True, timeout=100, env=environment

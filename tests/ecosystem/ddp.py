@@ -34,8 +34,7 @@ def main(name: str) -> None:
     rank = dist.get_rank()
     with opened(name) as base:
         torch.manual_seed(rank)  # DistributedDataParallel makes the adapters equal
-        config = LoraConfig(r=4, task_type="CAUSAL_LM", modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-        model = DistributedDataParallel(get_peft_model(base, config))
+        model = DistributedDataParallel(get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM")))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         losses = []
         for step in range(4):
