@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+NOISE = re.compile(r"torchao|_pytree|kernels-community")
+"""What torchao and bitsandbytes print when transformers finds them installed."""
 EXPECTED = {
     "embed_in_service.py": ["alice: [", "mallory: 400", "bob: 400", '"mean_batch"', "trainer took", "has ended"],
 }
@@ -28,6 +31,6 @@ def test_example(name: str) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    assert [line for line in result.stderr.splitlines() if not NOISE.search(line)] == []
     for words in EXPECTED[name]:
         assert words in result.stdout

@@ -20,7 +20,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from symbiosis.client.parameters import SharedParameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtModule, is_missing, uncompiled
 from symbiosis.core.requests import Key, LayerSpec, Pass
@@ -53,11 +52,7 @@ class VirtExperts(VirtModule):
             )
 
     def _is_untouched(self) -> bool:
-        return (
-            super()._is_untouched()
-            and "parametrizations" not in self._modules
-            and all(isinstance(p, SharedParameter) and not p.own for p in self.parameters())
-        )
+        return "parametrizations" not in self._modules and super()._is_untouched()
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -151,6 +146,19 @@ class _Wrap(torch.autograd.Function):
 _wrap = cast(
     Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VirtExperts, list[torch.Tensor]], torch.Tensor], _Wrap.apply
 )
+
+
+def may_be_bank(module: nn.Module, spec: LayerSpec) -> bool:
+    """Return whether a module can stand for a bank with this entry in the layer table, which a provider has sent."""
+    sizes = {size for parameter in module.parameters() for size in parameter.shape}
+    arguments = len(inspect.signature(module.forward).parameters)
+    counts = (getattr(module, "num_experts", None), getattr(module, "total_experts", None))
+    return (
+        spec.experts in counts
+        and {spec.in_features, spec.out_features} <= sizes
+        and 1 <= arguments <= 3
+        and not any(isinstance(child, nn.Linear) for child in module.modules())
+    )
 
 
 def virtualize_experts(module: nn.Module, spec: LayerSpec, requester: Requester) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.bounded_build import bounded_build
-from symbiosis.client.experts import virtualize_experts
+from symbiosis.client.experts import may_be_bank, virtualize_experts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
@@ -74,6 +74,10 @@ class Hollow:
             for spec, module in self._layers:
                 if spec.linear and sorted(module.weight.shape) != sorted(spec[2:4]):
                     raise ShareError(f"{spec.name} is {list(module.weight.shape)}, not {spec[2:4]}")
+                if spec.experts and not may_be_bank(module, spec):
+                    raise ShareError(
+                        f"{spec.name} is a {type(module).__name__}, which is no bank of {spec.experts} experts"
+                    )
                 if spec.linear and not isinstance(module, (nn.Linear, Conv1D)):
                     raise ShareError(f"{spec.name} is a {type(module).__name__}, which is no linear layer")
         except ShareError:
@@ -186,6 +190,7 @@ def make_skeleton(
         generation.disable_compile = True
     setattr(skeleton, "_ddp_params_and_buffers_to_ignore", _ignored_by_ddp(skeleton))  # noqa: B010 (mypy)
     skeleton.register_state_dict_post_hook(_without_placeholders)  # type: ignore[no-untyped-call]
+    skeleton.register_load_state_dict_post_hook(_needs_no_placeholders)  # type: ignore[no-untyped-call]
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
             setattr(skeleton, method, _refuse_to_save)
@@ -211,6 +216,16 @@ def _without_placeholders(module: nn.Module, state: dict[str, Any], prefix: str,
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if is_missing(parameter):
             state.pop(prefix + name, None)
+
+
+def _needs_no_placeholders(module: nn.Module, incompatible: Any) -> None:
+    """Load a state dict that has no placeholders."""
+    missing = {name for name, parameter in module.named_parameters(remove_duplicate=False) if is_missing(parameter)}
+    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not _ends_in(name, missing)]
+
+
+def _ends_in(name: str, missing: set[str]) -> bool:
+    return any(name[at:] in missing for at in [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")])
 
 
 def _refuse_to_save(*args: object, **kwargs: object) -> None:

@@ -53,6 +53,9 @@ def _try(resident: Resident, inputs: dict[str, torch.Tensor]) -> set[str]:
     device = next(iter(inputs.values())).device
     requester = Requester()
     skeleton: Any = make_skeleton(resident.model, resident.layers, requester, device)
+    for module in skeleton.modules():  # hooks of the model's owner
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
     with RandomStream(device), requester.rehearsing(), torch.no_grad():
         for training in (False, True):
             skeleton.train(training)
@@ -76,7 +79,7 @@ def _try(resident: Resident, inputs: dict[str, torch.Tensor]) -> set[str]:
 
 
 def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "0", name)
+    return re.sub(r"\b\d+\b", "0", name)
 
 
 def _inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:

@@ -139,14 +139,6 @@ class VirtLayer(nn.Module):
         y = self._backward(x.detach(), None)
         return _wrap_backward(x, self, [y]) if x.requires_grad and torch.is_grad_enabled() else y
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *others: Any
-    ) -> None:
-        """Load a state dict that has no placeholders."""
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
-        left_out = {prefix + name for name, parameter in self._parameters.items() if is_missing(parameter)}
-        missing[:] = [name for name in missing if name not in left_out]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -323,6 +315,7 @@ class VirtModule(VirtLayer):
             for name, child in parent._modules.items()
             if child is not None
         ]
+        self._parts = [m._parameters for m in self.modules() if not isinstance(m, _VirtLinear)]
         self._dropouts = [m for m in self.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
 
     def _check_can_run_here(self) -> None:
@@ -339,10 +332,15 @@ class VirtModule(VirtLayer):
         for parent, name, child in self._inside:
             if parent._modules.get(name) is not child:
                 return False
-            if isinstance(child, _VirtLinear) and (
-                child._own_weight() is not None or child._pass() is not Pass.FORWARD
+            if "parametrizations" in child._modules or (
+                isinstance(child, _VirtLinear)
+                and (child._own_weight() is not None or child._pass() is not Pass.FORWARD)
             ):
                 return False
+        for parameters in self._parts:
+            for parameter in parameters.values():
+                if parameter is not None and not (isinstance(parameter, SharedParameter) and not parameter.own):
+                    return False
         return not (self.training and self._dropouts)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

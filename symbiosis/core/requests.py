@@ -73,6 +73,8 @@ class LayerSpec(NamedTuple):
     """False for a module that is served whole and recomputed in backward."""
     experts: int = 0
     """Number of experts, for a module that is a bank of experts; otherwise 0."""
+    choices: int = 0
+    """Largest number of experts that a row of a bank goes through."""
 
 
 class Columns(NamedTuple):
@@ -138,10 +140,12 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
 
 def _expected_of_bank(chosen: Sequence[LayerSpec], key: Key) -> Expected:
     bank = chosen[0]
-    if len(chosen) > 1 or not 0 < key.choices <= bank.experts:
+    if len(chosen) > 1 or not bank.experts:
+        names = ", ".join(spec.name for spec in chosen)
+        raise RequestError(f"{key.choices} choices of experts for {names}; only a bank of experts alone takes them")
+    if not 0 < key.choices <= bank.choices:
         raise RequestError(
-            f"{key.choices} choices for {', '.join(spec.name for spec in chosen)}; each row of one bank of experts has "
-            f"from 1 to as many as there are experts ({bank.experts} of {bank.name})"
+            f"{key.choices} choices of experts for {bank.name}; each row goes through 1 to {bank.choices} of them"
         )
     if key.pass_ is Pass.FORWARD_WITHOUT_BIAS:
         raise RequestError(f"{bank.name} is a bank of experts; it has no single bias to leave out")

@@ -49,17 +49,21 @@ def layers_of(description: Mapping[str, Any]) -> list[LayerSpec]:
     """
     try:
         specs = [
-            LayerSpec(index, name, in_features, out_features, dtype_named(dtype), bias, linear, experts)
-            for index, name, in_features, out_features, dtype, bias, linear, experts in description["layers"]
+            LayerSpec(index, name, in_features, out_features, dtype_named(dtype), *rest)
+            for index, name, in_features, out_features, dtype, *rest in description["layers"]
         ]
+        if len({spec.name for spec in specs}) < len(specs):
+            raise ValueError("a name is there twice")
         for index, spec in enumerate(specs):
             types = [type(value) for value in (spec.name, spec.in_features, spec.out_features, *spec[5:])]
             if (
                 spec.layer != index
-                or types != [str, int, int, bool, bool, int]
+                or types != [str, int, int, bool, bool, int, int]
                 or min(spec[2:4]) < 1
-                or spec.experts < 0
+                or not 0 <= spec.choices <= spec.experts
+                or bool(spec.choices) != bool(spec.experts)
                 or (spec.experts and spec.linear)
+                or not spec.dtype.is_floating_point
             ):
                 raise ValueError(f"entry {index} is {tuple(spec)}"[:300])
         return specs

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from symbiosis.errors import SplitError
 
 _INDEX = re.compile(r"index|indices|experts")
 _WEIGHTS = re.compile(r"weights|scores")
+_MOST = 4
+"""Largest size of a grid of rows by expert, in multiples of the rows."""
 _SIZES = re.compile(r"expert_sizes?|tokens_per_expert")
 
 
@@ -47,6 +50,21 @@ def experts_of(module: nn.Module) -> int:
     """Return the number of experts of a bank, by its attributes; 0 if they do not say."""
     counts = [getattr(module, name, None) for name in ("total_experts", "num_experts")]
     return next((count for count in counts if type(count) is int), 0)
+
+
+_CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "top_k")
+"""Names that models give to the number of experts of a row."""
+
+
+def choices_of(module: nn.Module, config: Any) -> int:
+    """Return the largest number of experts that a row of a bank goes through, by the model's configuration; the number
+    of all experts if that does not say."""
+    if len(inspect.signature(module.forward).parameters) < 3:
+        return 1
+    experts = experts_of(module)
+    places = [config, getattr(config, "ffn_config", None), module]
+    found = [getattr(place, name, None) for place in places for name in _CHOICES]
+    return min(next((count for count in found if type(count) is int and count > 0), experts), experts)
 
 
 def run(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -74,9 +92,17 @@ def _by_place(module: nn.Module, experts: int, x: torch.Tensor, chosen: torch.Te
         return y.new_empty(len(x), y.shape[1]).index_copy(0, order, y)
     first = counts.cumsum(0) - counts
     place = torch.arange(len(x), device=x.device) - first[ordered]
-    grid = x.new_zeros(experts, int(counts.max()), x.shape[1]).index_put((ordered, place), x[order])
-    y = module(grid.flatten(0, 1)).view(*grid.shape[:2], -1)
-    return y.new_empty(len(x), y.shape[2]).index_copy(0, order, y[ordered, place])
+    deepest = int(counts.max())
+    # If all rows are for one expert, the grid has as many times their memory as there are experts.
+    depth = min(deepest, max(_MOST * len(x) // experts, 1))
+    parts = []
+    for start in range(0, deepest, depth):
+        here = ((place >= start) & (place < start + depth)).nonzero()[:, 0]
+        at = ordered[here], place[here] - start
+        grid = x.new_zeros(experts, depth, x.shape[1]).index_put(at, x[order[here]])
+        parts.append((order[here], module(grid.flatten(0, 1)).view(experts, depth, -1)[at]))
+    y = torch.cat([part for _, part in parts])
+    return torch.empty_like(y).index_copy(0, torch.cat([rows for rows, _ in parts]), y)
 
 
 def probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:

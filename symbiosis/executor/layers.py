@@ -8,6 +8,7 @@ Legend: n rows; i in_features; o out_features.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any, cast
 
@@ -98,12 +99,16 @@ class QuantizedLayer(LinearLayer):
     """An ``nn.Linear`` with a quantized weight (:mod:`symbiosis.executor.quantized`). For passes in fp32 the weight is
     dequantized."""
 
+    def __init__(self, spec: LayerSpec, module: nn.Linear) -> None:
+        super().__init__(spec, module)
+        self._bare = quantized.without_bias(module)
+
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         (x,) = tensors
         if fp32:
             added = self._parameters["bias"] if bias else None
             return _plus(times_transposed(x, quantized.dequantized(self.module)), added)
-        return quantized.run(self.module, x, bias=bias)
+        return quantized.run(self.module if bias else self._bare, x)
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         (dy,) = tensors
@@ -157,7 +162,7 @@ class ExpertBank(BaseLayer):
 
     def sample(self) -> tuple[Key, tuple[torch.Tensor, ...]]:
         key, (row,) = super().sample()
-        chosen = torch.arange(min(2, self.spec.experts), device=row.device)[None]
+        chosen = torch.arange(min(2, self.spec.choices), device=row.device)[None]
         return key._replace(choices=chosen.shape[1]), (row, chosen, row.new_ones(chosen.shape))
 
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
@@ -179,41 +184,53 @@ def is_linear(module: nn.Module) -> bool:
     a ``Conv1D``."""
     if not isinstance(module, nn.Linear):
         return type(module) is Conv1D
+    if "weight" not in module._parameters or module._forward_hooks or module._forward_pre_hooks:
+        return False  # parametrized, or with a result of its own
     if quantized.is_quantized(module):
         return True
     return type(module).forward is nn.Linear.forward or _gives_the_product(module)
 
 
 def _gives_the_product(module: nn.Linear) -> bool:
-    """Compare a subclass with ``nn.Linear`` on random rows, large and small, in two shapes."""
-    weight = module.weight
-    if weight.is_meta:
+    """Compare a subclass with ``nn.Linear`` on random rows, large and small, in three shapes and both modes."""
+    weight, own = module.weight, {*module._parameters, *module._buffers, *module._modules}
+    if weight.is_meta or own != {"weight", "bias"} or len(inspect.signature(module.forward).parameters) != 1:
         return False
-    x = torch.randn(2, 3, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
-    x[1] *= 1000
+    x = torch.randn(2, 33, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    x[1] *= 1e3 if weight.dtype is torch.float16 else 1e6
+    training = module.training
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             wanted = F.linear(x, weight, module.bias)
-            found = [module(x), module(x.flatten(0, 1))]
+            found = [module.train(mode)(rows) for mode in (True, False) for rows in (x, x.flatten(0, 1), x[:1, :1])]
     except (RuntimeError, TypeError, ValueError):
         return False
+    finally:
+        module.train(training)
     close = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 2e-2
     return all(
-        isinstance(y, torch.Tensor)
-        and y.numel() == wanted.numel()
-        and y.dtype is wanted.dtype
-        and bool((y.view(wanted.shape) - wanted).abs().amax((1, 2)).le(close * wanted.abs().amax((1, 2))).all())
-        for y in found
+        isinstance(y, torch.Tensor) and _is_close(y, part, close)
+        for y, part in zip(found, 2 * [wanted, wanted, wanted[:1, :1]], strict=True)
     )
 
 
-def base_layer(index: int, name: str, module: nn.Module, dtype: torch.dtype | None = None) -> BaseLayer:
+def _is_close(y: torch.Tensor, wanted: torch.Tensor, close: float) -> bool:
+    """Return whether y has the wanted dtype and numbers, each row within ``close`` of its largest number."""
+    if y.numel() != wanted.numel() or y.dtype is not wanted.dtype:
+        return False
+    return bool((y.view(wanted.shape) - wanted).abs().amax(-1).le(close * wanted.abs().amax(-1)).all())
+
+
+def base_layer(
+    index: int, name: str, module: nn.Module, dtype: torch.dtype | None = None, config: Any = None
+) -> BaseLayer:
     """Return the base layer for a module that :func:`is_linear`, is a bank of experts, or treats all rows alike.
 
     Args:
         index, name: its place in the layer table, and its name.
         module: the module.
         dtype: dtype of the rows of quantized layers.
+        config: the model's configuration, which has the number of experts of a row.
 
     Raises:
         SplitError: the module is none of these.
@@ -235,8 +252,8 @@ def base_layer(index: int, name: str, module: nn.Module, dtype: torch.dtype | No
         return linear(spec, cast(nn.Linear, module))
     if experts.is_bank(module):
         in_features, out_features, dtype = experts.probe(name, module)
-        count = experts.experts_of(module)
-        return ExpertBank(LayerSpec(index, name, in_features, out_features, dtype, False, False, count), module)
+        counts = experts.experts_of(module), experts.choices_of(module, config)
+        return ExpertBank(LayerSpec(index, name, in_features, out_features, dtype, False, False, *counts), module)
     in_features, out_features, dtype = _probe(name, module)
     return ModuleLayer(LayerSpec(index, name, in_features, out_features, dtype, False, False), module)
 

@@ -8,6 +8,7 @@ Legend: n rows; i in_features; o out_features.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,22 +25,32 @@ def is_quantized(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear):
         return False
     weight = module.weight
-    return not (weight.is_floating_point() and type(weight) in (nn.Parameter, torch.Tensor, PackedWeight))
+    plain = weight.is_floating_point() and not is_narrow(weight)
+    return not (plain and type(weight) in (nn.Parameter, torch.Tensor, PackedWeight))
 
 
-def run(module: Any, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
+def is_narrow(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has floating-point numbers of 8 bits or less."""
+    return tensor.is_floating_point() and tensor.dtype.itemsize == 1
+
+
+def without_bias(module: Any) -> Any:
+    """Return a layer on the same weight that adds no bias."""
+    bare = copy.copy(module)
+    bare._parameters = {**module._parameters, "bias": None}
+    return bare
+
+
+def run(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Return Y [n, o] for rows X [n, i].
 
     bitsandbytes' ``Linear8bitLt`` would round the rows to integers, in a way that depends on the other rows of the
     batch. Rows of other tenants must not have an effect, so its weight is dequantized.
     """
-    added = module.bias if bias else None
     if _scales(module) is not None:
-        return F.linear(x, dequantized(module).to(x.dtype), added)
-    if hasattr(module.weight, "__tensor_flatten__"):  # torchao's
-        return F.linear(x, module.weight, added)
+        return F.linear(x, dequantized(module).to(x.dtype), module.bias)
     y: torch.Tensor = module(x)
-    return y if bias or module.bias is None else y - module.bias
+    return y
 
 
 def gradient(module: Any, dy: torch.Tensor) -> torch.Tensor:
@@ -86,8 +97,8 @@ def probe(name: str, module: Any, dtype: torch.dtype) -> None:
     x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         with torch.no_grad():
-            together = run(module, x, bias=True)
-            alone = torch.cat([run(module, row[None], bias=True) for row in x])
+            together = run(module, x)
+            alone = torch.cat([run(module, row[None]) for row in x])
             product = F.linear(x.float(), dequantized(module).float())
         product = product if module.bias is None else product + module.bias.float()
         gradient(module, together)

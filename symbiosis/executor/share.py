@@ -40,9 +40,7 @@ def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
             f"{type(model).__name__} is not a transformers model, so clients in other processes cannot build their "
             "share of it; it can be served to clients in this process only"
         )
-    tensors, tied = _client_side(split)
-    buffers = dict(model.named_buffers())
-    tensors.update(buffers)
+    tensors, tied, buffers = client_side(split)
     generation = getattr(model, "generation_config", None)
     description = {
         "architecture": type(model).__name__,
@@ -54,14 +52,16 @@ def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
         "layers": [[*spec[:4], dtype_name(spec.dtype), *spec[5:]] for spec in split.specs],
         "tied": tied,
         "buffers": sorted(buffers),
+        "allowed": sorted(split.allowed),
         "weights": weights_fingerprint([(layer.spec, layer.module) for layer in split.layers]),
     }
     description["fingerprint"] = model_fingerprint(description, model)
     return Share(description, tensors, _tokenizer_files(source))
 
 
-def _client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the parameters that clients need, by name, and a map of further names of the same parameters."""
+def client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, str], set[str]]:
+    """Return the tensors that clients get, by name; a map of further names of the same tensors; and which of the names
+    are buffers."""
     linear = {id(layer.module) for layer in split.layers if layer.spec.linear}
     whole = {
         id(module) for layer in split.layers if not layer.spec.linear for module in layer.module.modules()
@@ -86,7 +86,8 @@ def _client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, 
                 names[id(parameter)] = name
                 tensors[name] = parameter.data
     tied |= {name: names[id(w)] for name, w in weights if id(w) in names and name not in tensors}
-    return tensors, tied
+    buffers = dict(split.model.named_buffers())
+    return tensors | buffers, tied, set(buffers)
 
 
 def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:

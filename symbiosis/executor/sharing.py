@@ -10,13 +10,14 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from symbiosis.executor.quantized import size_of
+from symbiosis.executor.share import client_side
 from symbiosis.executor.splitting import HEADS, SplitModel
 
 SMALL_BYTES = 64 << 10
 """Size of a weight up to which it may always leave the executor…"""
 SMALL_PART = 1 / 1000
 """…and its size as a part of the model's: routers and the parameters of state-space layers are smaller in every model
-of transformers that is worth hosting."""
+that is worth hosting."""
 SMALL_BYTES_TOGETHER = 1 << 20
 SMALL_PART_TOGETHER = 1 / 20
 """The same for all such weights together. Without a bound on the sum, a model could leave in small pieces."""
@@ -34,11 +35,11 @@ class Sharing(NamedTuple):
     """Sizes in bytes of the two parts of a model."""
 
     served: int
-    """Weights of base layers, held once, by the executor."""
+    """Weights of base layers that the executor alone has."""
     held: int
     """Parameters and buffers that each process with clients holds. They leave the executor, if it serves others."""
     unserved: tuple[Unserved, ...]
-    """The weights among these that are no embeddings, norms, biases, convolutions or heads; largest first."""
+    """The tensors among these that are no embeddings, heads or computed from the configuration; largest first."""
 
     def leaving(self) -> list[Unserved]:
         """Return the weights that are too large to leave an executor that keeps its weights."""
@@ -53,7 +54,7 @@ class Sharing(NamedTuple):
         """Return what is shared, for people."""
         return [
             f"{size_text(self.served)} are served once for all tenants; {size_text(self.held)} are with each tenant",
-            *(f"not served: {text}" for text in describe(self.unserved)),
+            *(f"not served: {text}" for text in describe(one for one in self.unserved if one.bytes > SMALL_BYTES)),
         ]
 
 
@@ -73,26 +74,30 @@ def describe(unserved: Iterable[Unserved], most: int = 5) -> list[str]:
 
 def sharing_of(split: SplitModel) -> Sharing:
     """Return what a split model shares."""
-    inside = {id(module) for layer in split.layers for module in layer.module.modules()}
-    allowed = [next(layer.module.parameters()) for layer in split.layers if layer.spec.name in split.allowed]
-    served = {id(parameter): size_of(parameter) for layer in split.layers for parameter in layer.module.parameters()}
-    held: dict[int, int] = {}
-    unserved: list[Unserved] = []
-    for path, module in split.model.named_modules():
-        if id(module) in inside:
-            continue
-        computed = module._non_persistent_buffers_set  # from the configuration, such as rotary frequencies
-        for leaf, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            if id(tensor) in held:
-                continue
-            held[id(tensor)] = size = size_of(tensor)
-            served.pop(id(tensor), None)  # a head that is tied to an embedding
-            if tensor.ndim < 2 or leaf in computed or isinstance(module, nn.Embedding | _ConvNd) or _is_head(path):
-                continue
+    tensors, tied, _ = client_side(split)
+    served = {
+        id(parameter): size_of(parameter)
+        for layer in split.layers
+        for leaf, parameter in layer.module.named_parameters()
+        if f"{layer.spec.name}.{leaf}" not in tensors.keys() | tied.keys()
+    }
+    unserved = []
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = split.model.get_submodule(path)
+        small = tensor.ndim < 2 and size_of(tensor) <= SMALL_BYTES  # norms and biases
+        if not small and not _is_expected(path, leaf, module) and path not in split.allowed:
             why = split.left_out.get(path, f"{type(module).__name__} is no linear layer and no bank of experts")
-            unserved.append(Unserved(f"{path}.{leaf}" if path else leaf, size, why))
-    held |= {id(weight): size_of(weight) for weight in allowed}
-    return Sharing(sum(served.values()), sum(held.values()), tuple(sorted(unserved, key=lambda one: -one.bytes)))
+            unserved.append(Unserved(name, size_of(tensor), why))
+    held = sum(map(size_of, tensors.values()))
+    return Sharing(sum(served.values()), held, tuple(sorted(unserved, key=lambda one: -one.bytes)))
+
+
+def _is_expected(path: str, leaf: str, module: nn.Module) -> bool:
+    """Return whether clients always have this tensor: of an embedding or a head, or computed from the configuration."""
+    if isinstance(module, nn.Embedding) or (isinstance(module, _ConvNd) and "embed" in path) or _is_head(path):
+        return True
+    return leaf in module._non_persistent_buffers_set
 
 
 def _is_head(path: str) -> bool:

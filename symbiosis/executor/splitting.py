@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.experts import is_bank
 from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
 from symbiosis.executor.packing import pack
+from symbiosis.executor.quantized import is_narrow, is_quantized
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class SplitModel:
         served = {id(module) for layer in self.layers for module in layer.module.modules()}
         for name, module in self.model.named_modules():
             numbers = [*module._parameters.values(), *module._buffers.values()]
-            if id(module) not in served and any(t is not None and t.ndim > 1 and _is_integer(t) for t in numbers):
+            if id(module) not in served and any(t is not None and t.ndim > 1 and _is_quantized(t) for t in numbers):
                 why = self.left_out.get(name, "it is no nn.Linear")
                 raise SplitError(
                     f"{name} ({type(module).__name__}) has quantized weights that cannot be served: {why}. Load the "
@@ -100,11 +102,13 @@ class SplitModel:
                 )
 
     def _linear_named(self, pattern: str) -> list[str]:
-        linear = [spec.name for spec in self.specs if spec.linear]
+        linear = [layer.spec.name for layer in self.layers if layer.spec.linear and not is_quantized(layer.module)]
         found = fnmatch.filter(linear, pattern)
         if not found:
             shown = ", ".join(map(repr, linear[:3]))
-            raise SplitError(f"allow_weights: no linear base layer matches {pattern!r}; their names look like {shown}")
+            raise SplitError(
+                f"allow_weights: {pattern!r} matches no linear base layer with a plain weight; names look like {shown}"
+            )
         return found
 
     def _table(self, names: Sequence[str], *, skip: bool) -> list[BaseLayer]:
@@ -112,9 +116,11 @@ class SplitModel:
         layers: list[BaseLayer] = []
         plain = (p for p in self.model.parameters() if type(p) is nn.Parameter and p.is_floating_point())
         dtype = next((parameter.dtype for parameter in plain), None)
+        config: Any = getattr(self.model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
         for name in names:
             try:
-                layers.append(base_layer(len(layers), name, self.model.get_submodule(name), dtype))
+                layers.append(base_layer(len(layers), name, self.model.get_submodule(name), dtype, config))
             except SplitError as error:
                 if not skip:
                     raise
@@ -178,8 +184,8 @@ def _not_for_tenants(model: nn.Module, name: str) -> str | None:
     return f"the head {head} is the tenant's" if head.endswith(HEADS) else None
 
 
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.int8, torch.uint8, torch.int32)
+def _is_quantized(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.int8, torch.uint8, torch.int32) or is_narrow(tensor)
 
 
 def _is_several(value: object) -> bool:

@@ -135,17 +135,17 @@ def test_numbers_of_experts_that_do_not_exist_reach_no_memory() -> None:
 @pytest.mark.parametrize(
     ("key", "complaint"),
     [
-        (Key((1,), Pass.FORWARD), "0 choices for bank"),
-        (Key((1,), Pass.FORWARD, choices=5), "5 choices for bank"),
-        (Key((0,), Pass.FORWARD, choices=1), "1 choices for linear"),
-        (Key((0, 1), Pass.FORWARD, choices=1), "1 choices for linear, bank"),
+        (Key((1,), Pass.FORWARD), "0 choices of experts for bank; each row goes through 1 to 2"),
+        (Key((1,), Pass.FORWARD, choices=3), "3 choices of experts for bank"),
+        (Key((0,), Pass.FORWARD, choices=1), "1 choices of experts for linear; only a bank"),
+        (Key((0, 1), Pass.FORWARD, choices=1), "1 choices of experts for linear, bank"),
         (Key((1,), Pass.FORWARD_WITHOUT_BIAS, choices=1), "no single bias"),
     ],
     ids=str,
 )
 def test_keys_that_no_bank_has(key: Key, complaint: str) -> None:
     linear = LayerSpec(0, "linear", 8, 8, torch.float32, False, True)
-    bank = LayerSpec(1, "bank", 8, 8, torch.float32, False, False, EXPERTS)
+    bank = LayerSpec(1, "bank", 8, 8, torch.float32, False, False, EXPERTS, 2)
     with pytest.raises(RequestError, match=complaint):
         expected([linear, bank], key)
 
