@@ -108,3 +108,24 @@ async def test_a_head_is_trained_over_every_transport(tmp_path: Any) -> None:
             losses = [await client.train_step(batch, optimizer) for _ in range(5)]
             assert losses[-1] < losses[0]
             assert any("score" in name for name, p in client.model.named_parameters() if p.requires_grad)
+
+
+class Reading(nn.Module):
+    """A part of a model that reads the weight of its first layer, and calls the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(x) * self.fc1.weight.abs().mean()
+
+
+def test_only_layers_of_the_same_name_are_left_out() -> None:
+    model, calls = tiny_model(), []
+    for layer in model.model.layers:
+        layer.mlp = Reading()
+    model.model.norm.register_forward_hook(lambda *_: calls.append(1))
+    found = weights_read(SplitModel(model).resident())
+    assert set(found) == {"model.layers.0.mlp.fc1", "model.layers.1.mlp.fc1"}
+    assert not calls, "hooks of the model's owner are not called"

@@ -18,7 +18,7 @@ import symbiosis
 from symbiosis.client import siblings
 from symbiosis.client.virtlayer import VirtLayer, VirtLinear
 from symbiosis.errors import RequestError
-from symbiosis.testing import tiny_model
+from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, IDS, lora
 
 
@@ -399,3 +399,33 @@ async def test_bf16_is_rounded_where_the_plain_layer_rounds(gradients: bool) -> 
         found = await client.run(client.model, x)
     for one, other in zip(found, model(x), strict=True):
         assert torch.equal(one, other), (one.shape, (one - other).abs().max())
+
+
+@pytest.mark.parametrize("how", ["unfrozen", "modules_to_save"])
+async def test_own_weights_inside_a_module_that_is_served_whole(how: str) -> None:
+    """With a pattern, the layers inside are no base layers, and the module runs in the client once one is changed."""
+    model = tiny_model()
+    config = lora(target_modules=["q_proj"], modules_to_save=["mlp"]) if how == "modules_to_save" else None
+
+    def change(adapted: Any) -> None:
+        if config is None:
+            adapted.model.layers[0].mlp.down_proj.weight.requires_grad_(True)
+
+    job = Job(steps=3, new_tokens=4, prepare=change)
+    expected = run_job_plain(model, config, job)
+    async with symbiosis.Executor(copy.deepcopy(model), base_layers=["*.self_attn.*_proj", "*.mlp"]) as executor:
+        async with executor.client(config, seed=0) as client:
+            found = await run_job(client, job)
+    assert any("mlp" in name for name in found.gradients)
+    assert Comparison.of(found, expected).worst() <= 1e-5
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp", ["*.mlp"]])
+async def test_a_models_own_state_dict_is_loaded_strictly(base_layers: Any, tmp_path: Any) -> None:
+    async with symbiosis.Executor(tiny_model(), base_layers=base_layers) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with (
+            symbiosis.connect(f"shm://{tmp_path}/s") as base,
+            base.client(lora(target_modules=["q_proj"])) as one,
+        ):
+            assert one.model.load_state_dict(one.model.state_dict()).missing_keys == []

@@ -12,6 +12,7 @@ from torch import nn
 from symbiosis.core.requests import Batch, Call, Columns, Key, LayerSpec, Pass, Request, Slice, expected
 from symbiosis.core.terms import Kind
 from symbiosis.errors import RequestError, SplitError
+from symbiosis.executor import experts
 from symbiosis.executor.experts import is_bank
 from symbiosis.executor.layers import BaseLayer, base_layer
 from symbiosis.executor.runner import Runner
@@ -120,6 +121,33 @@ def test_rows_with_many_choices_go_through_a_bank_in_parts(pass_: Pass, monkeypa
     assert rows == [4, 4, 1], f"at most 2 · 8 rows, each counted {EXPERTS} times"
     for one, other in zip(parts, whole, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_table_says_how_many_experts_a_row_has(name: str) -> None:
+    assert bank_of(name).spec.choices == (1 if name == "llama4" else 2)
+
+
+def test_a_grid_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all rows are for one expert, a grid with a place for each would have as many times the rows as experts."""
+    bank = bank_of("llama4")
+    rows: list[int] = []
+    forward = type(bank.module).forward
+
+    def counted(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden_states))
+        return forward(self, hidden_states)
+
+    x, weights, key = torch.randn(90, WIDTH), torch.ones(90, 1), Key((bank.spec.layer,), Pass.FORWARD, choices=1)
+    chosen = torch.cat([torch.zeros(80, 1, dtype=torch.long), torch.full((10, 1), 3)])
+    with torch.no_grad():
+        (wanted,) = bank.run(key, (x, chosen, weights))
+        monkeypatch.setattr(type(bank.module), "forward", counted)
+        monkeypatch.setattr(experts, "_MOST", 1)
+        (found,) = bank.run(key, (x, chosen, weights))
+    assert len(rows) > 1
+    assert max(rows) <= 90
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_numbers_of_experts_that_do_not_exist_reach_no_memory() -> None:

@@ -78,6 +78,33 @@ class Clipping(nn.Linear):
         return super().forward(x.clamp(-10, 10))
 
 
+class Growing(nn.Linear):
+    """Has a parameter more."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+class Dropping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+def hooked() -> nn.Linear:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda module, args, y: y * 2)
+    return layer
+
+
 class Routing(nn.Linear):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -97,6 +124,11 @@ class Odd(nn.Linear):
         (Odd(2, 2), False),
         (Clipping(2, 2), False),
         (Routing(2, 2), False),
+        (Growing(2, 2), False),
+        (Dropping(2, 2), False),
+        (Scaled(2, 2), False),
+        (hooked(), False),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
         (nn.Embedding(2, 2), False),
         (nn.Sequential(nn.Linear(2, 2)), False),
         (nn.Bilinear(2, 2, 2), False),

@@ -143,6 +143,42 @@ def test_rows_do_not_depend_on_one_another(checkpoint: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_bias_of_ones_own(kind: str, tmp_path: Path) -> None:
+    """The base layer leaves its own bias out before it rounds."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, num_key_value_heads=2, **sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=50.0)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    quantized_model = load(tmp_path, kind, dtype=torch.bfloat16)
+    layer = SplitModel(quantized_model).layers[0]
+    assert isinstance(layer, QuantizedLayer)
+    assert layer.spec.bias
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        (y,) = layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS), (x,))
+    wanted = x.float() @ dequantized(layer.module).float().t()
+    assert (y.float() - wanted).abs().max() <= 0.02 * wanted.abs().max()
+
+
+def test_a_quantized_weight_cannot_be_allowed_to_leave(checkpoint: Path) -> None:
+    with pytest.raises(SplitError, match=r"q_proj' matches no linear base layer with a plain weight"):
+        symbiosis.Executor(load(checkpoint, "torchao int8"), allow_weights=["*.q_proj"])
+
+
+def test_weights_in_fp8_without_a_library_are_refused(checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.config.quantization_config = {"quant_method": "someone's fp8"}
+    model.model.layers[0].mlp.up_proj.to(torch.float8_e4m3fn)
+    with pytest.raises(SplitError, match=r"up_proj \(Linear\) has quantized weights that cannot be served"):
+        symbiosis.Executor(model)
+
+
 class Codes(nn.Module):
     """A layer of a quantization that nothing here knows."""
 

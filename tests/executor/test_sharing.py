@@ -39,6 +39,31 @@ def test_a_tied_head_counts_as_held() -> None:
     assert sharing.served + sharing.held == size_of(model)
 
 
+@pytest.mark.parametrize(
+    "name", ["LlamaForCausalLM", "OPTForCausalLM", "MixtralForCausalLM", "Wav2Vec2ForCTC", "RwkvForCausalLM"]
+)
+def test_what_is_held_is_what_is_sent(name: str) -> None:
+    executor = symbiosis.Executor(zoo_model(name))
+    share = executor.service.share()
+    assert executor.sharing.held == sum(tensor.numel() * tensor.element_size() for tensor in share.tensors.values())
+    assert {one.name for one in executor.sharing.unserved} <= share.tensors.keys()
+
+
+def test_large_tensors_of_any_kind_are_listed() -> None:
+    model = tiny_model()
+    model.vector = nn.Parameter(torch.zeros(1 << 16))
+    model.waves = nn.Conv1d(64, 64, 64)
+    sharing = sharing_of(SplitModel(model))
+    assert {one.name for one in sharing.leaving()} == {"vector", "waves.weight"}
+
+
+def test_executors_that_allow_other_weights_have_other_fingerprints() -> None:
+    """Otherwise a process that has the share of one would use it for the other."""
+    one, other = (symbiosis.Executor(tiny_model(), allow_weights=allowed) for allowed in ((), ("lm_head",)))
+    fingerprints = {executor.service.share().description["fingerprint"] for executor in (one, other)}
+    assert len(fingerprints) == 2
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_nothing_of_a_mixture_leaves_but_routers(name: str) -> None:
     sharing = sharing_of(SplitModel(mixture(name)))
