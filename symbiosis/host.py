@@ -191,7 +191,7 @@ class Executor:
 
         Args:
             address: the address.
-            keep_weights: refuse to hand out weights that are not served, apart from embeddings, norms, heads and small
+            keep_weights: refuse to hand out weights that are not served, apart from embeddings, heads and small
                 tensors; see :attr:`sharing`. By default only for ``tcp://``.
             **options: those of the address's transport.
 

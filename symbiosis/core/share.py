@@ -23,8 +23,9 @@ class Share:
     """A client's part of a model, as data. A tenant without a checkpoint needs nothing else.
 
     ``description`` is plain data, fit for msgpack or JSON. It has the entries ``architecture``, ``model_type``,
-    ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``weights`` and
-    ``fingerprint``. ``tensors`` are embeddings, norms, biases and buffers by name, never the weight of a base layer.
+    ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``allowed``,
+    ``weights`` and ``fingerprint``. ``tensors`` are embeddings, norms, biases and buffers by name, and the weights of base
+    layers that the provider allows.
     ``tokenizer`` maps file names to contents.
     """
 
