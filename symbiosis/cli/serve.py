@@ -114,7 +114,7 @@ def serve(
     keep_weights: Annotated[
         bool | None,
         typer.Option(
-            help="Hand out no weights but embeddings, heads and small tensors, such as norms. By default for tcp:// only.",
+            help="Hand out no weights but embeddings, heads and small tensors. By default for tcp:// only.",
             show_default=False,
         ),
     ] = None,

@@ -24,8 +24,8 @@ class Share:
 
     ``description`` is plain data, fit for msgpack or JSON. It has the entries ``architecture``, ``model_type``,
     ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``allowed``,
-    ``weights`` and ``fingerprint``. ``tensors`` are embeddings, norms, biases and buffers by name, and the weights of base
-    layers that the provider allows.
+    ``weights`` and ``fingerprint``. ``tensors`` are embeddings, norms, biases and buffers by name, and the weights of
+    base layers that the provider allows.
     ``tokenizer`` maps file names to contents.
     """
 
