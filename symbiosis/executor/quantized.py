@@ -78,9 +78,11 @@ def dequantized(module: Any) -> torch.Tensor:
 
 def _scales(module: Any) -> torch.Tensor | None:
     """Return the scales of the rows of a ``Linear8bitLt``'s weight; None for other layers."""
-    state = getattr(module, "state", None)
-    scales = getattr(state, "SCB", None) if state is not None else None
-    return scales if scales is not None or state is None else module.weight.SCB
+    state: Any = getattr(module, "state", None)
+    if state is None:
+        return None
+    found: torch.Tensor | None = module.weight.SCB if state.SCB is None else state.SCB
+    return found
 
 
 def probe(name: str, module: Any, dtype: torch.dtype) -> None:

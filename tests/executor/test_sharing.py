@@ -125,7 +125,6 @@ async def test_the_executor_says_what_it_shares() -> None:
         status = executor.status()
         assert (status["served_bytes"], status["client_bytes"]) == executor.sharing[:2]
         assert status["served_bytes"] > 0
-        assert torch.equal(torch.tensor(executor.sharing.served), torch.tensor(status["served_bytes"]))
 
 
 async def test_a_weight_that_is_allowed_to_leave_is_trained_in_another_process(tmp_path: Any) -> None:

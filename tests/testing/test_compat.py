@@ -111,8 +111,8 @@ async def test_an_unexpected_error_is_wrong(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unknown_models() -> None:
-    with pytest.raises(UnknownNameError, match="the zoo has no model 'Nobody'; it has LlamaForCausalLM"):
-        zoo_model("Nobody")
+    with pytest.raises(UnknownNameError, match="the zoo has no model 'Nothing'; it has LlamaForCausalLM"):
+        zoo_model("Nothing")
     result = command("compat", "./nowhere")
     assert result.exit_code == 1
     assert "./nowhere: no class of the table, and no model" in " ".join(result.output.split())
