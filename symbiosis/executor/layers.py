@@ -85,8 +85,8 @@ class LinearLayer(BaseLayer):
 
 
 class OwnForwardLayer(LinearLayer):
-    """A subclass of ``nn.Linear`` whose own forward gives the same product, but may round it in another place, such as
-    Falcon's, which rounds before it adds the bias."""
+    """An ``nn.Linear`` with hooks, or a subclass, that gives the same product, but may round it in another place, such
+    as Falcon's, which rounds before it adds the bias."""
 
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         if fp32 or not bias:
@@ -184,11 +184,15 @@ def is_linear(module: nn.Module) -> bool:
     a ``Conv1D``."""
     if not isinstance(module, nn.Linear):
         return type(module) is Conv1D
-    if "weight" not in module._parameters or module._forward_hooks or module._forward_pre_hooks:
-        return False  # parametrized, or with a result of its own
-    if quantized.is_quantized(module):
-        return True
-    return type(module).forward is nn.Linear.forward or _gives_the_product(module)
+    if "weight" not in module._parameters:  # it is computed from others
+        return False
+    return quantized.is_quantized(module) or _is_plain(module) or _gives_the_product(module)
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    """Return whether a call of a module is ``F.linear`` and nothing else."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module).forward is nn.Linear.forward and not hooks
 
 
 def _gives_the_product(module: nn.Linear) -> bool:
@@ -248,8 +252,8 @@ def base_layer(
         spec = LayerSpec(index, name, in_features, out_features, weight.dtype, module.bias is not None, True)
         if conv:
             return Conv1DLayer(spec, module)
-        linear = LinearLayer if type(module).forward is nn.Linear.forward else OwnForwardLayer
-        return linear(spec, cast(nn.Linear, module))
+        linear = cast(nn.Linear, module)
+        return LinearLayer(spec, linear) if _is_plain(linear) else OwnForwardLayer(spec, linear)
     if experts.is_bank(module):
         in_features, out_features, dtype = experts.probe(name, module)
         counts = experts.experts_of(module), experts.choices_of(module, config)

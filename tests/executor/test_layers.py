@@ -105,6 +105,12 @@ def hooked() -> nn.Linear:
     return layer
 
 
+def watched() -> nn.Linear:
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
 class Routing(nn.Linear):
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
@@ -128,6 +134,7 @@ class Odd(nn.Linear):
         (Dropping(2, 2), False),
         (Scaled(2, 2), False),
         (hooked(), False),
+        (watched(), True),
         (nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False),
         (nn.Embedding(2, 2), False),
         (nn.Sequential(nn.Linear(2, 2)), False),
