@@ -27,6 +27,6 @@ MIXTURES = {
 """Classes of transformers by a short name. All have one bank of experts in each block."""
 
 
-def mixture(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
+def mixture(name: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """Return a model with random weights, in evaluation mode."""
-    return zoo_model(MIXTURES[name]).to(dtype)
+    return zoo_model(MIXTURES[name], **overrides).to(dtype)

@@ -218,8 +218,8 @@ GENERATING = ("text", "pairs", "mel", "image and text")
 """What models that generate texts read."""
 
 
-def zoo_model(name: str, *, seed: int = 0) -> Any:
-    """Return a small random model of the zoo, in evaluation mode.
+def zoo_model(name: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """Return a small random model of the zoo, in evaluation mode. ``overrides`` are fields of its configuration.
 
     Raises:
         UnknownNameError: the zoo has no such model.
@@ -229,7 +229,7 @@ def zoo_model(name: str, *, seed: int = 0) -> Any:
     if name not in ZOO:
         raise UnknownNameError(f"the zoo has no model {name!r}; it has {', '.join(ZOO)}")
     model_class: Any = getattr(transformers, name)
-    config = _config(model_class.config_class, ZOO[name].options)
+    config = _config(model_class.config_class, {**ZOO[name].options, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)

@@ -42,7 +42,7 @@ def memory(pid: int, field: str) -> int:
 def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path, keys: Path) -> None:
     checkpoint = save_model(
         tmp_path / "model",
-        mixture("mixtral", vocab_size=32_000, hidden_size=256, num_local_experts=32),
+        mixture("mixtral", vocab_size=32_000, hidden_size=256, num_experts=32, num_experts_per_tok=32),
     )
     plain = AutoModelForCausalLM.from_pretrained(checkpoint)
     with torch.no_grad():
