@@ -472,12 +472,12 @@ async def test_a_client_goes_on_after_it_was_disconnected_for_others(
             with symbiosis.open_model(listener.address) as model:
                 return run_job_plain(model, lora(), SHORT)
 
-        job = asyncio.ensure_future(tenant() if kind == "coroutines" else in_thread(synchronous_tenant))
-        while not job.done():
-            await asyncio.wait([job], timeout=0.03)
-            for line in list(listener.lines if scheme == "tcp" else listener.connected):
-                if line.peer.session is not None:
-                    cut += 1
-                    line.peer._cut()
-    assert cut > 3
-    assert_close(job.result(), expected)
+        while cut < 4:  # a fast machine ends one job before it was disconnected so often
+            job = asyncio.ensure_future(tenant() if kind == "coroutines" else in_thread(synchronous_tenant))
+            while not job.done():
+                await asyncio.wait([job], timeout=0.03)
+                for line in list(listener.lines if scheme == "tcp" else listener.connected):
+                    if line.peer.session is not None:
+                        cut += 1
+                        line.peer._cut()
+            assert_close(job.result(), expected)
