@@ -10,9 +10,10 @@ from typing import Any
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.report import Report
 from symbiosis.bench.settings import Settings
+from symbiosis.simulation.loads import SHAPES, arrivals
 from symbiosis.simulation.outcome import SLO, Outcome
 from symbiosis.simulation.replay import Load
-from symbiosis.simulation.trace import Arrival, scaled, synthetic
+from symbiosis.simulation.trace import Arrival, scaled
 
 GOALS = {"slo_attainment": "≥ 0.90", "finetune_kept": "≥ 0.76 of its peak"}
 LENGTHS = {"tiny": 0.1, "100m": 0.04, "1b": 0.03}
@@ -37,7 +38,7 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
     preset = settings.preset
     report = Report("coserve", preset.name, GOALS)
     base = settings.base()
-    found = scaled(trace[:REQUESTS] if trace else synthetic(REQUESTS), lengths=LENGTHS[preset.name])
+    found = scaled(trace[:REQUESTS] if trace else arrivals(SHAPES["chat"], REQUESTS), lengths=LENGTHS[preset.name])
     rows = preset.batch * preset.sequence
 
     async def crowd(stack: AsyncExitStack, spec: str, load: Load) -> Crowd:

@@ -9,9 +9,10 @@ from statistics import median
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
+from symbiosis.simulation.loads import SHAPES, arrivals
 from symbiosis.simulation.outcome import SLO, Outcome
 from symbiosis.simulation.replay import Load
-from symbiosis.simulation.trace import Arrival, scaled, synthetic
+from symbiosis.simulation.trace import Arrival, scaled
 
 GOALS = {
     "opportunistic_vs_none_throughput": "≥ 2 (paper, on GPUs: 1.28)",
@@ -35,7 +36,7 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
     names = {**NAMES, "opportunistic": settings.policy}
     base = settings.base()
     for count in counts:
-        found = trace[: REQUESTS_EACH * count] if trace else synthetic(REQUESTS_EACH * count)
+        found = trace[: REQUESTS_EACH * count] if trace else arrivals(SHAPES["chat"], REQUESTS_EACH * count)
         load = Load(scaled(found, lengths=LENGTHS[preset.name]), clients=count, paced=False)
         async with AsyncExitStack() as stack:
             jobs = {}

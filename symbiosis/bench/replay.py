@@ -50,7 +50,7 @@ class Crowd:
 
     async def play(self, slo: SLO, progress: Callable[[float], None] = lambda part: None) -> Outcome:
         """Play the load once, with earlier objects frozen for the garbage collector, as under ``symbiosis serve``."""
-        texts: list[tuple[Done, int]] = []
+        texts: list[tuple[Done, Arrival]] = []
         self._executor.reset_statistics()
 
         def now() -> float:
@@ -58,15 +58,15 @@ class Crowd:
 
         async def asks(client: Client, arrivals: Iterator[Arrival], seed: int) -> None:
             for arrival in arrivals:
-                done = Done(arrival.at)
-                texts.append((done, arrival.tokens))
+                done = Done(arrival.at if arrival.pause is None else now() + arrival.pause)
+                texts.append((done, arrival))
                 if self._load.paced:
-                    await asyncio.sleep(arrival.at - now())
+                    await asyncio.sleep(done.began - now())
                 else:
                     done.began = now()
                 job = Decoding(client.model, self._preset, self._device, seed, length=arrival.prompt)
                 await client.run(_text, job, arrival.tokens, done, now)
-                progress(sum(len(done.tokens) >= wanted for done, wanted in texts) / len(self._load.trace))
+                progress(sum(len(done.tokens) >= text.tokens for done, text in texts) / len(self._load.trace))
 
         gc.collect()
         gc.freeze()

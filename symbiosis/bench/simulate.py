@@ -58,7 +58,14 @@ def simulate(
         Path | None,
         typer.Argument(
             help="CSV with the columns arrival_s, ContextTokens, GeneratedTokens, such as Azure's traces of LLM "
-            "inference. By default a trace of that shape is generated."
+            "inference. By default a load is generated."
+        ),
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Load to generate: chat, code, rag, agents, burst or steady, with parameters such as "
+            "code:rate=4,variation=5. By default chat; with --grid all six, and repeat to choose."
         ),
     ] = None,
     policy: Annotated[
@@ -72,8 +79,9 @@ def simulate(
     ] = "llama-3.1-8b",
     preset: Annotated[PresetName, typer.Option(help="With --machine here: model to measure.")] = PresetName.TINY,
     base_layers: LayersOption = "linear",
-    requests: Annotated[int, typer.Option(min=1, help="Largest number of requests of the trace.")] = 200,
-    rate: Annotated[float, typer.Option(min=1e-3, help="Requests per second of a generated trace.")] = 5.53,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of requests of the trace. By default 200, with --grid 40.")
+    ] = None,
     speed: Annotated[float, typer.Option(min=1e-6, help="Factor for the speed of the trace.")] = 1.0,
     lengths: Annotated[float, typer.Option(min=1e-6, help="Factor for the lengths of the trace, in tokens.")] = 1.0,
     clients: Annotated[
@@ -94,7 +102,21 @@ def simulate(
     ttft_ms: Annotated[
         float, typer.Option(min=1e-3, help="Latency target for the first token, in milliseconds.")
     ] = 5000.0,
-    seed: Annotated[int, typer.Option(help="Seed of a generated trace.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of a generated load; with --grid, of the first one.")] = 0,
+    grid: Annotated[
+        bool,
+        typer.Option(
+            "--grid",
+            help="Compare the first policy with the others over many loads, in parallel: each load at three rates on "
+            "two machines, with and without fine-tuning. By default co-serving with temporal sharing and "
+            "opportunistic batching.",
+        ),
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="With --grid: number of seeds of each load.")] = 1,
+    random: Annotated[
+        int,
+        typer.Option(min=0, help="With --grid: number of loads with random parameters, in place of the named ones."),
+    ] = 0,
     check: Annotated[
         bool,
         typer.Option(
@@ -118,39 +140,42 @@ def simulate(
     """
     from symbiosis.core.registry import make_policy
     from symbiosis.simulation.costs import roofline
+    from symbiosis.simulation.loads import arrivals, make_shape
     from symbiosis.simulation.outcome import SLO
     from symbiosis.simulation.replay import Load, told
-    from symbiosis.simulation.trace import read_trace, scaled, synthetic
+    from symbiosis.simulation.trace import read_trace, scaled
 
     _check_options(context)
-    policies = policy or [
-        "no-lockstep",
-        "lockstep",
-        "opportunistic",
-        f"co-serving:slo_ms={slo_ms:g},ttft_ms={ttft_ms:g}",
-    ]
+    co_serving = f"co-serving:slo_ms={slo_ms:g},ttft_ms={ttft_ms:g}"
+    if grid:
+        _grid(
+            policy, co_serving, load or [], seeds, seed, random, SLO(slo_ms, ttft_ms), requests or 40, rows, json, plot
+        )
+        return
+    policies = policy or ["no-lockstep", "lockstep", "opportunistic", co_serving]
     for spec in policies:
         make_policy(spec)  # report mistakes before the work
-    found = read_trace(trace, requests) if trace else synthetic(requests, rate, seed)
-    load = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
+    requests = requests or 200
+    found = read_trace(trace, requests) if trace else arrivals(make_shape((load or ["chat"])[0]), requests, seed)
+    played = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
     results: dict[str, Outcome] = {}
     real: dict[str, Outcome] = {}
     if check:
-        checked = _check(policies, preset.value, base_layers, load, slo)
+        checked = _check(policies, preset.value, base_layers, played, slo)
         results = {spec: predicted for spec, (predicted, _) in checked.items()}
         real = {spec: played for spec, (_, played) in checked.items()}
         costs_text = f"{preset.value}, measured here; medians of {ROUNDS} rounds"
     else:
         here = machine is Machine.HERE
-        costs = _calibrate(preset.value, base_layers, load) if here else roofline(machine.value, model)
+        costs = _calibrate(preset.value, base_layers, played) if here else roofline(machine.value, model)
         for spec in policies:
             told(make_policy(spec), costs)  # report a latency target that cannot be met
-        results = {spec: _predict(spec, costs, load, slo, executors) for spec in policies}
+        results = {spec: _predict(spec, costs, played, slo, executors) for spec in policies}
         costs_text = costs.text
-    _show(costs_text, load, executors, results, real)
+    _show(costs_text, played, executors, results, real)
     if json is not None:
-        write_json(json, _as_data(costs_text, load, results, real))
+        write_json(json, _as_data(costs_text, played, results, real))
     if plot is not None:
         _plot(plot, results, slo)
 
@@ -171,19 +196,31 @@ def _check_options(context: typer.Context) -> None:
         )
     if given["check"] and given["executors"] > 1:
         raise UsageError("--check plays the load to one executor; leave --executors out")
+    if given["grid"]:
+        fixed = ("trace", "machine", "model", "speed", "lengths", "clients", "paced", "finetune", "executors", "check")
+        for name in fixed:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                raise UsageError(f"--grid has loads, machines and numbers of clients of its own; leave {name} out")
+        if given["random"] and given["load"]:
+            raise UsageError("--random replaces the named loads; leave --load out")
+    elif len(given["load"] or []) > 1:
+        raise UsageError("--load may be repeated with --grid only")
     means_nothing = {
-        "rate": "the trace has its own" if given["trace"] else "",
+        "load": "the trace has its own requests" if given["trace"] else "",
         "seed": "the trace is not generated" if given["trace"] else "",
+        "seeds": "it is for --grid" if not given["grid"] else "the loads are random" if given["random"] else "",
+        "random": "it is for --grid" if not given["grid"] else "",
         "model": "the costs are measured here; --preset chooses the model" if here else "",
         "preset": "it is for --machine here" if not here else "",
         "base_layers": "it is for --machine here" if not here else "",
-        "rows": "no client fine-tunes; give --finetune too" if not given["finetune"] else "",
+        "rows": "no client fine-tunes; give --finetune too" if not given["finetune"] and not given["grid"] else "",
     }
     for name, why in means_nothing.items():
         source = context.get_parameter_source(name)
         if why and source is not None and source.name == "COMMANDLINE":
             raise UsageError(f"--{name.replace('_', '-')} has no effect here: {why}")
-    for name in ("rate", "speed", "lengths", "slo_ms", "ttft_ms"):
+    for name in ("speed", "lengths", "slo_ms", "ttft_ms"):
         if not given[name] < math.inf:
             raise UsageError(f"--{name.replace('_', '-')} is {given[name]}; it must be a finite number")
     policies = given["policy"] or []
@@ -195,6 +232,49 @@ def _check_options(context: typer.Context) -> None:
             writable(file)
     if given["plot"] is not None and given["plot"].suffix not in PLOTS:
         raise UsageError(f"--plot {given['plot']}: give a file that ends in {', '.join(PLOTS)}")
+
+
+def _grid(
+    policies: list[str] | None,
+    co_serving: str,
+    loads: list[str],
+    seeds: int,
+    first: int,
+    random_loads: int,
+    slo: SLO,
+    requests: int,
+    rows: int,
+    json: Path | None,
+    plot: Path | None,
+) -> None:
+    from symbiosis.bench import grid
+    from symbiosis.core.registry import make_policy
+    from symbiosis.simulation.replay import told
+    from symbiosis.terminal.machine import machine
+
+    compared = policies or [co_serving, *grid.POLICIES]
+    cells = list(grid.cells(loads, seeds, first, random_loads))
+    for spec in compared:
+        for cell in cells:
+            told(make_policy(spec), cell.costs())  # report mistakes, and targets that cannot be met, before the work
+    with _bar() as bar:
+        task = bar.add_task(f"{len(cells)} loads, {len(compared)} policies", total=1.0)
+        found = grid.run(cells, compared, slo, requests, rows, lambda part: bar.update(task, completed=part))
+    console().print(grid.table(found, compared[0]), grid.summary(found))
+    if json is not None:
+        loads_data = [
+            {
+                "load": row.cell.text(),
+                **asdict(row.cell),
+                "bound": row.bound._asdict(),
+                "policies": {spec: asdict(outcome) for spec, outcome in row.outcomes.items()},
+                "holds": row.holds(compared[0]),
+            }
+            for row in found
+        ]
+        write_json(json, {"loads": loads_data, "means": grid.means(found), "machine": machine()})
+    if plot is not None:
+        grid.plot(plot, found)
 
 
 def _calibrate(preset: str, base_layers: str, load: Load) -> Costs:

@@ -13,6 +13,7 @@ import importlib
 import inspect
 import keyword
 import re
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
@@ -108,7 +109,7 @@ def make_policy(spec: str | Policy) -> Policy:
         if "policy" not in inspect.signature(cls).parameters:
             raise UsageError(f"policy {name!r} goes around no other policy; write one that does first: fair+{name}")
         options["policy"] = make_policy(inner[0])
-    return cast(Policy, _make(POLICIES, spec, cls, options, hidden="policy"))
+    return cast(Policy, from_spec(_WHAT[POLICIES], spec, cls, options, hidden="policy"))
 
 
 def make_privacy(spec: str | Privacy | None) -> Privacy | None:
@@ -130,13 +131,20 @@ def make_privacy(spec: str | Privacy | None) -> Privacy | None:
                 f"privacy is {spec!r}; give a name such as 'noise-pool:size=64', or an object with name and wrap"
             )
         return spec
-    return cast(Privacy, _make(PRIVACY, spec, _load(PRIVACY, spec.partition(":")[0]), {}))
+    return cast(Privacy, from_spec(_WHAT[PRIVACY], spec, _load(PRIVACY, spec.partition(":")[0]), {}))
 
 
-def _make(group: str, spec: str, cls: Any, options: dict[str, Any], hidden: str | None = None) -> Any:
-    """Return ``cls(**options)`` with the options of a spec added. The option ``hidden`` cannot be written in a spec."""
+def from_spec(what: str, spec: str, cls: Callable[..., Any], options: dict[str, Any], hidden: str | None = None) -> Any:
+    """Return ``cls(**options)`` with the options of ``"name:option=value,option=value"`` added.
+
+    Args:
+        what: the kind of thing, for error messages.
+        hidden: an option that cannot be written in a spec.
+
+    Raises:
+        UsageError: ``cls`` has no such option, or does not accept its value.
+    """
     name, _, text = spec.partition(":")
-    what = _WHAT[group]
     known = inspect.signature(cls).parameters
     whole: set[str] = set()
     for part in filter(None, text.split(",")):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from symbiosis.errors import UsageError
@@ -68,3 +68,24 @@ def mapping(policy: str, option: str, value: Mapping[str, T] | None, *, tenants:
             tenant = name.partition("/")[0]
             raise UsageError(f"{policy}: {option} has {name!r}, which is a client; give its tenant, {tenant!r}")
     return value or {}
+
+
+def targets(policy: str, clients: Mapping[str, tuple[float, float]] | None) -> dict[str, tuple[float, float]]:
+    """Return (slo_ms, ttft_ms) by client.
+
+    Raises:
+        UsageError: a client has no such pair.
+    """
+    found = {}
+    for name, pair in mapping(policy, "clients", clients, tenants=False).items():
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise UsageError(
+                f"{policy}: clients has {pair!r} for {name!r}; give (slo_ms, ttft_ms), on a command line "
+                f"clients.{name}=50/900"
+            )
+        slo_ms, ttft_ms = pair
+        found[name] = (
+            milliseconds(policy, f"slo_ms of {name!r}", slo_ms),
+            milliseconds(policy, f"ttft_ms of {name!r}", ttft_ms),
+        )
+    return found

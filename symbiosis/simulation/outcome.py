@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from symbiosis.simulation.clients import Done
+from symbiosis.simulation.trace import Arrival
 
 
 @dataclass(frozen=True)
@@ -17,11 +18,11 @@ class SLO:
     first_ms: float
     """Target for the time from arrival to the first token."""
 
-    def met_by(self, done: Done) -> bool:
-        """Return whether a finished request met both targets."""
+    def met_by(self, done: Done, factor: float = 1.0) -> bool:
+        """Return whether a finished request met both targets, times ``factor``."""
         gaps = done.per_token
-        slow = bool(gaps) and sum(gaps) / len(gaps) > self.token_ms / 1e3
-        return not slow and done.first_token_s <= self.first_ms / 1e3
+        slow = bool(gaps) and sum(gaps) / len(gaps) > factor * self.token_ms / 1e3
+        return not slow and done.first_token_s <= factor * self.first_ms / 1e3
 
 
 @dataclass(frozen=True)
@@ -61,18 +62,19 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def outcome(
-    texts: Sequence[tuple[Done, int]], jobs: Sequence[Done], seconds: float, mean_batch: float, slo: SLO
+    texts: Sequence[tuple[Done, Arrival]], jobs: Sequence[Done], seconds: float, mean_batch: float, slo: SLO
 ) -> Outcome:
     """Return the figures of a run.
 
     Args:
-        texts: record of each request for text, and the number of tokens that it asked for.
+        texts: record of each request for text, and the request.
         jobs: records of the fine-tuning clients.
         seconds: duration of the run.
         mean_batch: mean number of requests in a batch, over all executors.
         slo: latency targets.
     """
-    finished = [done for done, wanted in texts if len(done.tokens) >= wanted]
+    ended = [(done, arrival) for done, arrival in texts if len(done.tokens) >= arrival.tokens]
+    finished = [done for done, _ in ended]
     gaps = [1e3 * gap for done, _ in texts for gap in done.per_token]
     first = [1e3 * done.first_token_s for done, _ in texts if done.tokens]
     rates = [len(done.tokens) / (done.tokens[-1] - done.began) for done in finished if done.tokens[-1] > done.began]
@@ -85,7 +87,7 @@ def outcome(
         token_p99=percentile(gaps, 0.99),
         first_mean=_mean(first),
         first_p99=percentile(first, 0.99),
-        slo_attainment=_mean([float(slo.met_by(done)) for done in finished]),
+        slo_attainment=_mean([float(slo.met_by(done, arrival.slo)) for done, arrival in ended]),
         fairness=sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates)) if rates else float("nan"),
         finished=len(finished),
         mean_batch=mean_batch,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch
 from symbiosis.core.scheduler import tell_unloaded
+from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.outcome import SLO, Outcome, outcome
@@ -21,9 +23,10 @@ class Load:
 
     Args:
         trace: requests for text.
-        clients: number of clients that send them, each one request after another; None for a client per request.
-        paced: whether requests arrive at the times of the trace, dealt to the clients in turn. Otherwise a client that
-            has finished a request takes the next one of the trace.
+        clients: number of clients that send them, each one request after another; None for a client per conversation.
+            A request that belongs to no conversation is one.
+        paced: whether requests arrive at the times of the trace, with conversations dealt to the clients in turn.
+            Otherwise a client that has finished a request takes the next one of the trace.
         tuning: number of clients that fine-tune until the last text is finished.
         rows: tokens of a fine-tuning step.
     """
@@ -36,10 +39,21 @@ class Load:
 
     def by_client(self) -> list[Iterator[Arrival]]:
         """Return the requests of each client, in order."""
-        count = min(self.clients or len(self.trace), len(self.trace))
+        conversations: dict[object, list[Arrival]] = {}
+        for number, arrival in enumerate(self.trace):
+            conversations.setdefault((number,) if arrival.conversation is None else arrival.conversation, []).append(
+                arrival
+            )
+        count = min(self.clients or len(conversations), len(conversations))
         if not self.paced:
             return [iter(self.trace)] * count  # all clients share one iterator
-        return [iter(self.trace[number::count]) for number in range(count)]
+        dealt = list(conversations.values())
+        return [chain.from_iterable(dealt[number::count]) for number in range(count)]
+
+    def terms(self, number: int, slo: SLO) -> Terms:
+        """Return the terms of a client. A client of several conversations has the targets of the first one."""
+        factor = next((arrival.slo for arrival in self.trace if arrival.conversation in (number, None)), 1.0)
+        return Terms(slo_ms=factor * slo.token_ms, ttft_ms=factor * slo.first_ms) if factor > 1 else NO_TERMS
 
 
 def told(policy: Policy, costs: Costs) -> Policy:
@@ -73,7 +87,7 @@ def replay(
         PolicyError: the scheduler refused a decision of the policy.
         UsageError: the policy promises latencies below those of an idle executor.
     """
-    texts: list[tuple[Done, int]] = []
+    texts: list[tuple[Done, Arrival]] = []
     jobs: list[Done] = []
     clients = load.by_client()
     left = len(load.trace)
@@ -93,17 +107,19 @@ def replay(
     def asks(arrivals: Iterator[Arrival]) -> SimulatedClient:
         """Send one request for text after another."""
         nonlocal left
+        done = Done()
         for arrival in arrivals:
-            now = yield Until(arrival.at if load.paced else 0.0)
+            at = arrival.at if arrival.pause is None else done.tokens[-1] + arrival.pause
+            now = yield Until(at if load.paced else 0.0)
             done = Done()
-            texts.append((done, arrival.tokens))
-            began = arrival.at if load.paced else now
+            texts.append((done, arrival))
+            began = at if load.paced else now
             yield from generate(costs.walk, arrival.prompt, arrival.tokens, costs.think, done, began, costs.last)
             left -= 1
             progress(1 - left / len(load.trace))
 
     for number, arrivals in enumerate(clients):
-        simulations[number % executors].add(f"text-{number}", asks(arrivals))
+        simulations[number % executors].add(f"text-{number}", asks(arrivals), terms=load.terms(number, slo))
     for number in range(load.tuning):
         jobs.append(Done())
         tunes = finetune(costs.walk, load.rows, costs.think, jobs[-1], back=costs.back)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
-from symbiosis.core.terms import JOINT, Kind
+from symbiosis.core.terms import JOINT, NO_TERMS, Kind, Terms
 from symbiosis.errors import PolicyError
 
 
@@ -135,11 +135,11 @@ class Simulation:
         self._wake = math.inf
         """Time at which the scheduler is asked again."""
 
-    def add(self, name: str, client: SimulatedClient, at: float = 0.0) -> None:
-        """Add a client that joins at time ``at`` (seconds) and leaves when its generator ends."""
+    def add(self, name: str, client: SimulatedClient, at: float = 0.0, terms: Terms = NO_TERMS) -> None:
+        """Add a client that joins at time ``at`` (seconds), asks for ``terms``, and leaves when its generator ends."""
 
         def join() -> None:
-            self._scheduler.client_joined(name, local=self._local)
+            self._scheduler.client_joined(name, terms, local=self._local)
             self._clients[name] = [client]
             self._resume(name, None)
 

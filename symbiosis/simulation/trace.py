@@ -1,11 +1,10 @@
-"""Traces: arrival times and lengths of requests for text, read from files or generated with the same statistics."""
+"""Traces: arrival times and lengths of requests for text, read from files."""
 
 from __future__ import annotations
 
 import csv
 import heapq
 import math
-import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import chain
@@ -18,8 +17,6 @@ COLUMNS = ("arrival_s", "ContextTokens", "GeneratedTokens")
 TIMESTAMP = "TIMESTAMP"
 """Column that may replace the first one."""
 MAX_TOKENS = 1_000_000
-_SPELL_S = 10.0
-"""Seconds for which the rate of a synthetic trace stays the same."""
 
 
 class Arrival(NamedTuple):
@@ -31,6 +28,12 @@ class Arrival(NamedTuple):
     """Tokens of the prompt, 1 or more."""
     tokens: int
     """Tokens to generate, 1 or more."""
+    conversation: int | None = None
+    """Number of the conversation that it belongs to, if it belongs to one. One client sends all its requests."""
+    pause: float | None = None
+    """Seconds after the preceding request of the conversation was answered, at which it arrives in place of ``at``."""
+    slo: float = 1.0
+    """Factor for the latency targets."""
 
 
 def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
@@ -113,35 +116,14 @@ def _number(where: str, row: dict[str, str | None], column: str, columns: Sequen
     return value
 
 
-def synthetic(count: int, rate: float = 5.53, seed: int = 0) -> list[Arrival]:
-    """Return a trace with the statistics of Azure's conversations of 2023.
-
-    Lengths are log-normal: prompts with a median of 760 tokens, up to 14,050; answers with a median of 151, up to
-    1,000. Arrivals are Poisson at a rate that changes every 10 s, so that the variance of arrivals in 10 s is 4 times
-    their mean at the rate of the original.
-
-    Args:
-        count: number of requests.
-        rate: mean requests per second.
-        seed: seed of the random numbers.
-    """
-    random_ = random.Random(seed)
-    found: list[Arrival] = []
-    at, spell_ends, now_rate = 0.0, 0.0, rate
-    while len(found) < count:
-        while at >= spell_ends:
-            spell_ends += _SPELL_S
-            now_rate = rate * random_.gammavariate(18.3, 1 / 18.3)  # variance of the factor: 3 / 55
-        at += random_.expovariate(now_rate)
-        prompt = min(max(round(random_.lognormvariate(6.633, 0.985)), 1), 14_050)
-        tokens = min(max(round(random_.lognormvariate(5.019, 0.859)), 1), 1_000)
-        found.append(Arrival(at, prompt, tokens))
-    return found
-
-
 def scaled(trace: Sequence[Arrival], *, speed: float = 1.0, lengths: float = 1.0) -> list[Arrival]:
     """Return the trace with arrivals ``speed`` times as fast and ``lengths`` times as many tokens, at least 1."""
     return [
-        Arrival(arrival.at / speed, max(round(arrival.prompt * lengths), 1), max(round(arrival.tokens * lengths), 1))
+        arrival._replace(
+            at=arrival.at / speed,
+            prompt=max(round(arrival.prompt * lengths), 1),
+            tokens=max(round(arrival.tokens * lengths), 1),
+            pause=None if arrival.pause is None else arrival.pause / speed,
+        )
         for arrival in trace
     ]

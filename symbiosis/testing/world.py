@@ -112,9 +112,12 @@ class World:
         self._thinks_since.pop(client, None)
         self.check()
 
-    def submit(self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE) -> Request:
-        """Queue a request."""
+    def submit(
+        self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, tenants: tuple[str, ...] = ()
+    ) -> Request:
+        """Queue a request, in a joint walk of ``tenants`` if any are given."""
         request = self._request(client, key, rows, kind)
+        request.tenants = tenants
         self.scheduler.submit(request)
         self.check()
         return request

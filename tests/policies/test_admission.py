@@ -441,7 +441,7 @@ def test_a_loose_slo_in_another_process_delays_no_client() -> None:
     world.submit("gone", F0, 1)
     world.complete(_run(world))
     world.clock.advance(0.25)
-    assert policy.tokens.slack.for_prefill(world.clock.now) == math.inf
+    assert policy.walks.slack(Kind.PREFILL, world.clock.now) == math.inf
 
 
 @pytest.mark.parametrize(("asked", "slack"), [(1.0, 0.2), (None, 0.2), (500.0, 0.5)])
@@ -450,7 +450,7 @@ def test_a_client_in_another_process_cannot_stop_fine_tuning_with_a_tight_slo(
 ) -> None:
     policy = CoServing(slo_ms=200)
     world_of(policy, "a", terms={"a": Terms(slo_ms=asked)}).submit("a", F0, 1)
-    assert 0.4 * slack < policy.tokens.slack.for_prefill(0.0) < slack
+    assert 0.4 * slack < policy.walks.slack(Kind.PREFILL, 0.0) < slack
 
 
 @pytest.mark.parametrize(
@@ -468,7 +468,7 @@ def test_a_client_with_an_slo_of_its_own() -> None:
         policy = CoServing(slo_ms=200)
         world = world_of(policy, "a", terms={"a": Terms(slo_ms=slo_ms)}, local=True)
         world.submit("a", F0, 1)
-        slack[slo_ms] = policy.tokens.slack.for_prefill(0.0)
+        slack[slo_ms] = policy.walks.slack(Kind.PREFILL, 0.0)
     assert slack[20.0] < 0.02 < slack[None]
 
 

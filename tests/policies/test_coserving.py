@@ -10,7 +10,7 @@ import pytest
 import symbiosis
 from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
+from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.core.scheduler import WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, kind_of
 from symbiosis.errors import UsageError
@@ -87,7 +87,7 @@ def test_finished_tokens_are_forgotten() -> None:
     """A client with a short SLO stays at the top of the heaps; finished tokens below it are removed."""
     policy = CoServing(slo_ms=200, clients={"text-0": (50.0, 1000.0)})
     simulate(policy, 4, 0, seconds=60)
-    assert len(policy.tokens.slack) <= 2 * 4 + 65
+    assert len(policy.walks._by_text) <= 2 * 4 + 65
 
 
 def test_without_inference_no_request_is_delayed() -> None:
@@ -117,29 +117,37 @@ def rows_of(batch: Batch) -> dict[str, int]:
     return {request.client: stop - start for request, start, stop in batch.slices}
 
 
-def test_decode_prefill_and_tuning_in_this_order_in_one_batch() -> None:
+def learned(w: World, *keys: Key, start: float = 1e-3, row: float = 1e-4) -> None:
+    """Let the policy know what batches of some keys cost, in seconds."""
+    for key in keys:
+        for rows in (1, 100):
+            w.policy.latency[key].learn(rows, start + row * rows)  # type: ignore[attr-defined]
+
+
+def test_prompts_run_before_fine_tuning_and_both_beside_decode_rows() -> None:
     w = world()
-    w.policy.latency[F0].learn(1, 1e-3)  # type: ignore[attr-defined]
-    w.policy.latency[F0].learn(100, 2e-3)  # type: ignore[attr-defined]
+    learned(w, F0, row=1e-5)
     w.submit("job", F0, 400, Kind.FINETUNE)
     w.submit("prompt", F0, 30, Kind.PREFILL)
     w.submit("text", F0, 1, Kind.DECODE)
     batch = run(w)
-    assert batch.reason == "co-served"
-    assert [request.client for request, _, _ in batch.slices] == ["text", "prompt", "job"]
-    assert rows_of(batch) == {"text": 1, "prompt": 30, "job": 225}  # cut to the largest batch
+    assert batch.reason == "slack"
+    assert rows_of(batch) == {"text": 1, "prompt": 30}
+    w.submit("text", F1, 1, Kind.DECODE)
+    assert rows_of(run(w)) == {"job": 256}  # cut to the largest batch
+    w.submit("prompt", F1, 30, Kind.PREFILL)
+    assert rows_of(run(w)) == {"text": 1, "prompt": 30}
 
 
 def test_rows_are_limited_by_the_slack() -> None:
     w = world(CoServing(slo_ms=10))
-    for rows in (1, 100):
-        w.policy.latency[F0].learn(rows, 1e-3 + 1e-4 * rows)  # type: ignore[attr-defined]
+    learned(w, F0)
     w.submit("job", F0, 400, Kind.FINETUNE)
     w.submit("text", F0, 1, Kind.DECODE)
-    batch = run(w, seconds=5.6e-3)
-    # The token counts as taking half of the SLO, and its target is 9.2 ms. A fifth of the other 4.2 ms is spent, at
-    # 0.1 ms per row.
-    assert rows_of(batch)["job"] == pytest.approx(8, abs=1)
+    batch = run(w, seconds=4.3e-3)
+    # The token counts as taking half of the SLO, and is scheduled for 9.2 ms. So 4.2 ms are left, of which 1 ms is for
+    # a batch of any size.
+    assert rows_of(batch)["job"] == pytest.approx(32, abs=1)
     w.submit("text", F1, 1, Kind.DECODE)
     batch = run(w, seconds=20e-3)
     assert (batch.reason, rows_of(batch)) == ("inference", {"text": 1})
@@ -155,49 +163,117 @@ def _token(w: World, seconds: float) -> None:
             run(w, seconds=seconds / 4)
 
 
+def _due(w: World, client: str) -> float:
+    """Return the time from now to the end that is due of a client's walk, in seconds."""
+    walk = w.policy.walks._clients[client].walk  # type: ignore[attr-defined]
+    return float(walk.due - w.clock.now)
+
+
 def test_a_text_compensates_for_late_tokens() -> None:
-    """The SLO is a mean over a text: early tokens leave time for later ones, up to a bound, late tokens reduce it."""
-    slacks = {}
-    for name, seconds in (("early", 0.02), ("on time", 0.092), ("late", 0.11), ("hopeless", 0.35)):
+    """The SLO is a mean over a text: early tokens leave time for later ones, and late tokens reduce it."""
+    due = {}
+    for name, seconds in (("early", 0.02), ("on time", 0.092), ("late", 0.098), ("hopeless", 0.35)):
         w = world(CoServing(slo_ms=100, wait_ms=1e-6))
         w.end_walk("job")
         for _ in range(3):
             _token(w, seconds)
         w.submit("text", F0, 1, Kind.DECODE)
-        token = w.policy.tokens.of("text")  # type: ignore[attr-defined]
-        slacks[name] = token.due - token.began
-    assert slacks["early"] == pytest.approx(2 * 0.092)  # a token gets at most the time of two tokens
-    assert slacks["on time"] == pytest.approx(0.092, abs=2e-3)
-    assert slacks["late"] == pytest.approx(4 * 0.092 - 3 * 0.11, abs=2e-3)
-    assert slacks["hopeless"] < 0  # the text remains late after this token
+        due[name] = _due(w, "text")
+    assert due["early"] == pytest.approx(4 * 0.092 - 3 * 0.02, abs=2e-3)
+    assert due["on time"] == pytest.approx(0.092, abs=2e-3)
+    assert due["late"] == pytest.approx(4 * 0.092 - 3 * 0.098, abs=2e-3)
+    assert due["hopeless"] == pytest.approx(0.35 + 0.092, abs=2e-3)  # others may delay it by the time of a token
 
 
-def test_a_prefill_is_served_before_tuning_while_its_target_allows() -> None:
-    """Fine-tuning waits for the prefill."""
-    w = world(CoServing(slo_ms=100, ttft_ms=1000))
-    for key in (F0, F1):
-        for rows in (1, 100):
-            w.policy.latency[key].learn(rows, 1e-3 + 1e-4 * rows)  # type: ignore[attr-defined]
-    w.submit("job", F0, 64, Kind.FINETUNE)
-    w.submit("text", F1, 1, Kind.DECODE)
-    w.submit("prompt", F0, 100, Kind.PREFILL)
-    assert rows_of(run(w)) == {"prompt": 100, "job": 64}
+def test_fine_tuning_spends_no_slack_that_a_text_has_gained() -> None:
+    w = world(CoServing(slo_ms=100, wait_ms=1e-6))
+    w.end_walk("job")
+    for _ in range(5):
+        _token(w, 0.02)
+    w.submit("text", F0, 1, Kind.DECODE)
+    walks = w.policy.walks  # type: ignore[attr-defined]
+    assert walks.slack(Kind.PREFILL, w.clock.now) == pytest.approx(5 * 0.072 + 0.072, abs=0.01)
+    assert walks.slack(Kind.FINETUNE, w.clock.now) == pytest.approx(0.072, abs=0.01)
 
 
-def test_a_prefill_waits_for_tokens_until_its_target_is_near() -> None:
+def test_a_prompt_waits_while_a_token_has_no_slack() -> None:
     w = world(CoServing(slo_ms=10, ttft_ms=1000, wait_ms=1e-6))
     w.end_walk("job")
-    for rows in (1, 100):
-        w.policy.latency[F0].learn(rows, 0.05 + 1e-4 * rows)  # type: ignore[attr-defined]
+    learned(w, F0, start=4e-3)
+    for _ in range(3):
+        _token(w, 9.2e-3)
     w.submit("prompt", F0, 100, Kind.PREFILL)
-    order = []
-    for token in range(60):
-        w.submit("text", Key((token % 3 + 1,), Pass.FORWARD), 1, Kind.DECODE)
-        order += list(rows_of(run(w, seconds=0.01)))
-        if "prompt" in order:
-            break
-    assert order[-1] == "prompt"
-    assert 0.4 <= w.clock.now <= 0.45
+    for layer in range(4):
+        w.submit("text", Key((layer,), Pass.FORWARD), 1, Kind.DECODE)
+        assert rows_of(run(w, seconds=2.3e-3)) == {"text": 1}
+    w.clock.advance(0.1)  # the text has missed its SLO, and does not let the prompt miss its own too
+    w.submit("text", F1, 1, Kind.DECODE)
+    assert list(rows_of(run(w))) == ["prompt"]
+
+
+def test_prompts_run_one_after_another_the_earliest_target_first() -> None:
+    """If prompts shared all their batches, all would end late."""
+    w = world(CoServing(slo_ms=100, clients={"prompt": (100.0, 500.0)}))
+    learned(w, F0)
+    w.end_walk("job")
+    w.submit("text", F0, 130, Kind.PREFILL)
+    w.submit("prompt", F0, 120, Kind.PREFILL)
+    assert rows_of(run(w)) == {"prompt": 120}
+    assert rows_of(run(w)) == {"text": 130}
+
+
+def test_if_not_all_prompts_can_be_in_time_the_longest_is_left_out() -> None:
+    """Moore and Hodgson's rule: one long prompt would make two short ones late."""
+    w = world_of(CoServing(slo_ms=1000, ttft_ms=100), "a", "long", "short", "brief", layers=2, max_rows=1000)
+    for rows in (10, 20, 30):  # learn that a row of a prompt costs 1 ms
+        for layer in range(2):
+            w.submit("a", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
+            run(w, seconds=1e-3 * rows / 2)
+    w.end_walk("a")
+    w.submit("long", F0, 90, Kind.PREFILL)
+    w.submit("short", F0, 30, Kind.PREFILL)
+    w.submit("brief", F0, 40, Kind.PREFILL)
+    order = [next(iter(rows_of(run(w, seconds=0.03)))) for _ in range(3)]
+    assert order == ["short", "brief", "long"]
+
+
+def test_fine_tuning_yields_to_a_prompt_before_its_target_is_missed() -> None:
+    w = world_of(CoServing(slo_ms=1000, ttft_ms=200), "a", "prompt", "job", layers=2, max_rows=1000)
+    for rows in (10, 20, 30):
+        for layer in range(2):
+            w.submit("a", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
+            run(w, seconds=1e-3 * rows / 2)
+    w.end_walk("a")
+    w.submit("prompt", F0, 80, Kind.PREFILL)
+    spare = w.policy.walks.slack(Kind.FINETUNE, w.clock.now)  # type: ignore[attr-defined]
+    assert spare == pytest.approx(0.2 - 0.08, abs=0.01)
+    w.submit("job", F0, 10, Kind.FINETUNE)
+    assert rows_of(run(w)) == {"prompt": 80}
+
+
+def test_tenants_of_a_joint_walk_have_deadlines_of_their_own() -> None:
+    """The walk is due when the first of its texts is, and a text that has missed its SLO makes none of them wait."""
+    w = world_of(CoServing(slo_ms=100), "a", "b", "joint", layers=4, local=True)
+    keys = [Key((layer,), Pass.FORWARD) for layer in range(4)]
+    for at, client in ((0.0, "a"), (0.01, "a"), (0.03, "b")):  # the second prompt shows with which layer walks end
+        w.clock.advance(at)
+        for key in keys:
+            w.submit(client, key, 8, Kind.PREFILL)
+            run(w, seconds=1e-3)
+    w.end_walk("a")
+    w.end_walk("b")
+    clients = w.policy.walks._clients  # type: ignore[attr-defined]
+    for number in range(1, 4):
+        w.submit("joint", F0, 2, Kind.DECODE, tenants=("a", "b"))
+        assert clients["a"].began < clients["b"].began
+        assert clients["joint"].walk.due == pytest.approx(clients["a"].began + number * 0.092)
+        run(w)
+        for key in keys[1:]:
+            w.submit("joint", key, 2, Kind.DECODE, tenants=("a", "b"))
+            run(w)
+    clients["a"].late = True
+    w.submit("joint", F0, 2, Kind.DECODE, tenants=("a", "b"))
+    assert clients["joint"].walk.due == pytest.approx(clients["b"].began + 4 * 0.092)
 
 
 def test_backward_rows_are_fine_tuning() -> None:
@@ -235,68 +311,6 @@ def test_an_impossible_slo_of_one_client_is_refused(base: Any) -> None:
         symbiosis.Executor(base, policy=CoServing(slo_ms=5000, clients={"alice": (0.001, 100.0)}))
 
 
-def _steps(w: World, own: float) -> CoServing:
-    """Let a client fine-tune for ten steps. It computes ``own`` seconds with each answer and pauses after each step."""
-    policy = w.policy
-    assert isinstance(policy, CoServing)
-    keys = [Key((layer,), Pass.FORWARD) for layer in range(4)]
-    keys += [Key(key.layers, Pass.BACKWARD) for key in reversed(keys)]
-    for _ in range(10):
-        for key in keys:
-            w.submit("job", key, 64, Kind.FINETUNE)
-            while w.waiting:
-                run(w, seconds=2e-3)
-            w.clock.advance(own)
-        w.clock.advance(3.0)
-    return policy
-
-
-def test_own_work_of_local_clients_is_part_of_the_cost_of_their_batches() -> None:
-    w = world(CoServing(slo_ms=100), local=True)
-    policy = _steps(w, 5e-3)
-    request = Request(1, "job", F0, 64, Kind.FINETUNE, 0.0, local=True)
-    last = Request(1, "job", Key((0,), Pass.BACKWARD), 64, Kind.FINETUNE, 0.0, local=True)
-    assert policy.own_work.seconds(request) == pytest.approx(5e-3)
-    assert policy.own_work.seconds(last) == 0  # the time after the last request of a step is a pause
-    w.submit("text", F0, 1, Kind.DECODE)
-    before = policy.tokens.slack.for_prefill(w.clock.now)
-    policy.ran(Batch(F0, [Slice(request, 0, 64)], "", 64), 2e-3)
-    assert before - policy.tokens.slack.for_prefill(w.clock.now) == pytest.approx(7e-3)
-
-
-def test_own_work_of_clients_in_other_processes_costs_nothing() -> None:
-    policy = _steps(world(CoServing(slo_ms=100)), 5e-3)
-    assert policy.own_work.seconds(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
-
-
-def test_fine_tuning_waits_if_the_own_work_of_its_clients_is_too_long() -> None:
-    taken = {}
-    for own in (1e-3, 15e-3):
-        w = world(CoServing(slo_ms=100, wait_ms=1e-6), local=True)
-        _steps(w, own)
-        w.submit("text", F1, 1, Kind.DECODE)
-        w.submit("job", F0, 64, Kind.FINETUNE)
-        taken[own] = rows_of(run(w))
-    assert taken == {1e-3: {"job": 64}, 15e-3: {"text": 1}}  # 8 of 42 ms of slack may be spent at once
-
-
-def test_fine_tuning_does_not_delay_prefills_for_long() -> None:
-    """Fine-tuning lengthens a prefill by at most half of its usual time, even if its target is far away."""
-    policy = CoServing(slo_ms=100, ttft_ms=5000)
-    w = world(policy)
-    for rows in (32, 64, 96, 128):
-        for layer in range(4):
-            w.submit("text", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
-            while w.waiting:
-                run(w, seconds=1e-3 * rows / 4)
-        w.submit("text", F0, 1, Kind.DECODE)
-        run(w)
-        w.clock.advance(60)  # the text has ended
-    w.submit("prompt", F0, 80, Kind.PREFILL)
-    assert policy.tokens.slack.for_prefill(w.clock.now) > 4
-    assert policy.tokens.slack.for_tuning(w.clock.now) == pytest.approx(0.5 * 0.08, rel=0.1)
-
-
 @pytest.mark.parametrize("what", ["slo_ms", "ttft_ms"])
 def test_impossible_targets_are_refused(what: str) -> None:
     """Targets are checked for all clients, for a client by its name, and for a new client."""
@@ -311,13 +325,15 @@ def test_impossible_targets_are_refused(what: str) -> None:
         executor.client(name="alice", **{what: 1e-6})
 
 
-def test_late_prefills_are_not_cut_for_one_another() -> None:
-    """No other requests wait, so cutting the prefills would only delay them."""
-    w = world(CoServing(slo_ms=100, ttft_ms=50, wait_ms=1e-6))
-    w.submit("prompt", F0, 120, Kind.PREFILL)
-    w.submit("text", F0, 130, Kind.PREFILL)
-    w.clock.advance(1.0)
-    assert rows_of(run(w)) == {"prompt": 120, "text": 130}
+def test_the_own_work_of_local_clients_that_fine_tune_does_not_break_an_slo() -> None:
+    """They compute on the executor's cores. What this costs a token is learned as a part of its usual time."""
+    simulation = Simulation(CoServing(slo_ms=100), layers=LAYERS, cost=Cost(5e-4, 2e-5).of, local=True)
+    text, job = Done(), Done()
+    simulation.add("text", generate(LAYERS, 64, 10**6, 10e-3, text))
+    simulation.add("job", finetune(LAYERS, 256, 0.3, job))  # 9 ms of its own for each request
+    simulation.run(20.0)
+    assert fmean(text.per_token[5:]) <= 0.1
+    assert job.tuned > 256
 
 
 @pytest.mark.parametrize("own", [0.9, 1.2, 1.5])

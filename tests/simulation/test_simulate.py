@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from symbiosis.simulation.clients import backward, forward
 from symbiosis.simulation.costs import roofline
 from symbiosis.simulation.outcome import SLO, outcome, percentile
 from symbiosis.simulation.replay import Load, replay
-from symbiosis.simulation.trace import COLUMNS, Arrival, read_trace, scaled, synthetic
+from symbiosis.simulation.trace import COLUMNS, Arrival, read_trace, scaled
 from tests.simulation.made_up import PATIENT, costs, trace_file
 
 # -------------------------------------------------------------------------------------------------------------- traces
@@ -96,23 +95,6 @@ def test_no_trace(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     with pytest.raises(UsageError):
         read_trace(tmp_path / "binary")
-
-
-def test_a_synthetic_trace_resembles_azures() -> None:
-    """Means and medians are those of the original: 1,155 and 1,020 tokens of prompt, 211 and 129 generated, 5.53
-    requests a second. The number of arrivals in 10 s has a variance of 4.0 times its mean.
-    """
-    trace = synthetic(20_000)
-    assert trace == synthetic(20_000)
-    assert trace != synthetic(20_000, seed=1)
-    assert statistics.mean(a.prompt for a in trace) == pytest.approx(1155, rel=0.15)
-    assert statistics.mean(a.tokens for a in trace) == pytest.approx(211, rel=0.15)
-    assert statistics.median(a.tokens for a in trace) == pytest.approx(140, rel=0.15)
-    assert len(trace) / trace[-1].at == pytest.approx(5.53, rel=0.1)
-    bins = [0] * (int(trace[-1].at / 10) + 1)
-    for arrival in trace:
-        bins[int(arrival.at / 10)] += 1
-    assert 2.5 < statistics.pvariance(bins) / statistics.mean(bins) < 6
 
 
 def test_scaled() -> None:
@@ -242,7 +224,9 @@ def test_slos_are_counted() -> None:
 def test_figures() -> None:
     even, odd = Done(0.0, [1.0, 2.0, 3.0]), Done(0.0, [1.0, 4.0, 9.0])
     job = Done(tuned=200.0)
-    found = outcome([(even, 3), (odd, 3), (Done(0.0, [5.0]), 3)], [job], 10.0, 2.5, SLO(1000, 2000))
+    found = outcome(
+        [(done, Arrival(0.0, 1, 3)) for done in (even, odd, Done(0.0, [5.0]))], [job], 10.0, 2.5, SLO(1000, 2000)
+    )
     assert (found.tokens_per_s, found.finetune_per_s, found.finished) == (0.7, 20.0, 2)
     assert found.slo_attainment == 0.5
     assert found.fairness == pytest.approx((1 + 1 / 3) ** 2 / (2 * (1 + 1 / 9)))

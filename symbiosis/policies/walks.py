@@ -1,0 +1,227 @@
+"""Walks and texts: when each token and each prompt is due, and how long other work may delay them.
+
+A *text* is what one client decodes after a prompt. Its SLO is a mean, so its nth token is due when the text has had the
+SLO for n tokens. A walk ends with the answer of the last layer, or when the client's next request is for an earlier
+layer or of another kind. Times are in seconds.
+
+Let F be the time that the executor has spent on prompts and fine-tuning so far, and F₀ its value when the walk of a
+token began. ``due − began − usual − (F − F₀)`` is the token's *slack*, where ``usual`` is the time that the walk takes
+without such work. All of it but F stays the same during the walk, so a heap knows the least slack of all tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from symbiosis.core.requests import Request
+from symbiosis.core.terms import Kind
+from symbiosis.policies.latency import Fit
+
+AIM = 0.92
+"""Part of the SLO for which tokens are scheduled. The rest is for errors of the learned costs."""
+_LEAST = 0.25
+"""Part of the SLO that fine-tuning may take from each token of a text that misses its SLO."""
+_AWAY = 0.8
+"""Part of the SLO: a client in another process that computes for so long per token is disregarded."""
+_LEARN = 0.2  # weight of the newest token in the usual time of a token
+_MAX_CLIENTS = 4096
+_PREFILL = Kind.PREFILL  # on Python 3.11 a member looked up on its class takes six times as long
+
+
+@dataclass(slots=True, eq=False)
+class Walk:
+    """One walk of a client through the model: the prefill of a prompt, or one token of one or several texts."""
+
+    first: Request
+    last: Request
+    due: float
+    others: float  # time spent on prompts and fine-tuning before it began (F₀)
+    patience: float
+    """Time after the latest request or answer from which a client without a queued request counts as stopped."""
+    seen: float  # time of the latest request or answer
+    away: float = 0.0  # time during which the client had no request here
+    spent: float = 0.0  # time that the executor has spent on a prompt
+    rank: tuple[bool, float] = (False, 0.0)  # place in the order in which prompts run
+    over: bool = False
+
+    def ended(self, now: float) -> bool:
+        """Return whether the walk has ended, or its client has stopped."""
+        self.over = self.over or (self.seen + self.patience <= now and not _queued(self.last))
+        return self.over
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """What is known of a client: the text that it decodes, and the usual time of its tokens."""
+
+    slo: float  # longest mean time from one token of the text to the next
+    began: float = math.inf  # time of the first token, which the prompt yields; inf before it
+    tokens: int = 0  # tokens after the first one whose walk has begun
+    late: bool = False  # whether the first token was late, so that the text has missed its SLO
+    usual: float = 0.0
+    """Usual time of a token without prompts and fine-tuning, or 0 before the first one."""
+    away: float = 0.0
+    """The part of it in which the client has no request here."""
+    walk: Walk | None = None  # the latest one, which may be over
+
+    def may_keep(self, now: float, usual: float) -> bool:
+        """Return whether the text may keep its SLO if its next token begins now. It is expected to have as many tokens
+        left as it has. With each it makes up for the time by which a usual token is faster than the SLO."""
+        late = now + usual - self.began - self.tokens * self.slo
+        return not self.late and late <= max(self.tokens * (self.slo - usual), 0.0)
+
+
+Heap = list[tuple[float, int, Walk]]
+
+
+class Walks:
+    """The walks of all inference clients. ``slo_s`` and ``ttft_s`` are the targets of clients without their own."""
+
+    def __init__(self, slo_s: float, ttft_s: float) -> None:
+        self._slo_s, self._ttft_s = slo_s, ttft_s
+        self._others = 0.0  # time spent on prompts and fine-tuning so far (F)
+        self._usual_s = 0.0  # usual time of a token of any client
+        self._clients: OrderedDict[str, Client] = OrderedDict()
+        self._by_text: Heap = []  # tokens by the slack that their texts allow, plus F
+        self._by_token: Heap = []  # tokens by the slack that their own SLOs allow, plus F
+        self._last_layer = 0  # of the walks that have ended; 0 before the first one
+        self._prompts: dict[str, Walk] = {}  # prompts under way, by client
+        self._cost = Fit()  # time that the executor spends on a prompt, by its rows
+        self._queue: list[tuple[tuple[bool, float], int, Request]] = []  # requests of prompts, by rank
+        self._spare = math.inf  # time that fine-tuning may take before a prompt is late
+
+    def submitted(self, request: Request) -> None:
+        """Note a request of an inference client."""
+        client, prefill = self._client(request.client, request), request.kind is _PREFILL
+        walk = client.walk
+        ahead = walk is not None and not walk.over and request.key.layers[0] > walk.last.key.layers[0]
+        if walk is None or not ahead or (walk.first.kind is _PREFILL) != prefill:
+            if walk is not None:
+                self._end(client, walk, request)
+            walk = client.walk = self._begin_prompt(request) if prefill else self._begin_token(client, request)
+        walk.away += request.arrived - walk.seen
+        walk.last, walk.seen = request, request.arrived
+        if prefill:
+            heapq.heappush(self._queue, (walk.rank, request.id, request))
+
+    def spent(self, client: str, seconds: float) -> None:
+        """Note the time that the executor spent on a client's prompt, or on its fine-tuning."""
+        self._others += seconds
+        if client in self._prompts:
+            self._prompts[client].spent += seconds
+        else:
+            self._spare -= seconds
+
+    def answered(self, request: Request, at: float) -> None:
+        """Note that an inference client gets an answer at time ``at``."""
+        client = self._clients.get(request.client)
+        walk = client and client.walk
+        if walk and walk.last is request:
+            walk.seen = at
+            walk.over = request.key.layers[0] >= self._last_layer > 0
+            if walk.over:
+                self._end_prompt(request.client, at)
+
+    def slack(self, kind: Kind, now: float) -> float:
+        """Return the time that prompts, or fine-tuning, may take; ``inf`` if nothing is due, ≤ 0 if a token is late.
+
+        Fine-tuning may delay a token by the SLO of that token, not by what its text has gained before, which is kept
+        for prompts to come."""
+        heap = self._by_text if kind is _PREFILL else self._by_token
+        while heap and heap[0][2].ended(now):
+            heapq.heappop(heap)
+        slack = heap[0][0] - self._others if heap else math.inf
+        return slack if kind is _PREFILL else min(slack, self._spare, AIM * self._slo_s)
+
+    def first_prompt(self) -> Request | None:
+        """Return the queued request of the prompt that comes first."""
+        while self._queue and not _queued(self._queue[0][2]):
+            heapq.heappop(self._queue)
+        return self._queue[0][2] if self._queue else None
+
+    def _client(self, name: str, request: Request) -> Client:
+        """Return what is known of the client of a request. If there are too many, the first one is forgotten."""
+        if name not in self._clients:
+            if len(self._clients) >= _MAX_CLIENTS:
+                self._clients.popitem(last=False)
+            self._clients[name] = Client((request.terms.slo_ms or 1e3 * self._slo_s) / 1e3)
+        return self._clients[name]
+
+    def _begin_prompt(self, request: Request) -> Walk:
+        client, ttft = self._client(request.client, request), (request.terms.ttft_ms or 1e3 * self._ttft_s) / 1e3
+        client.began, client.tokens, client.late = math.inf, 0, False
+        walk = Walk(request, request, request.arrived + ttft, self._others, ttft, request.arrived)
+        self._prompts[request.client] = walk
+        self._order(request.arrived)
+        return walk
+
+    def _begin_token(self, client: Client, request: Request) -> Walk:
+        now, slo = request.arrived, client.slo
+        usual = client.usual or self._usual_s or slo / 2
+        kept = []
+        for name in request.clients:
+            self._end_prompt(name, now)
+            text = self._client(name, request)
+            text.began = min(text.began, now)
+            text.tokens += 1
+            if text.may_keep(now, usual):
+                kept.append(text)
+        due = min((text.began + text.tokens * AIM * text.slo for text in kept), default=now + usual + AIM * slo)
+        own = min((now + AIM * text.slo for text in kept), default=now + usual + _LEAST * slo)
+        walk = Walk(request, request, due, self._others, 2 * self._slo_s, now)
+        if request.local or client.away < _AWAY * slo:
+            for heap, end in (self._by_text, due), (self._by_token, min(due, own)):
+                heapq.heappush(heap, (end - now - usual + self._others, request.id, walk))
+                if len(heap) > 2 * len(self._clients) + 64:  # one that stays at the top keeps those below it
+                    heap[:] = [entry for entry in heap if not entry[2].over]
+                    heapq.heapify(heap)
+        return walk
+
+    def _end(self, client: Client, walk: Walk, request: Request) -> None:
+        """End a walk at its client's next request, and learn from it."""
+        walk.over = True
+        self._last_layer = max(self._last_layer, walk.last.key.layers[0])
+        self._end_prompt(request.client, request.arrived)
+        seconds = request.arrived - walk.first.arrived - (self._others - walk.others)
+        if _PREFILL not in (walk.first.kind, request.kind) and 0 < seconds <= 2 * walk.patience:  # or it is a pause
+            client.away += _LEARN * (walk.away - client.away) if client.usual else walk.away
+            client.usual += _LEARN * (seconds - client.usual) if client.usual else seconds
+            self._usual_s += _LEARN * (seconds - self._usual_s) if self._usual_s else seconds
+
+    def _end_prompt(self, name: str, now: float) -> None:
+        """End a client's prompt, if there is one under way: its first token is made."""
+        walk = self._prompts.pop(name, None)
+        if walk is not None:
+            walk.over = True
+            self._cost.learn(walk.first.rows, walk.spent)
+            client = self._client(name, walk.first)
+            client.began, client.late = now, now > walk.due
+            self._order(now)
+
+    def _order(self, now: float) -> None:
+        """Order the prompts so that most of them meet their targets (Moore and Hodgson, 1968): the earliest target
+        first and, wherever one would be missed, without the longest prompt so far. Those that are left out come last,
+        in the order of arrival. Tokens take a part of the time meanwhile."""
+        self._prompts = {client: walk for client, walk in self._prompts.items() if not walk.ended(now)}
+        part = 1 - min(self._usual_s / (AIM * self._slo_s), 0.9)
+        kept: Heap = []
+        self._spare, ends = math.inf, now
+        for walk in sorted(self._prompts.values(), key=lambda walk: walk.due):
+            work = max(self._cost.predict(walk.first.rows) - walk.spent, 0.0) / part
+            walk.rank = False, walk.due
+            heapq.heappush(kept, (-work, walk.first.id, walk))
+            ends += work
+            if ends > walk.due:
+                negative, _, longest = heapq.heappop(kept)
+                ends += negative
+                longest.rank = True, longest.first.arrived
+            self._spare = min(self._spare, walk.due - ends)
+        self._queue = [(walk.rank, walk.last.id, walk.last) for walk in self._prompts.values() if _queued(walk.last)]
+        heapq.heapify(self._queue)
+
+
+def _queued(request: Request) -> bool:
+    return request.taken < request.rows and not request.cancelled

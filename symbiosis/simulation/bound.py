@@ -1,0 +1,109 @@
+"""What a policy that knows the future could reach on a load: an upper bound to compare policies with."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from symbiosis.core.requests import Batch, Key
+from symbiosis.simulation.costs import Costs
+from symbiosis.simulation.outcome import SLO
+from symbiosis.simulation.replay import Load
+
+_BESIDE = 512
+"""Rows of the batches that decode rows run beside."""
+
+
+class Bound(NamedTuple):
+    """Upper bounds of the figures of an outcome."""
+
+    slo_attainment: float
+    finetune_per_s: float
+
+
+@dataclass(eq=False)
+class _Prompt:
+    work: float
+    """Seconds of the executor that are left."""
+    at: float
+    due: float
+    pace: float
+    """SLO of its tokens, in seconds."""
+    tokens: int
+    """Tokens that are to be decoded after it."""
+
+
+def bound(costs: Costs, load: Load, slo: SLO) -> Bound:
+    """Return upper bounds of SLO attainment and of fine-tuning.
+
+    Prompts run one after another, the earliest target first, on an executor without overhead. Where a target would be
+    missed, the longest prompt since the executor was last idle is never served (Moore and Hodgson, 1968). Tokens are
+    made exactly at the pace of the SLO, and always beside other rows, so they cost what their rows add to such batches.
+    Fine-tuning fills the rest, at the rate that it has alone. A later turn of a conversation arrives with its pause
+    after the answer before it, had that been made at the pace of the SLO without waiting.
+    """
+    prompts: list[_Prompt] = []
+    ends: dict[object, float] = {}
+    for arrival in load.trace:
+        at = arrival.at if arrival.pause is None else ends[arrival.conversation] + arrival.pause
+        work = sum(_seconds(costs, key, 1 if key in costs.last else arrival.prompt) for key in costs.walk)
+        pace = arrival.slo * slo.token_ms / 1e3
+        ends[arrival.conversation] = at + work + pace * (arrival.tokens - 1)
+        prompts.append(_Prompt(work, at, at + arrival.slo * slo.first_ms / 1e3, pace, arrival.tokens - 1))
+    prompts.sort(key=lambda prompt: prompt.at)
+    count = len(prompts)
+    while (played := _played(costs, prompts, slo.token_ms / 1e3)).late:
+        prompts.remove(max(played.late, key=lambda prompt: prompt.work))
+    rows = load.rows * load.tuning
+    step = sum(_seconds(costs, key, rows) for key in (*costs.walk, *costs.back)) if rows else 1.0
+    return Bound(len(prompts) / count, rows / step * played.spare / max(played.seconds, 1e-9))
+
+
+class _Played(NamedTuple):
+    late: list[_Prompt]
+    """The prompts that ran since the executor was last idle, up to one that is late; empty if none is late."""
+    seconds: float = 0.0
+    """Duration of all."""
+    spare: float = 0.0
+    """Seconds in which neither prompts nor tokens ran."""
+
+
+def _seconds(costs: Costs, key: Key, rows: int) -> float:
+    return costs.batch(Batch(key, (), "", rows), False)
+
+
+def _played(costs: Costs, prompts: list[_Prompt], step: float) -> _Played:
+    """Play prompts, in order of arrival, in steps of some seconds."""
+    row = sum(_seconds(costs, key, _BESIDE + 1) - _seconds(costs, key, _BESIDE) for key in costs.walk)
+    waiting: list[tuple[float, int, float]] = []
+    busy: list[_Prompt] = []
+    decoding: list[float] = []
+    now, spare, coming = 0.0, 0.0, 0
+    while coming < len(prompts) or waiting or decoding:
+        if not (waiting or decoding) and prompts[coming].at > now:
+            spare += prompts[coming].at - now
+            now = prompts[coming].at
+        while coming < len(prompts) and prompts[coming].at < now + step:
+            heapq.heappush(waiting, (prompts[coming].due, coming, prompts[coming].work))
+            coming += 1
+        decoding = [end for end in decoding if end > now]
+        left = max(step - len(decoding) * row, 0.0)
+        while waiting and left > 0:
+            due, number, work = heapq.heappop(waiting)
+            prompt = prompts[number]
+            if prompt not in busy:
+                busy.append(prompt)
+            if work > left:
+                heapq.heappush(waiting, (due, number, work - left))
+                left = 0.0
+            else:
+                left -= work
+                decoding.append(now + step - left + prompt.tokens * prompt.pace)
+            if now + step - left > max(due, prompt.at + step):
+                return _Played(busy)
+        if not waiting:
+            busy = []
+        spare += left
+        now += step
+    return _Played([], now, spare)

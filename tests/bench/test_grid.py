@@ -1,0 +1,68 @@
+"""``symbiosis simulate --grid`` compares policies over many loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from symbiosis.bench.grid import Cell, Row, cells, means
+from symbiosis.cli.commands import app
+from symbiosis.simulation.bound import Bound
+from symbiosis.simulation.loads import SHAPES
+from symbiosis.simulation.outcome import Outcome
+
+
+def outcome(slo: float, tuned: float) -> Outcome:
+    return Outcome(1.0, 1.0, tuned, 1.0, 1.0, 1.0, 1.0, 1.0, slo, 1.0, 1, 1.0)
+
+
+def row(**policies: tuple[float, float]) -> Row:
+    cell = Cell("a100", "chat", SHAPES["chat"], 0.5, 2, 0)
+    return Row(cell, Bound(1.0, 100.0), {name: outcome(*figures) for name, figures in policies.items()})
+
+
+def test_a_policy_holds_where_no_other_keeps_more_slos_or_fine_tunes_more() -> None:
+    assert row(mine=(0.9, 50.0), best=(0.91, 50.0), greedy=(0.5, 90.0)).holds("mine")
+    assert not row(mine=(0.9, 50.0), best=(0.93, 50.0)).holds("mine")
+    assert not row(mine=(0.9, 50.0), best=(0.91, 60.0)).holds("mine")
+    assert row(mine=(0.9, 50.0), other=(0.8, 60.0)).holds("mine"), "it keeps more than the other one"
+
+
+def test_means() -> None:
+    found = means([row(mine=(0.9, 50.0), other=(0.8, 60.0)), row(mine=(0.7, 30.0), other=(0.8, 60.0))])
+    assert {name: round(value, 6) for name, value in found["mine"].items()} == {
+        "slo": 0.8,
+        "regret": 0.2,
+        "tuning": 0.4,
+        "held": 1,
+    }
+
+
+def test_cells() -> None:
+    assert len(list(cells([], 3, 0, 0))) == 2 * 6 * 3 * 2 * 3
+    assert [cell.load for cell in cells(["code:variation=3"], 1, 0, 0)] == ["code:variation=3"] * 12
+    assert list(cells([], 1, 7, 5)) == list(cells([], 1, 7, 5)) != list(cells([], 1, 8, 5))
+
+
+def test_command(tmp_path: Path) -> None:
+    options = [
+        "--load",
+        "steady:answer=4",
+        "--requests",
+        "3",
+        "--policy",
+        "co-serving:slo_ms=75",
+        "--policy",
+        "lockstep",
+    ]
+    files = ["--json", str(tmp_path / "grid.json"), "--plot", str(tmp_path / "grid.png")]
+    result = CliRunner().invoke(app, ["simulate", "--grid", *options, *files])
+    assert result.exit_code == 0, result.output
+    assert "means of 12 loads" in result.output
+    data = json.loads((tmp_path / "grid.json").read_text())
+    assert len(data["loads"]) == 12
+    assert set(data["means"]) == {"co-serving:slo_ms=75", "lockstep"}
+    assert data["loads"][0]["policies"]["lockstep"]["finished"] == 3
+    assert (tmp_path / "grid.png").stat().st_size > 10_000
