@@ -189,8 +189,10 @@ def make_skeleton(
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
     setattr(skeleton, "_ddp_params_and_buffers_to_ignore", _ignored_by_ddp(skeleton))  # noqa: B010 (mypy)
-    skeleton.register_state_dict_post_hook(_without_placeholders)  # type: ignore[no-untyped-call]
-    skeleton.register_load_state_dict_post_hook(_needs_no_placeholders)  # type: ignore[no-untyped-call]
+    for part in skeleton.modules():
+        if any(map(is_missing, part._parameters.values())):
+            part.register_state_dict_post_hook(_leave_out_placeholders)  # type: ignore[no-untyped-call]
+            part.register_load_state_dict_pre_hook(_fill_in_placeholders)  # type: ignore[no-untyped-call]
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
             setattr(skeleton, method, _refuse_to_save)
@@ -211,21 +213,18 @@ def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
     return names
 
 
-def _without_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Leave placeholders out of the state dict of a whole model: they would be NaN in a file."""
+def _leave_out_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Leave placeholders out of a state dict: they would be NaN in a file."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if is_missing(parameter):
             state.pop(prefix + name, None)
 
 
-def _needs_no_placeholders(module: nn.Module, incompatible: Any) -> None:
-    """Load a state dict that has no placeholders."""
-    missing = {name for name, parameter in module.named_parameters(remove_duplicate=False) if is_missing(parameter)}
-    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not _ends_in(name, missing)]
-
-
-def _ends_in(name: str, missing: set[str]) -> bool:
-    return any(name[at:] in missing for at in [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")])
+def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Load a state dict that has no placeholders. To load a placeholder onto itself changes nothing."""
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if is_missing(parameter):
+            state.setdefault(prefix + name, parameter)
 
 
 def _refuse_to_save(*args: object, **kwargs: object) -> None:

@@ -441,6 +441,31 @@ async def test_a_state_dict_has_no_placeholders(executor: Any, client: Any) -> N
         Layers().load_state_dict(state)
 
 
+@pytest.mark.parametrize("base_layers", ["linear", "mlp", ["*.mlp"]])
+async def test_state_dicts_of_parts_have_no_placeholders(base_layers: Any, tmp_path: Any) -> None:
+    """Each part of a model, adapted or copied, gives a state dict that can be saved and is loaded strictly."""
+    async with symbiosis.Executor(tiny_model(), base_layers=base_layers) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with (
+            symbiosis.connect(f"shm://{tmp_path}/s") as base,
+            base.client(lora(target_modules=["q_proj"])) as client,
+        ):
+            wrapped = nn.ModuleDict({"model": client.model})
+            for part in [*wrapped.modules(), *copy.deepcopy(wrapped).modules()]:
+                state = part.state_dict()
+                assert not any(tensor.isnan().any() for tensor in state.values())
+                assert part.load_state_dict(state) == ([], [])
+            with pytest.raises(RuntimeError, match=r"Missing key.*norm\.weight"):
+                client.model.load_state_dict({})
+
+
+async def test_parametrized_placeholders_are_left_out_too(client: Any) -> None:
+    nn.utils.parametrize.register_parametrization(client.model.linear, "weight", nn.Identity(), unsafe=True)
+    state = client.model.linear.state_dict()
+    assert not any(tensor.isnan().any() for tensor in state.values())
+    client.model.linear.load_state_dict(state)
+
+
 async def test_a_trained_weight_is_in_the_state_dict(client: Any) -> None:
     client.model.linear.weight.requires_grad_(True)
     assert not client.model.state_dict()["linear.weight"].isnan().any()

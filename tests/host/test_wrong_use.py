@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import symbiosis
 from symbiosis.errors import PlaceholderError, UsageError
@@ -81,3 +83,30 @@ async def test_writes_are_the_writers_own(write: Callable[[torch.Tensor], Any]) 
             write(writer.model.model.norm.weight)
         assert torch.equal((await other.forward(input_ids=IDS)).logits, before)
         assert not torch.equal((await writer.forward(input_ids=IDS)).logits, before)
+
+
+@pytest.mark.parametrize("average", [{}, {"multi_avg_fn": get_ema_multi_avg_fn(0.5)}], ids=["SWA", "EMA"])
+async def test_averages_of_weights(average: dict[str, Any]) -> None:
+    """An average of the whole model is refused, and the error says what to average, which works as in plain PEFT."""
+
+    def trainable(model: torch.nn.Module) -> torch.nn.ParameterList:
+        return torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad)
+
+    model = tiny_model()
+    torch.manual_seed(0)
+    plain = get_peft_model(copy.deepcopy(model), lora()).train()
+    async with symbiosis.Executor(model) as executor, executor.client(lora(), seed=0) as client:
+        whole = AveragedModel(client.model, **average)
+        with pytest.raises(PlaceholderError, match=r"copy_ needs.*AveragedModel\(nn\.ParameterList\("):
+            whole.update_parameters(client.model)
+        mine, theirs = (AveragedModel(trainable(tuned), **average) for tuned in (client.model, plain))
+        optimizers = [torch.optim.AdamW(trainable(tuned)) for tuned in (client.model, plain)]
+        for _ in range(3):
+            await client.train_step(BATCH, optimizers[0])
+            plain(**BATCH).loss.backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+            mine.update_parameters(trainable(client.model))
+            theirs.update_parameters(trainable(plain))
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(mine.state_dict()[name], tensor)
