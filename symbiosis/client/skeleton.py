@@ -8,6 +8,7 @@ which every client of the process gets a skeleton.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import weakref
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from symbiosis.client.experts import may_be_bank, virtualize_experts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtConv1D, VirtLinear, is_missing, virtualize
+from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident, Share, dtype_named, layers_of
 from symbiosis.core.transport import Channel
@@ -179,7 +180,7 @@ def make_skeleton(
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
         memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))
-    skeleton: nn.Module = copy.deepcopy(model, memo)
+    skeleton: Any = copy.deepcopy(model, memo)
     for spec, _ in layers:
         if spec.experts:
             virtualize_experts(skeleton.get_submodule(spec.name), spec, requester)
@@ -188,17 +189,18 @@ def make_skeleton(
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
-    setattr(skeleton, "_ddp_params_and_buffers_to_ignore", _ignored_by_ddp(skeleton))  # noqa: B010 (mypy)
+    skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
     for part in skeleton.modules():
         if any(map(is_missing, part._parameters.values())):
-            part.register_state_dict_post_hook(_leave_out_placeholders)  # type: ignore[no-untyped-call]
-            part.register_load_state_dict_pre_hook(_fill_in_placeholders)  # type: ignore[no-untyped-call]
+            part.register_state_dict_post_hook(_leave_out_placeholders)
+            part.register_load_state_dict_pre_hook(_fill_in_placeholders)
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
             setattr(skeleton, method, _refuse_to_save)
-    if hasattr(skeleton, "resize_token_embeddings"):
-        setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
-    return skeleton
+    if hasattr(skeleton, "get_output_embeddings") and isinstance(skeleton.get_output_embeddings(), VirtLayer):
+        # With the embeddings instead of the model, which would then refer to itself.
+        skeleton.resize_token_embeddings = functools.partial(_resize, skeleton.get_input_embeddings())
+    return cast(nn.Module, skeleton)
 
 
 def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
@@ -234,8 +236,20 @@ def _refuse_to_save(*args: object, **kwargs: object) -> None:
     )
 
 
-def _refuse_to_resize(*args: object, **kwargs: object) -> None:
-    raise PlaceholderError(
-        "the vocabulary of this model cannot be resized: its lm_head belongs to the executor; resize the base model "
-        "before it is served, or train single tokens with PEFT's trainable_token_indices"
-    )
+def _resize(
+    embeddings: nn.Embedding,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Embedding:
+    """Stand for ``resize_token_embeddings`` of a model whose lm_head is served. Accepts the present size."""
+    size = embeddings.weight.shape[0]
+    wanted = size if new_num_tokens is None else new_num_tokens
+    wanted += -wanted % (pad_to_multiple_of or 1)
+    if wanted != size:
+        raise PlaceholderError(
+            f"the vocabulary of this model has {size} tokens and cannot be resized to {wanted}: its lm_head belongs to "
+            "the executor. A tokenizer with fewer tokens needs no other size; for more tokens, resize the base model "
+            "before it is served, or train unused tokens with PEFT's trainable_token_indices"
+        )
+    return embeddings
