@@ -1,4 +1,7 @@
-"""What the scripts have in common: a served model, a job that runs twice, and the comparison of its results."""
+"""What the scripts have in common: a served model, a job that runs twice, and the comparison of its results.
+
+Run alone, a script prints the largest difference of each result, and fails with an AssertionError if one is too large.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 import symbiosis
+from symbiosis.client.virtlayer import VirtLayer
 from tests.service import Service, save_model
 
 NUMBERS = 1e-5
@@ -47,9 +51,11 @@ def compare(package: str, jobs: Mapping[str, Job], *, model: Any = None, auto: A
         with Service(checkpoint, f"shm://{folder}/s.sock") as service:
             for job_name, job in jobs.items():
                 set_seed(0)
-                expected = job(auto.from_pretrained(checkpoint), tokenizer_of(checkpoint), folder / job_name / "plain")
+                plain, tokenizer = auto.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+                expected = job(plain, tokenizer, folder / job_name / "plain")
                 set_seed(0)
                 with symbiosis.open_model(service.address) as opened:
+                    assert any(isinstance(layer, VirtLayer) for layer in opened.modules())
                     found = job(opened, opened.symbiosis.tokenizer(), folder / job_name / "opened")
                 report(package, job_name, found, expected)
 
@@ -76,13 +82,8 @@ def difference(found: Any, expected: Any) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
 
 
-def tokenizer_of(checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
 def without_placeholders(state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return a saved state dict. Raise AssertionError if it has a base layer's weight, or NaN in place of one."""
-    assert state
+    """Return a saved state dict. Raise AssertionError if it has NaN in place of a base layer's weight."""
     for name, tensor in state.items():
         assert not tensor.isnan().any(), f"{name} was saved as NaN"
     return state

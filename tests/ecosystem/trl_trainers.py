@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import trl
@@ -59,15 +60,22 @@ def length(completions: list[str], **_: Any) -> list[float]:
     return [-float(len(completion)) for completion in completions]
 
 
+def in_chunks(*args: Any) -> dict[str, Any]:
+    """Multiply by parts of ``lm_head.weight``, as for a vocabulary that is larger than a chunk."""
+    with mock.patch("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 24):
+        return train("SFT", {"text": TEXTS}, *args)
+
+
 JOBS = {
     "SFTTrainer": partial(train, "SFT", {"text": TEXTS}),
     "SFTTrainer, no checkpointing": partial(train, "SFT", {"text": TEXTS}, gradient_checkpointing=False),
+    "SFTTrainer, packing": partial(train, "SFT", {"text": TEXTS}, packing=True, max_length=16),
+    "SFTTrainer, loss dft": partial(train, "SFT", {"text": TEXTS}, loss_type="dft"),
+    "SFTTrainer, chunks": in_chunks,
     "DPOTrainer": partial(train, "DPO", PAIRS),
     "DPOTrainer, precompute_ref_log_probs": partial(train, "DPO", PAIRS, precompute_ref_log_probs=True),
     "KTOTrainer": partial(train, "KTO", LABELLED),
-    "GRPOTrainer": partial(
-        train, "GRPO", {"prompt": TEXTS}, beta=0.1, num_generations=2, max_completion_length=8, temperature=1.0
-    ),
+    "GRPOTrainer": partial(train, "GRPO", {"prompt": TEXTS}, beta=0.1, num_generations=2, max_completion_length=8),
 }
 
 REWARD = {"RewardTrainer": partial(train, "Reward", PAIRS)}
