@@ -246,7 +246,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         refused = name in _READS or name in _HIDE_NAN or _writes(func, name)
         refused = refused or isinstance(kwargs.get("out"), _StandsForWeight)
         if refused and _is_hole(part):
-            raise _refusal(part, name, _AVERAGE if first and name == "copy_" else "")
+            raise _refusal(part, name, _ADVICE.get(name, "") if first else "")
         if first and name in _CASTS and _is_hole(part):
             result = func(values_of(part)[(0,) * part.ndim], *args[1:], **kwargs)
             if not isinstance(result, torch.Tensor):
@@ -312,11 +312,12 @@ def _shows_nan(result: Any) -> bool:
     return isinstance(result, tuple | list) and any(map(_shows_nan, result))
 
 
-_AVERAGE = (
-    "; average trainable parameters only: AveragedModel(nn.ParameterList(p for p in model.parameters() if "
-    "p.requires_grad))"
-)
-"""The advice for torch.optim.swa_utils, which copies weights into weights."""
+_ADVICE = {
+    "copy_": "; average trainable parameters only: AveragedModel(nn.ParameterList(p for p in model.parameters() if "
+    "p.requires_grad))",
+    "add_": "; to merge an adapter, save it and load it where the base model is",
+}
+"""Advice for common code that writes to weights: torch.optim.swa_utils, and PEFT's merge_and_unload."""
 
 
 def _refusal(part: Any, name: str, advice: str = "") -> PlaceholderError:

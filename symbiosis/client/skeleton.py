@@ -191,8 +191,8 @@ def make_skeleton(
         generation.disable_compile = True
     skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
     for part in skeleton.modules():
-        if any(map(is_missing, part._parameters.values())):
-            part.register_state_dict_post_hook(_leave_out_placeholders)
+        if part._parameters:
+            part.register_state_dict_post_hook(_protect)
             part.register_load_state_dict_pre_hook(_fill_in_placeholders)
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
@@ -215,11 +215,14 @@ def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
     return names
 
 
-def _leave_out_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Leave placeholders out of a state dict: they would be NaN in a file."""
+def _protect(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Leave placeholders out of a state dict, where they would be NaN in a file. Put shared parameters into it as they
+    are, so that a write to one is noticed and reaches this tenant alone."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if is_missing(parameter):
             state.pop(prefix + name, None)
+        elif isinstance(parameter, SharedParameter) and not parameter.own:
+            state[prefix + name] = parameter
 
 
 def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -70,6 +70,10 @@ async def test_client() -> None:
         async with executor.client() as bare:
             with pytest.raises(UsageError, match="nothing in the model"):
                 await bare.train_step(BATCH, optimizer)
+            with pytest.raises(
+                PlaceholderError, match="to merge an adapter, save it and load it where the base model is"
+            ):
+                get_peft_model(bare.model, lora()).merge_and_unload()
 
 
 @pytest.mark.parametrize(
@@ -169,3 +173,20 @@ async def test_a_trainer_of_a_client_on_the_event_loop(tmp_path: Path) -> None:
         trainer = trainer_of(client.model)
         await asyncio.wait_for(asyncio.to_thread(trainer.train), 60)
         assert losses(trainer) == pytest.approx(losses(plain), rel=1e-5)
+
+
+async def test_writes_to_a_state_dict_are_the_writers_own() -> None:
+    """An average over state dicts, which rounds at each step, changes neither the provider's model nor other tenants."""
+    model = tiny_model()
+    async with symbiosis.Executor(model) as executor, executor.client() as writer, executor.client() as other:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        average = copy.deepcopy(writer.model)
+        for mine, current in zip(average.state_dict().values(), writer.model.state_dict().values(), strict=True):
+            mine.copy_(0.9 * mine + 0.7 * current)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        for one in (writer, other):
+            assert torch.equal(one.model.model.norm.weight, before["model.norm.weight"])
+        assert not torch.equal(average.model.norm.weight, before["model.norm.weight"])
+        writer.model.state_dict()["model.norm.weight"].mul_(2)
+        assert torch.equal(writer.model.model.norm.weight, 2 * before["model.norm.weight"])
+        assert torch.equal(other.model.model.norm.weight, before["model.norm.weight"])
