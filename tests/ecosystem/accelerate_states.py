@@ -1,4 +1,4 @@
-"""accelerate: a training loop with Accelerator.prepare, save_state and load_state."""
+"""accelerate: a training loop with Accelerator.prepare, save_state, load_state and save_model."""
 
 from __future__ import annotations
 
@@ -39,9 +39,11 @@ def train(model: Any, _: Any, folder: Path) -> dict[str, Any]:
     then = steps(batches[3:])
     accelerator.load_state(str(folder))
     assert steps(batches[3:]) == then
+    accelerator.save_model(tuned, str(folder / "model"))
+    without_placeholders(load_file(folder / "model" / "model.safetensors"))
     saved = without_placeholders(load_file(folder / "model.safetensors"))
     return {"losses": first + then, "trained adapter": {n: t for n, t in saved.items() if "lora" in n}}
 
 
 if __name__ == "__main__":
-    compare("accelerate", {"prepare, save_state, load_state": train})
+    compare("accelerate", {"prepare, save_state, load_state, save_model": train})

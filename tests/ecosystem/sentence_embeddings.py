@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from sentence_transformers.models import Pooling, Transformer
@@ -50,7 +51,9 @@ def embed(model: Any, tokenizer: Any, folder: Path) -> dict[str, Any]:
         train_dataset=Dataset.from_dict({"anchor": TEXTS, "positive": TEXTS[1:] + TEXTS[:1]}),
         loss=MultipleNegativesRankingLoss(sentences),
     )
-    return {"embeddings": before, "losses": losses(trainer), "trained embeddings": sentences.encode(TEXTS)}
+    found = {"embeddings": before, "losses": losses(trainer), "trained embeddings": sentences.encode(TEXTS)}
+    sentences.save(str(folder / "saved"))
+    return {**found, "trained adapter": load_file(folder / "saved" / "adapter_model.safetensors")}
 
 
 if __name__ == "__main__":

@@ -75,6 +75,7 @@ JOBS = {
     "DPOTrainer": partial(train, "DPO", PAIRS),
     "DPOTrainer, precompute_ref_log_probs": partial(train, "DPO", PAIRS, precompute_ref_log_probs=True),
     "KTOTrainer": partial(train, "KTO", LABELLED),
+    "KTOTrainer, precompute_ref_log_probs": partial(train, "KTO", LABELLED, precompute_ref_log_probs=True),
     "GRPOTrainer": partial(train, "GRPO", {"prompt": TEXTS}, beta=0.1, num_generations=2, max_completion_length=8),
 }
 

@@ -176,7 +176,7 @@ async def test_a_trainer_of_a_client_on_the_event_loop(tmp_path: Path) -> None:
 
 
 async def test_writes_to_a_state_dict_are_the_writers_own() -> None:
-    """An average over state dicts, which rounds at each step, changes neither the provider's model nor other tenants."""
+    """An average over state dicts, which rounds, changes neither the provider's model nor other tenants."""
     model = tiny_model()
     async with symbiosis.Executor(model) as executor, executor.client() as writer, executor.client() as other:
         before = {name: value.clone() for name, value in model.state_dict().items()}
