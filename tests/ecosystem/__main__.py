@@ -22,25 +22,26 @@ def main() -> int:
     failed = 0
     for script in SCRIPTS:
         started = time.monotonic()
-        with tempfile.TemporaryDirectory() as cache:
+        with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile("w+") as output:
             environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
             done = subprocess.run(
                 [sys.executable, "-m", f"tests.ecosystem.{script}"],
                 cwd=Path(__file__).parents[2],
                 env={**os.environ, **environment, "HF_HOME": cache},
-                stdout=subprocess.PIPE,
+                stdout=output,
                 stderr=subprocess.STDOUT,
-                text=True,
                 timeout=600,
             )
-        for row in (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"software"')):
+            output.seek(0)
+            lines = output.read().splitlines()
+        for row in (json.loads(line) for line in lines if line.startswith('{"software"')):
             differences = ", ".join(f"{name} {value:.1g}" for name, value in row["differences"].items())
             table.add_row(row["software"], row["job"], differences, "")
         seconds = f"{time.monotonic() - started:.0f}"
         table.add_row(script, "all", "FAILED" if done.returncode else "within the tolerance", seconds, end_section=True)
         if done.returncode:
             failed += 1
-            print(done.stdout)
+            print("\n".join(lines))
     Console(width=120).print(table)
     return failed
 

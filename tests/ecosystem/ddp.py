@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -56,13 +57,17 @@ def train(name: str) -> None:
     if rank == 0:
         print(json.dumps(every))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # freeing the model may hang in torch 2.13: it joins gloo's thread, which waits for the GIL
 
 
 def losses(name: str) -> list[list[float]]:
     """Return the losses of both processes."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*run, "-m", "tests.ecosystem.ddp", name], check=True, stdout=subprocess.PIPE, timeout=100)
-    found: list[list[float]] = json.loads(done.stdout.splitlines()[-1])
+    with tempfile.TemporaryFile() as output:  # a process that is left behind would keep a pipe open
+        subprocess.run([*run, "-m", "tests.ecosystem.ddp", name], check=True, stdout=output, timeout=100)
+        output.seek(0)
+        found: list[list[float]] = json.loads(output.read().splitlines()[-1])
     assert len(found) == 2
     return found
 
