@@ -11,7 +11,7 @@ import copy
 import functools
 import importlib.util
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -191,8 +191,8 @@ def make_skeleton(
         generation.disable_compile = True
     skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
     for part in skeleton.modules():
+        part.register_state_dict_post_hook(_Protection(skeleton))
         if part._parameters:
-            part.register_state_dict_post_hook(_protect)
             part.register_load_state_dict_pre_hook(_fill_in_placeholders)
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
@@ -215,14 +215,31 @@ def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
     return names
 
 
-def _protect(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Leave placeholders out of a state dict, where they would be NaN in a file. Put shared parameters into it as they
-    are, so that a write to one is noticed and reaches this tenant alone."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if is_missing(parameter):
-            state.pop(prefix + name, None)
-        elif isinstance(parameter, SharedParameter) and not parameter.own:
-            state[prefix + name] = parameter
+class _Protection:
+    """Leaves placeholders out of a module's state dict, where they would be NaN in a file. Puts shared parameters into
+    it as they are, so that a write to one is noticed and reaches this tenant alone. Serves as a post-hook.
+
+    A copy of a part of the model has no protection: PEFT copies modules for ``modules_to_save``, and reads from the
+    state dict of the copy which tensors of an adapter it loads.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if is_missing(parameter):
+                state.pop(prefix + name, None)
+            elif isinstance(parameter, SharedParameter) and not parameter.own and prefix + name in state:
+                state[prefix + name] = parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        copied = memo.get(id(self._model()))
+        return _no_protection if copied is None else _Protection(copied)
+
+
+def _no_protection(*_: object) -> None:
+    """Stand for the protection of a copied part."""
 
 
 def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
