@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+ECOSYSTEM := .venv-ecosystem
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test thorough check bench compat clean
+.PHONY: demo test thorough check bench compat ecosystem clean
 .DEFAULT_GOAL := test
 
 # torch first and alone: with it installed, nothing else asks for another build of it.
@@ -39,5 +40,16 @@ bench: $(STAMP)
 compat: $(STAMP)
 	$(BIN)/symbiosis compat --page docs/compatibility.md
 
+$(ECOSYSTEM)/.installed: pyproject.toml constraints.txt tests/ecosystem/requirements.txt
+	$(PYTHON) -m venv $(ECOSYSTEM)
+	$(ECOSYSTEM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[testing]" \
+		--requirement tests/ecosystem/requirements.txt
+	@touch $@
+
+# TRL, lm-eval-harness and others on opened models, against plain runs. Their packages are not in .venv.
+ecosystem: $(ECOSYSTEM)/.installed
+	$(ECOSYSTEM)/bin/python -m tests.ecosystem
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(ECOSYSTEM) build dist *.egg-info

@@ -246,7 +246,7 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         refused = name in _READS or name in _HIDE_NAN or _writes(func, name)
         refused = refused or isinstance(kwargs.get("out"), _StandsForWeight)
         if refused and _is_hole(part):
-            raise _refusal(part, name)
+            raise _refusal(part, name, _ADVICE.get(name, "") if first else "")
         if first and name in _CASTS and _is_hole(part):
             result = func(values_of(part)[(0,) * part.ndim], *args[1:], **kwargs)
             if not isinstance(result, torch.Tensor):
@@ -312,12 +312,21 @@ def _shows_nan(result: Any) -> bool:
     return isinstance(result, tuple | list) and any(map(_shows_nan, result))
 
 
-def _refusal(part: Any, name: str) -> PlaceholderError:
+_ADVICE = {
+    "copy_": "; average trainable parameters only: AveragedModel(nn.ParameterList(p for p in model.parameters() if "
+    "p.requires_grad))",
+    "add_": "; to merge an adapter, save it and load it where the base model is",
+}
+"""Advice for common code that writes to weights: torch.optim.swa_utils, and PEFT's merge_and_unload."""
+
+
+def _refusal(part: Any, name: str, advice: str = "") -> PlaceholderError:
     layer = part._layer()
     error = PlaceholderError(
         f"{'a base layer' if layer is None else layer.spec.name}: {name} needs the values of this base layer's weight, "
         "and the weights of base layers stay with the executor; call the layer, multiply rows by its weight "
         "(x @ weight.t()), or ask the provider not to serve this layer (base_layers=['*_proj'] leaves out lm_head)"
+        + advice
     )
     error.layer = None if layer is None else layer.spec.name
     return error

@@ -8,9 +8,10 @@ which every client of the process gets a skeleton.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from symbiosis.client.experts import may_be_bank, virtualize_experts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtConv1D, VirtLinear, is_missing, virtualize
+from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident, Share, dtype_named, layers_of
 from symbiosis.core.transport import Channel
@@ -179,7 +180,7 @@ def make_skeleton(
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
         memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))
-    skeleton: nn.Module = copy.deepcopy(model, memo)
+    skeleton: Any = copy.deepcopy(model, memo)
     for spec, _ in layers:
         if spec.experts:
             virtualize_experts(skeleton.get_submodule(spec.name), spec, requester)
@@ -188,15 +189,18 @@ def make_skeleton(
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
-    setattr(skeleton, "_ddp_params_and_buffers_to_ignore", _ignored_by_ddp(skeleton))  # noqa: B010 (mypy)
-    skeleton.register_state_dict_post_hook(_without_placeholders)  # type: ignore[no-untyped-call]
-    skeleton.register_load_state_dict_post_hook(_needs_no_placeholders)  # type: ignore[no-untyped-call]
+    skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
+    for part in skeleton.modules():
+        part.register_state_dict_post_hook(_Protection(skeleton))
+        if part._parameters:
+            part.register_load_state_dict_pre_hook(_fill_in_placeholders)
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
             setattr(skeleton, method, _refuse_to_save)
-    if hasattr(skeleton, "resize_token_embeddings"):
-        setattr(skeleton, "resize_token_embeddings", _refuse_to_resize)  # noqa: B010 (not a module or tensor)
-    return skeleton
+    if hasattr(skeleton, "get_output_embeddings") and isinstance(skeleton.get_output_embeddings(), VirtLayer):
+        # With the embeddings instead of the model, which would then refer to itself.
+        skeleton.resize_token_embeddings = functools.partial(_resize, skeleton.get_input_embeddings())
+    return cast(nn.Module, skeleton)
 
 
 def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
@@ -211,21 +215,38 @@ def _ignored_by_ddp(skeleton: nn.Module) -> list[str]:
     return names
 
 
-def _without_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Leave placeholders out of the state dict of a whole model: they would be NaN in a file."""
+class _Protection:
+    """Leaves placeholders out of a module's state dict, where they would be NaN in a file. Puts shared parameters into
+    it as they are, so that a write to one is noticed and reaches this tenant alone. Serves as a post-hook.
+
+    A copy of a part of the model has no protection: PEFT copies modules for ``modules_to_save``, and reads from the
+    state dict of the copy which tensors of an adapter it loads.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if is_missing(parameter):
+                state.pop(prefix + name, None)
+            elif isinstance(parameter, SharedParameter) and not parameter.own and prefix + name in state:
+                state[prefix + name] = parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        copied = memo.get(id(self._model()))
+        return _no_protection if copied is None else _Protection(copied)
+
+
+def _no_protection(*_: object) -> None:
+    """Stand for the protection of a copied part."""
+
+
+def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Load a state dict that has no placeholders. To load a placeholder onto itself changes nothing."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if is_missing(parameter):
-            state.pop(prefix + name, None)
-
-
-def _needs_no_placeholders(module: nn.Module, incompatible: Any) -> None:
-    """Load a state dict that has no placeholders."""
-    missing = {name for name, parameter in module.named_parameters(remove_duplicate=False) if is_missing(parameter)}
-    incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if not _ends_in(name, missing)]
-
-
-def _ends_in(name: str, missing: set[str]) -> bool:
-    return any(name[at:] in missing for at in [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")])
+            state.setdefault(prefix + name, parameter)
 
 
 def _refuse_to_save(*args: object, **kwargs: object) -> None:
@@ -235,8 +256,20 @@ def _refuse_to_save(*args: object, **kwargs: object) -> None:
     )
 
 
-def _refuse_to_resize(*args: object, **kwargs: object) -> None:
-    raise PlaceholderError(
-        "the vocabulary of this model cannot be resized: its lm_head belongs to the executor; resize the base model "
-        "before it is served, or train single tokens with PEFT's trainable_token_indices"
-    )
+def _resize(
+    embeddings: nn.Embedding,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Embedding:
+    """Stand for ``resize_token_embeddings`` of a model whose lm_head is served. Accepts the present size."""
+    size = embeddings.weight.shape[0]
+    wanted = size if new_num_tokens is None else new_num_tokens
+    wanted += -wanted % (pad_to_multiple_of or 1)
+    if wanted != size:
+        raise PlaceholderError(
+            f"the vocabulary of this model has {size} tokens and cannot be resized to {wanted}: its lm_head belongs to "
+            "the executor. A tokenizer with fewer tokens needs no other size; for more tokens, resize the base model "
+            "before it is served, or train unused tokens with PEFT's trainable_token_indices"
+        )
+    return embeddings

@@ -61,8 +61,9 @@ class VirtLayer(nn.Module):
         if x.dtype is not spec.dtype:
             if not autocast or not x.is_floating_point():
                 raise RequestError(
-                    f"{spec.name}: input is {x.dtype}, but the base model is served in {spec.dtype}; "
-                    f"cast the input, or use torch.autocast"
+                    f"{spec.name}: input is {x.dtype}, but the base model is served in {spec.dtype}; cast the input, "
+                    f"use torch.autocast, or, if the model was converted, convert it back with model.to({spec.dtype}); "
+                    "a provider chooses with symbiosis serve --dtype"
                 )
             x = x.to(spec.dtype)
         y: torch.Tensor | None = None

@@ -54,7 +54,8 @@ class FiberWaiter:
         if torch._C._current_graph_task_id() != -1:
             raise CannotWaitError(
                 f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
-                "return the loss and `await client.backward(loss)` instead"
+                "return the loss and `await client.backward(loss)` instead, or run a whole trainer on a thread: "
+                "`await asyncio.to_thread(trainer.train)`"
             )
         reply = channel.send(call)
         if reply.done():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader, Dataset
@@ -23,7 +24,7 @@ import symbiosis
 from symbiosis.errors import UsageError
 from tests.fused import LOSSES, step
 from tests.helpers import adamw, command
-from tests.service import WORDS, Service, save_model
+from tests.service import Service, save_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -71,10 +72,26 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **{**defaults, **options})
 
 
+class Around(torch.nn.Module):
+    """A module of a user that wraps the model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        return self.model(input_ids=input_ids, labels=labels)
+
+
 def train(
-    model: Any, folder: Path, resume: str | None = None, each_step: Callable[[int], None] | None = None, **options: Any
+    model: Any,
+    folder: Path,
+    resume: str | None = None,
+    each_step: Callable[[int], None] | None = None,
+    around: Callable[[Any], Any] = lambda tuned: tuned,
+    **options: Any,
 ) -> list[float]:
-    """Fine-tune with HF's Trainer, unmodified, and return the losses."""
+    """Fine-tune with HF's Trainer, unmodified, and return the losses. ``around`` wraps the adapted model."""
     torch.manual_seed(0)
     tuned = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", lora_dropout=0.1))
 
@@ -83,7 +100,9 @@ def train(
             if each_step is not None:
                 each_step(state.global_step)
 
-    trainer = Trainer(model=tuned, args=arguments(folder, **options), train_dataset=Tokens(32), callbacks=[Watch()])
+    trainer = Trainer(
+        model=around(tuned), args=arguments(folder, **options), train_dataset=Tokens(32), callbacks=[Watch()]
+    )
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -115,22 +134,11 @@ def test_training_without_an_adapter_is_refused(service: Service, tmp_path: Path
 
 
 @pytest.mark.thorough
-def test_ddp_on_two_processes(service: Service, checkpoint: Path) -> None:
-    """Each process opens the model. The processes' adapters are made equal, and placeholders are left alone."""
-
-    def losses(model: str) -> Any:
-        run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        found = subprocess.run(
-            [*run, "tests/ecosystem/ddp.py", model], capture_output=True, text=True, timeout=100, env=environment
-        )
-        assert found.returncode == 0, found.stderr
-        return json.loads(found.stdout.splitlines()[-1])
-
-    found, expected = losses(service.address), losses(str(checkpoint))
-    assert len(found) == 2
-    for mine, plain_ones in zip(found, expected, strict=True):
-        assert mine == pytest.approx(plain_ones, rel=1e-5)
+def test_ddp_on_two_processes() -> None:
+    """The processes' adapters are made equal, and placeholders are left alone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", "tests.ecosystem.ddp"], timeout=110, env=environment)
+    assert done.returncode == 0
 
 
 def test_trainer_resumes_from_its_checkpoint(service: Service, checkpoint: Path, tmp_path: Path) -> None:
@@ -145,6 +153,20 @@ def test_trainer_resumes_from_its_checkpoint(service: Service, checkpoint: Path,
     assert resumed[-6:] == pytest.approx(expected[-6:], rel=1e-5)
 
 
+def test_trainer_saves_a_module_around_the_model(service: Service, checkpoint: Path, tmp_path: Path) -> None:
+    """Trainer saves such a module as a whole, without placeholders, and resumes from the checkpoint."""
+    options = {"save_strategy": "steps", "save_steps": 6, "around": Around}
+    expected = train(plain(checkpoint), tmp_path / "plain", **options)
+    with symbiosis.open_model(service.address) as model:
+        assert train(model, tmp_path / "ours", **options) == pytest.approx(expected, rel=1e-5)
+        saved = safetensors.torch.load_file(tmp_path / "ours" / "checkpoint-6" / "model.safetensors")
+        assert not any(tensor.isnan().any() for tensor in saved.values())
+        assert any("lora" in name for name in saved)
+    with symbiosis.open_model(service.address) as model:
+        resumed = train(model, tmp_path / "ours", resume=str(tmp_path / "ours" / "checkpoint-6"), **options)
+    assert resumed[-6:] == pytest.approx(expected[-6:], rel=1e-5)
+
+
 def test_pipeline_and_tokenizer_come_from_the_executor(service: Service, checkpoint: Path) -> None:
     text = "what is a list of"
     wanted = pipeline("text-generation", model=plain(checkpoint), tokenizer=AutoTokenizer.from_pretrained(checkpoint))
@@ -152,53 +174,6 @@ def test_pipeline_and_tokenizer_come_from_the_executor(service: Service, checkpo
         made = pipeline("text-generation", model=model, tokenizer=model.tokenizer())
         options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
         assert made(text, **options) == wanted(text, **options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradient_checkpointing": True}, {"packing": True}, {"loss_type": "dft"}, {"chunk": 24}],
-    ids=["plain", "checkpointing", "packing", "dft", "chunks"],
-)
-def test_trl_trains_on_it(
-    service: Service, checkpoint: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SFTTrainer multiplies parts of the vocabulary by ``lm_head.weight`` itself, in forward and in backward."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-
-    if "chunk" in options:  # a vocabulary of 90,000 tokens has three chunks as well
-        monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", options["chunk"])
-        options = {}
-
-    def losses(model: Any, tokenizer: Any, folder: Path) -> list[float]:
-        torch.manual_seed(0)
-        data = datasets.Dataset.from_dict({"text": [" ".join(WORDS[index % 9 :]) for index in range(16)]})
-        defaults = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2}
-        args = trl.SFTConfig(
-            output_dir=str(folder),
-            max_steps=5,
-            logging_steps=1,
-            use_cpu=True,
-            report_to=[],
-            save_strategy="no",
-            per_device_train_batch_size=2,
-            max_length=16,
-            **{**defaults, **options},
-        )
-        trainer = trl.SFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=data,
-            processing_class=tokenizer,
-            peft_config=LoraConfig(r=2, task_type="CAUSAL_LM"),
-        )
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    expected = losses(plain(checkpoint), AutoTokenizer.from_pretrained(checkpoint), tmp_path / "plain")
-    with symbiosis.open_model(service.address) as model:
-        found = losses(model, model.tokenizer(), tmp_path / "ours")
-    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -8,6 +8,7 @@ import io
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import peft
 import pytest
 import safetensors.torch
 import torch
@@ -263,8 +264,6 @@ async def test_autocast(executor: Any, client: Any) -> None:
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside-others"])
 @pytest.mark.parametrize("loss", LOSSES)
 async def test_fused_losses_train_as_plain_peft_does(loss: str, alone: bool) -> None:
-    import peft
-
     model, config = tiny_model(), lora(lora_dropout=0.0, target_modules=["q_proj", "down_proj"])
     torch.manual_seed(1)
     plain = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).train()
@@ -439,6 +438,45 @@ async def test_a_state_dict_has_no_placeholders(executor: Any, client: Any) -> N
     check(await client.run(client.model.linear, x), executor.service.resident().model.linear(x))
     with pytest.raises(RuntimeError, match="Missing key"):
         Layers().load_state_dict(state)
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp", ["*.mlp"]])
+async def test_state_dicts_of_parts_have_no_placeholders(base_layers: Any, tmp_path: Any) -> None:
+    """Each part of a model, adapted or copied, gives a state dict that can be saved and is loaded strictly."""
+    async with symbiosis.Executor(tiny_model(), base_layers=base_layers) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        async with (
+            symbiosis.connect(f"shm://{tmp_path}/s") as base,
+            base.client(lora(target_modules=["q_proj"])) as client,
+        ):
+            wrapped = nn.ModuleDict({"model": client.model})
+            for part in [*wrapped.modules(), *copy.deepcopy(wrapped).modules()]:
+                state = part.state_dict()
+                assert not any(tensor.isnan().any() for tensor in state.values())
+                assert part.load_state_dict(state) == ([], [])
+            with pytest.raises(RuntimeError, match=r"Missing key.*norm\.weight"):
+                client.model.load_state_dict({})
+
+
+async def test_an_adapter_with_a_saved_layer_is_loaded(tmp_path: Any) -> None:
+    """PEFT finds out from the state dict of its copy of the layer what to load."""
+    model, config = tiny_model(), lora(modules_to_save=["lm_head", "norm"])
+    plain = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).eval()
+    nn.init.normal_(plain.base_model.model.lm_head.modules_to_save["default"].weight)
+    plain.save_pretrained(tmp_path)
+    ids = torch.arange(3, 21).reshape(2, 9)
+    async with symbiosis.Executor(model) as executor, executor.client() as client:
+        loaded = peft.PeftModel.from_pretrained(client.model, tmp_path).eval()
+        assert not any(tensor.isnan().any() for tensor in loaded.state_dict().values())
+        with torch.no_grad():
+            torch.testing.assert_close((await client.run(loaded, ids)).logits, plain(ids).logits)
+
+
+async def test_parametrized_placeholders_are_left_out_too(client: Any) -> None:
+    nn.utils.parametrize.register_parametrization(client.model.linear, "weight", nn.Identity(), unsafe=True)
+    state = client.model.linear.state_dict()
+    assert not any(tensor.isnan().any() for tensor in state.values())
+    client.model.linear.load_state_dict(state)
 
 
 async def test_a_trained_weight_is_in_the_state_dict(client: Any) -> None:

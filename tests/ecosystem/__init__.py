@@ -1,1 +1,1 @@
-"""Real client software on opened models, run as scripts."""
+"""Real client software on opened models, run as scripts in an environment of its own: ``make ecosystem``."""

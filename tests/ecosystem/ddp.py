@@ -1,14 +1,19 @@
-"""DistributedDataParallel: ``torchrun --nproc-per-node 2 tests/ecosystem/ddp.py MODEL`` prints losses as JSON.
+"""DistributedDataParallel on two processes, each of which opens the model.
 
-MODEL is a folder, for plain transformers + PEFT, or an executor's address.
+With an argument, the script is one of the processes and prints the losses of both as JSON. The argument is a folder,
+for plain transformers + PEFT, or an executor's address.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from tests.ecosystem.common import report
+from tests.service import Service, save_model
 
 
 @contextlib.contextmanager
@@ -29,7 +36,8 @@ def opened(model: str) -> Iterator[Any]:
         yield AutoModelForCausalLM.from_pretrained(model)
 
 
-def main(name: str) -> None:
+def train(name: str) -> None:
+    """Train as one of the processes."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with opened(name) as base:
@@ -49,7 +57,28 @@ def main(name: str) -> None:
     if rank == 0:
         print(json.dumps(every))
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # freeing the model may hang in torch 2.13: it joins gloo's thread, which waits for the GIL
+
+
+def losses(name: str) -> list[list[float]]:
+    """Return the losses of both processes."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with tempfile.TemporaryFile() as output:  # a process that is left behind would keep a pipe open
+        subprocess.run([*run, "-m", "tests.ecosystem.ddp", name], check=True, stdout=output, timeout=100)
+        output.seek(0)
+        found: list[list[float]] = json.loads(output.read().splitlines()[-1])
+    assert len(found) == 2
+    return found
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        checkpoint = save_model(Path(name) / "model")
+        with Service(checkpoint, f"shm://{name}/s.sock") as service:
+            found, expected = losses(service.address), losses(str(checkpoint))
+    report("torch", "DistributedDataParallel", {"losses": found}, {"losses": expected})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    train(sys.argv[1]) if len(sys.argv) > 1 else main()
