@@ -22,6 +22,7 @@ from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import LayerSpec
 from symbiosis.core.scheduler import tell_unloaded
+from symbiosis.core.share import MAX_NAME, is_model_name
 from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.core.transport import Channel, Listener
 from symbiosis.errors import ExecutorClosedError, UsageError
@@ -66,6 +67,8 @@ class Executor:
         allow_weights: names or patterns of base layers whose weights clients in other processes may have too, to train
             them in full (PEFT's ``modules_to_save``). Clients of this process always may.
         name: of the address ``inproc://name``; chosen freely by default.
+        model_name: name of the model for clients in other processes, which their saved adapters state as their base
+            model; by default its hub id, or the last part of the path of its folder. At most 256 characters.
 
     Attributes:
         service: the part that transports use.
@@ -92,9 +95,11 @@ class Executor:
         packed: bool = False,
         allow_weights: Sequence[str] = (),
         name: str | None = None,
+        model_name: str | None = None,
     ) -> None:
         self._build(
-            *(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights, name), None
+            *(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
+            *(name, model_name, None),
         )
 
     def _build(
@@ -110,6 +115,7 @@ class Executor:
         packed: bool,
         allow_weights: Sequence[str],
         name: str | None,
+        model_name: str | None,
         source: str | Path | None,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -119,6 +125,10 @@ class Executor:
             raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
         if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
             raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
+        if model_name is not None and not is_model_name(model_name):
+            raise UsageError(
+                f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters"
+            )
         if device is not None or dtype is not None:
             model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
@@ -131,7 +141,7 @@ class Executor:
             tell_unloaded(policy, self._token_s)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
-        self.service = ExecutorService(split, self.engine, budget, address, source)
+        self.service = ExecutorService(split, self.engine, budget, address, source, model_name)
         log.info("%s: %s", type(model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)
         self._joint = make_decoder(joint, self._connect_joint, self.engine.may_join, self.engine.walked)
@@ -152,6 +162,7 @@ class Executor:
         packed: bool = True,
         allow_weights: Sequence[str] = (),
         name: str | None = None,
+        model_name: str | None = None,
         **options: Any,
     ) -> Executor:
         """Return an executor for a model folder or hub id.
@@ -169,7 +180,8 @@ class Executor:
         loaded = load_model(model, model_class, **options)
         executor = cls.__new__(cls)
         executor._build(
-            *(loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, packed, allow_weights, name), model
+            *(loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, packed, allow_weights),
+            *(name, model_name, model),
         )
         return executor
 

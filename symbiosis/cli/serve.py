@@ -118,6 +118,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the model for tenants, which their adapters state as their base model (default: the hub id, "
+            "or the last part of the folder's path).",
+            show_default=False,
+        ),
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
@@ -158,6 +166,7 @@ def serve(
             max_bytes=max_bytes,
             packed=packed,
             allow_weights=allow_weights or (),
+            model_name=name,
         )
     )
 

@@ -115,7 +115,9 @@ def _train(
                 progress.update(task, advance=1, loss=f"{losses[-1]:.3f}")
         finally:
             if losses:
-                model.save_pretrained(output)
+                with warnings.catch_warnings():  # PEFT looks for the base model under its name
+                    warnings.filterwarnings("ignore", "Could not find a config file|Unable to fetch remote file")
+                    model.save_pretrained(output)
     return losses
 
 

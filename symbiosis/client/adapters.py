@@ -8,12 +8,14 @@ refuses them before they produce NaN: initialisations by name, methods by trying
 from __future__ import annotations
 
 import logging
+import warnings
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from symbiosis.client.experts import VirtExperts
+from symbiosis.client.offline import without_hub
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import PlaceholderError, UsageError
@@ -57,7 +59,10 @@ def save_adapter(model: Any, folder: str | PathLike[str]) -> None:
 
     if not isinstance(model, PeftModel):
         raise UsageError("this client has no adapter to save; it was made without a peft_config")
-    model.save_pretrained(str(folder))
+    with without_hub(), warnings.catch_warnings():
+        # PEFT asks the hub whether the vocabulary was resized, which a client's model does not allow.
+        warnings.filterwarnings("ignore", "Could not find a config file|Unable to fetch remote file")
+        model.save_pretrained(str(folder))
 
 
 def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: bool, requester: Requester) -> Any:

@@ -18,14 +18,23 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+MAX_NAME = 256
+"""Largest number of characters of a model's name."""
+
+
+def is_model_name(value: object) -> bool:
+    """Return whether a value is a text that can be a model's name."""
+    return isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
+
+
 @dataclass(frozen=True, eq=False)
 class Share:
     """A client's part of a model, as data. A tenant without a checkpoint needs nothing else.
 
     ``description`` is plain data, fit for msgpack or JSON. It has the entries ``architecture``, ``model_type``,
     ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``allowed``,
-    ``weights`` and ``fingerprint``. ``tensors`` are embeddings, norms, biases and buffers by name, and the weights of
-    base layers that the provider allows.
+    ``weights``, ``fingerprint`` and ``name``, on which the fingerprint does not depend. ``tensors`` are embeddings,
+    norms, biases and buffers by name, and the weights of base layers that the provider allows.
     ``tokenizer`` maps file names to contents.
     """
 

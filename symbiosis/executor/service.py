@@ -43,6 +43,7 @@ class ExecutorService:
         budget: the memory that all connections may take together.
         address: the first address to listen at, in this process.
         source: the folder or hub id that the model came from, where its tokenizer is.
+        model_name: the model's name for clients in other processes; see :func:`~symbiosis.executor.share.share_of`.
 
     Attributes:
         address: the first address.
@@ -51,7 +52,13 @@ class ExecutorService:
     """
 
     def __init__(
-        self, split: SplitModel, engine: Engine, budget: Budget, address: str, source: str | Path | None
+        self,
+        split: SplitModel,
+        engine: Engine,
+        budget: Budget,
+        address: str,
+        source: str | Path | None,
+        model_name: str | None,
     ) -> None:
         self.address = address
         self.budget = budget
@@ -59,6 +66,7 @@ class ExecutorService:
         self._expected = lru_cache(KEYS)(partial(expected, split.specs))
         self._engine = engine
         self._source = source
+        self._model_name = model_name
         self._sessions: dict[str, Session] = {}
         self.listeners: list[Listener] = []
         self.taps: list[Callable[[Session], Session]] = []
@@ -164,7 +172,7 @@ class ExecutorService:
 
     def share(self) -> Share:
         if self._share is None:
-            self._share = share_of(self._split, self._source)
+            self._share = share_of(self._split, self._source, self._model_name)
         return self._share
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ TOKENIZER_BYTES = 64 << 20
 """Largest total size of the tokenizer's files."""
 
 
-def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
+def share_of(split: SplitModel, source: str | Path | None = None, name: str | None = None) -> Share:
     """Return the share of a split model.
 
     Args:
         split: the model and its base layers.
         source: the folder or hub id that the model came from, where its tokenizer is.
+        name: the model's name for clients; by default its hub id, or the last part of its folder.
 
     Raises:
         ShareError: the model is not one that transformers can build from a configuration.
@@ -45,7 +47,7 @@ def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
     description = {
         "architecture": type(model).__name__,
         "model_type": config.model_type,
-        "config": {name: value for name, value in _plain(config.to_dict()).items() if name != "quantization_config"},
+        "config": _without(_plain(config.to_dict()), "quantization_config", "_name_or_path"),
         "generation_config": None if generation is None else _plain(generation.to_dict()),
         "attention": config._attn_implementation,
         "dtype": dtype_name(model.dtype),
@@ -56,7 +58,18 @@ def share_of(split: SplitModel, source: str | Path | None = None) -> Share:
         "weights": weights_fingerprint([(layer.spec, layer.module) for layer in split.layers]),
     }
     description["fingerprint"] = model_fingerprint(description, model)
+    description["name"] = public_name(config._name_or_path) if name is None else name
     return Share(description, tensors, _tokenizer_files(source))
+
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def public_name(source: str) -> str:
+    """Return a hub id as it is, and of a folder's path the last part."""
+    if source and (Path(source).is_dir() or not _HUB_ID.fullmatch(source)):
+        return Path(source).resolve().name
+    return source
 
 
 def client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, str], set[str]]:
@@ -106,6 +119,13 @@ def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:
         log.warning("the tokenizer of %s is larger than %d MiB and is not shared", source, TOKENIZER_BYTES >> 20)
         return {}
     return files
+
+
+def _without(value: Any, *names: str) -> Any:
+    """Return a configuration without the entries of these names, also in the configurations inside it."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without(entry, *names) for name, entry in value.items() if name not in names}
 
 
 def _plain(value: Any) -> Any:
