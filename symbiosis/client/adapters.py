@@ -3,60 +3,50 @@
 Nearly every PEFT method adds to a base layer's result, and works unchanged. A few read the base weights, which a client
 does not have: some initialisations factor them, and some methods transform them in every forward pass. This module
 refuses them before they produce NaN: initialisations by name, methods by trying each kind of adapted layer once.
+
+PEFT has no place to register such checks. Whoever adapts a model, :func:`add_adapter` or the tenant's own code
+(``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter``), PEFT calls ``BaseTuner.inject_adapter``. So
+importing this module wraps that method. It does nothing else for models without VirtLayers.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 
+from symbiosis.client.dora import serve_dora
 from symbiosis.client.experts import VirtExperts
 from symbiosis.client.offline import without_hub
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtLayer, is_missing
 from symbiosis.errors import PlaceholderError, UsageError
 
-if TYPE_CHECKING:
-    from peft import PeftConfig
-
 log = logging.getLogger(__name__)
 
-_FACTORS_WEIGHTS = ("pissa", "corda", "olora", "mica", "loftq", "eva", "lora_ga")
+_FACTORS_WEIGHTS = ("pissa", "corda", "olora", "mica", "loftq", "lora_ga")
 """LoRA initialisations that start from a factorisation of the base weights, or subtract from them."""
 
 
-def add_adapter(model: torch.nn.Module, config: PeftConfig, requester: Requester) -> Any:
+def add_adapter(model: torch.nn.Module, config: PeftConfig) -> Any:
     """Return ``get_peft_model(model, config)``, or refuse a configuration that reads base weights.
 
     Raises:
         PlaceholderError: the method or its initialisation needs the weights of base layers.
     """
-    from peft import PeftConfig, get_peft_model
-
     if not isinstance(config, PeftConfig):
         raise UsageError(f"peft_config is {config!r}; give one of PEFT's configurations, such as LoraConfig(r=8)")
-    _check_config(model, config)
-    try:
-        adapted = get_peft_model(model, config)
-    except Exception as error:
-        if "Virt" in str(error):
-            raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
-        raise
-    for name, parameter in adapted.named_parameters():
-        if parameter.requires_grad and torch.isnan(parameter).any():
-            raise PlaceholderError(_reads_weights(config, f"to initialise {name}"))
-    _guard(adapted, config, requester)
-    return adapted
+    return get_peft_model(model, config)
 
 
 def save_adapter(model: Any, folder: str | PathLike[str]) -> None:
     """Write the model's adapters as PEFT does."""
-    from peft import PeftModel
-
     if not isinstance(model, PeftModel):
         raise UsageError("this client has no adapter to save; it was made without a peft_config")
     with without_hub(), warnings.catch_warnings():
@@ -71,21 +61,61 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
     Raises:
         PlaceholderError: the method needs the weights of base layers.
     """
-    from peft import PeftConfig, PeftModel
-
-    config = PeftConfig.from_pretrained(str(folder))
-    _check_config(model, config)
     training = model.training
-    if isinstance(model, PeftModel):
-        model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
-        model.set_adapter(name)
-    else:
-        model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
+    with requester.rehearsing():  # initial values, which the file replaces, need no request
+        if isinstance(model, PeftModel):
+            model.load_adapter(str(folder), adapter_name=name, is_trainable=trainable)
+            model.set_adapter(name)
+        else:
+            model = PeftModel.from_pretrained(model, str(folder), adapter_name=name, is_trainable=trainable)
     if not trainable:  # PEFT leaves parameters of some methods, and every adapter that is set, trainable
         model.requires_grad_(False)
     model.train(training)  # PEFT leaves a new adapter's modules in training mode
-    _guard(model, config, requester)
     return model
+
+
+_inject = BaseTuner.inject_adapter
+
+
+@functools.wraps(_inject)
+def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    requester = next((layer._requester for layer in model.modules() if isinstance(layer, VirtLayer)), None)
+    if requester is None:
+        _inject(self, model, adapter_name, *args, **kwargs)
+        return
+    config = self.peft_config[adapter_name]
+    _check_config(model, config)
+    serve_dora(model, config)
+    before = [(module._modules, dict(module._modules)) for module in model.modules()]
+    try:
+        try:
+            _inject(self, model, adapter_name, *args, **kwargs)
+        except Exception as error:
+            if "Virt" in str(error) or _reads_a_weight(error):
+                raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
+            raise
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not parameter.is_meta and torch.isnan(parameter).any():
+                raise PlaceholderError(_reads_weights(config, f"to initialise {name}"))
+        _try_layers(model, config, requester)
+    except UsageError:
+        for modules, children in before:  # the tenant may go on with another method
+            modules.clear()
+            modules.update(children)
+        raise
+    for method in ("merge_adapter", "merge_and_unload"):
+        if hasattr(self, method):
+            setattr(self, method, _refuse_to_merge)
+
+
+BaseTuner.inject_adapter = _inject_checked
+
+
+def _reads_a_weight(error: BaseException | None) -> bool:
+    """Return whether an error comes from code that needs the values of a base layer's weight."""
+    while error is not None and not (isinstance(error, PlaceholderError) and error.layer is not None):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _check_config(model: torch.nn.Module, config: Any) -> None:
@@ -93,11 +123,7 @@ def _check_config(model: torch.nn.Module, config: Any) -> None:
     if isinstance(init, str) and init.lower().startswith(_FACTORS_WEIGHTS):
         raise PlaceholderError(
             f"init_lora_weights={init!r} factors the base weights, which a client does not have; "
-            "use True, 'gaussian' or 'orthogonal', or initialise where the weights are and load the adapter"
-        )
-    if getattr(config, "use_dora", False):
-        raise PlaceholderError(
-            "use_dora=True reads the norms of the base weights, which a client does not have; use LoRA or rsLoRA"
+            "use True, 'gaussian', 'orthogonal' or 'eva', or initialise where the weights are and load the adapter"
         )
     for target in getattr(config, "target_parameters", None) or ():
         for name, module in model.named_modules():
@@ -114,13 +140,11 @@ def _ends(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _guard(adapted: Any, config: Any, requester: Requester) -> None:
-    """Try one adapted layer of each kind on a row of ones, with zeros as the base layer's result; refuse merging."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+def _try_layers(model: torch.nn.Module, config: Any, requester: Requester) -> None:
+    """Try one adapted layer of each kind on a row of ones, with zeros as the base layer's result."""
     tried = set()
     with requester.rehearsing(), torch.no_grad():
-        for name, layer in adapted.named_modules():
+        for name, layer in model.named_modules():
             if not isinstance(layer, BaseTunerLayer) or type(layer) in tried:
                 continue
             base = layer.get_base_layer()
@@ -146,16 +170,6 @@ def _guard(adapted: Any, config: Any, requester: Requester) -> None:
                 log.debug("%s was not tried: %s", name, error)
             finally:
                 layer.train(training)
-    add = type(adapted).add_adapter
-
-    def add_checked(adapter_name: str, peft_config: PeftConfig, *args: Any, **kwargs: Any) -> None:
-        _check_config(adapted, peft_config)
-        add(adapted, adapter_name, peft_config, *args, **kwargs)
-
-    adapted.add_adapter = add_checked
-    for method in ("merge_adapter", "merge_and_unload"):
-        if hasattr(adapted.base_model, method):
-            setattr(adapted.base_model, method, _refuse_to_merge)
 
 
 def _reads_weights(config: Any, when: str) -> str:

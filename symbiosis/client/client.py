@@ -106,8 +106,7 @@ class Client:
             elif self._joint is not None:
                 self._seat = self._joint.seat(self.name, model)
             if self._peft_config is not None:
-                with self._stream:
-                    model = add_adapter(model, self._peft_config, self._requester)
+                model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()
         except BaseException:
             await self.close()

@@ -17,6 +17,7 @@ refused. Functions of shapes and dtypes, and ``isnan``, therefore work. Function
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -143,6 +144,19 @@ class Part(_StandsForWeight, torch.Tensor):
         return self
 
 
+class PartTimesMatrix(_StandsForWeight, torch.Tensor):
+    """The product of a placeholder or a part of it, W [o, i], and a matrix R [i, i] of the client's, as HRA makes it.
+
+    ``F.linear(x, W·R)`` is ``F.linear(F.linear(x, R), W)``, so the executor computes with W alone.
+    """
+
+    _factors: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def _map(self) -> torch.Tensor:
+        return torch.empty((), dtype=self.dtype, device="meta").expand(self.shape)  # of no rows and columns of a weight
+
+
 def introduce(weight: SharedParameter, layer: Multiplying) -> None:
     """Tell a placeholder which layer it stands for."""
     weight.__class__ = Placeholder
@@ -175,8 +189,13 @@ def _multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if len(operands) < at + 2:
         return None
     x, weight = operands[at : at + 2]
+    if name in ("mm", "matmul") and isinstance(x, _StandsForWeight):
+        return _times(x, weight)
     if isinstance(x, _StandsForWeight) or not isinstance(weight, _StandsForWeight):
         return None
+    if isinstance(weight, PartTimesMatrix) and name == "linear":
+        part, matrix = weight._factors
+        return F.linear(F.linear(x, matrix), part, *operands[2:])
     y = _product(x, weight.t() if name == "linear" else weight)
     if y is None:
         return None
@@ -190,6 +209,18 @@ def _multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             y = operands[0] * beta + y
     out = operands[0] if name == "addmm_" else kwargs.get("out")
     return y if out is None else out.resize_(y.shape).copy_(y)
+
+
+def _times(part: Any, matrix: Any) -> torch.Tensor | None:
+    """Return part [o, i] · matrix [i, i], or None if the matrix is not square: only its use tells whether W is read."""
+    if isinstance(matrix, _StandsForWeight) or not _is_hole(part) or part.requires_grad:
+        return None
+    if part.ndim != 2 or matrix.shape != (part.shape[1], part.shape[1]) or part.dtype is not matrix.dtype:
+        return None
+    values = torch.full((), math.nan, dtype=part.dtype, device=part.device).expand(part.shape)
+    product = values.as_subclass(PartTimesMatrix)
+    product._layer, product._factors = part._layer, (part, matrix)
+    return product
 
 
 def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:

@@ -117,11 +117,11 @@ class Requester:
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Answer the requests of this thread with zeros meanwhile."""
-        self.here.rehearsing = True
+        before, self.here.rehearsing = self.here.rehearsing, True
         try:
             yield
         finally:
-            self.here.rehearsing = False
+            self.here.rehearsing = before
             self.here.forget()
 
     @contextlib.contextmanager

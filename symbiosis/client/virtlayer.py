@@ -100,6 +100,11 @@ class VirtLayer(nn.Module):
     def kept(self) -> KeptProduct:
         return self._requester.here.kept
 
+    @property
+    def rehearsing(self) -> bool:
+        """Whether the calling thread gets zeros in place of the executor's answers."""
+        return self._requester.here.rehearsing
+
     def request(self, key: Key, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Send the rows of x, and return a result [n, o] for each layer of the key."""
         rows = (x.detach() if x.requires_grad else x).reshape(-1, self.spec.in_features)

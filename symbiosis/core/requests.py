@@ -36,6 +36,8 @@ class Pass(IntEnum):
     BACKWARD = 2
     """dX from dY (linear layers), or from X and dY (layers that are recomputed). For a bank of experts also the
     gradient of the routing weights."""
+    NORMS = 3
+    """The norms of the rows of a linear layer's weight W [o, i], for each row of X, whatever it is. DoRA needs them."""
 
     @property
     def is_backward(self) -> bool:
@@ -44,6 +46,7 @@ class Pass(IntEnum):
 
 _BACKWARD = Pass.BACKWARD
 """A name of its own: on Python 3.11 a member looked up on its class takes six times as long."""
+_OF_LINEAR_LAYERS = (Pass.FORWARD_WITHOUT_BIAS, Pass.NORMS)
 
 
 class Key(NamedTuple):
@@ -128,8 +131,8 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
         raise RequestError(
             f"layers {indices} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
         )
-    if not all(spec.linear for spec in chosen) and (fp32 or pass_ is Pass.FORWARD_WITHOUT_BIAS):
-        raise RequestError(f"{first.name} is served whole; it has no single bias to leave out and no pass in fp32")
+    if not all(spec.linear for spec in chosen) and (fp32 or pass_ in _OF_LINEAR_LAYERS):
+        raise RequestError(f"{first.name} is served whole; it has no single weight or bias, and no pass in fp32")
     dtype = _fp32() if fp32 else first.dtype
     rows = Columns(first.in_features, dtype)
     if not pass_.is_backward:
@@ -147,8 +150,8 @@ def _expected_of_bank(chosen: Sequence[LayerSpec], key: Key) -> Expected:
         raise RequestError(
             f"{key.choices} choices of experts for {bank.name}; each row goes through 1 to {bank.choices} of them"
         )
-    if key.pass_ is Pass.FORWARD_WITHOUT_BIAS:
-        raise RequestError(f"{bank.name} is a bank of experts; it has no single bias to leave out")
+    if key.pass_ in _OF_LINEAR_LAYERS:
+        raise RequestError(f"{bank.name} is a bank of experts; it has no single weight or bias")
     import torch
 
     rows, results = Columns(bank.in_features, bank.dtype), Columns(bank.out_features, bank.dtype)

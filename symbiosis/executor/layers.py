@@ -49,6 +49,9 @@ class BaseLayer(ABC):
         pass_ = key.pass_
         if pass_ is _BACKWARD:
             return self.backward(tensors, fp32=key.fp32)
+        if pass_ is _NORMS:
+            (x,) = tensors
+            return (self.norms().to(x.dtype).repeat(len(x), 1),)
         return (self.forward(tensors, bias=pass_ is _FORWARD, fp32=key.fp32),)
 
     def release(self) -> None:
@@ -57,13 +60,17 @@ class BaseLayer(ABC):
             if isinstance(parameter, PackedWeight):
                 parameter.release()
 
+    def norms(self) -> torch.Tensor:
+        """Return the norms [o] of the rows of a linear layer's weight [o, i]."""
+        raise SplitError(f"{self.spec.name} is not linear, so it has no weight with norms")
+
     @abstractmethod
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor: ...
     @abstractmethod
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]: ...
 
 
-_FORWARD, _, _BACKWARD = Pass
+_FORWARD, _, _BACKWARD, _NORMS = Pass
 
 
 class LinearLayer(BaseLayer):
@@ -82,6 +89,9 @@ class LinearLayer(BaseLayer):
         (dy,) = tensors
         weight = plain(self._parameters["weight"])
         return (times(dy, weight) if fp32 else dy.mm(weight),)
+
+    def norms(self) -> torch.Tensor:
+        return _norms(self._parameters["weight"], 1)
 
 
 class OwnForwardLayer(LinearLayer):
@@ -114,6 +124,9 @@ class QuantizedLayer(LinearLayer):
         (dy,) = tensors
         return (times(dy, quantized.dequantized(self.module)) if fp32 else quantized.gradient(self.module, dy),)
 
+    def norms(self) -> torch.Tensor:
+        return _norms(quantized.dequantized(self.module), 1)
+
 
 class Conv1DLayer(BaseLayer):
     """transformers' ``Conv1D`` (GPT-2): Y = X·W + b, weight [i, o]."""
@@ -131,6 +144,9 @@ class Conv1DLayer(BaseLayer):
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         (dy,) = tensors
         return (times_transposed(dy, self._weight) if fp32 else dy.mm(self._weight.t()),)
+
+    def norms(self) -> torch.Tensor:
+        return _norms(self._weight, 0)
 
 
 class ModuleLayer(BaseLayer):
@@ -173,6 +189,12 @@ class ExpertBank(BaseLayer):
         with torch.enable_grad():
             x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
             return torch.autograd.grad(self.forward((x, chosen, weights), bias=True, fp32=fp32), (x, weights), dy)
+
+
+def _norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=dim, dtype=dtype)
+    return norms
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -78,6 +78,8 @@ class MaskedChannel:
         found = self._keys.get(key)
         if found is not None:
             return found
+        if key.pass_ is Pass.NORMS:
+            raise PrivacyError("DoRA asks for norms of weights, which no privacy scheme covers; use LoRA or rsLoRA")
         (rows, *more), results = expected(self.layers, key)
         specs = tuple([self.layers[layer] for layer in key.layers])
         if more or not all(spec.linear for spec in specs):

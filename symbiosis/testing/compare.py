@@ -193,7 +193,7 @@ async def run_job(client: Client, job: Job | None = None) -> Outcome:
     job = job or Job()
     model = client.model
     if job.prepare is not None:
-        job.prepare(model)
+        await client.run(job.prepare, model)
     device = next(model.parameters()).device
     outcome = Outcome()
 

@@ -107,6 +107,7 @@ METHODS: dict[str, Callable[[str | None, Any], Any]] = {
     "DoRA": _lora(use_dora=True),
     "PiSSA": _lora(init_lora_weights="pissa"),
     "OLoRA": _lora(init_lora_weights="olora"),
+    "EVA": _lora(init_lora_weights="eva"),
     "LN tuning": _peft("LNTuningConfig", target_modules=["input_layernorm"]),
     "AdaLoRA": _peft("AdaLoraConfig", total_step=10, init_r=6, target_r=4, init_lora_weights=False, **_ALL),
     "LoHa": _peft("LoHaConfig", r=4, init_weights=False, **_ALL),
@@ -120,6 +121,8 @@ METHODS: dict[str, Callable[[str | None, Any], Any]] = {
     "MiSS": _peft("MissConfig", r=4, init_weights=False, target_modules=["q_proj", "v_proj"]),
     "RandLoRA": _peft("RandLoraConfig", r=4, target_modules=["q_proj", "v_proj"]),
     "trainable tokens": _peft("TrainableTokensConfig", token_indices=[3, 4], target_modules=["embed_tokens"]),
+    "DEFT": _peft("DeftConfig", r=4, target_modules=["q_proj", "v_proj"]),
+    "ADAMSS": _peft("AdamssConfig", r=4, num_subspaces=2, target_modules=["q_proj", "v_proj"]),
     "POLY": _peft("PolyConfig", r=4, n_tasks=1, target_modules=["q_proj", "v_proj"]),
 }
 """PEFT methods by name; each makes a configuration for a task type."""
@@ -207,7 +210,8 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
         transport: a name in :data:`TRANSPORTS`.
     """
     inputs = partial(_with_task, model, reads) if method == "POLY" else partial(zoo_inputs, model, reads)
-    job = Job(steps=3, new_tokens=6 if reads in GENERATING else 0, inputs=inputs)
+    prepare = partial(_factor_inputs, inputs) if method == "EVA" else None
+    job = Job(steps=3, new_tokens=6 if reads in GENERATING else 0, inputs=inputs, prepare=prepare)
     task = _TASKS.get(reads)
     verdict = partial(Cell, name, method, transport)
     try:
@@ -234,6 +238,13 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
 def _with_task(model: Any, reads: str, number: int) -> dict[str, Any]:
     """Return inputs with the numbers of the examples' tasks, which POLY asks for."""
     return zoo_inputs(model, reads, number) | {"task_ids": torch.zeros(2, dtype=torch.long)}
+
+
+def _factor_inputs(inputs: Callable[[int], dict[str, Any]], model: Any) -> None:
+    """Initialise an adapter by EVA, from what the layers read of three batches."""
+    from peft import initialize_lora_eva_weights
+
+    initialize_lora_eva_weights(model, [inputs(number) for number in range(3)], show_progress_bar=False)
 
 
 @contextlib.asynccontextmanager

@@ -24,7 +24,7 @@ from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import BrokenError, SymbiosisError, UsageError, WireError
 from symbiosis.transports.limits import Limits
 
-VERSION = 6
+VERSION = 7
 MAGIC = "symbiosis"
 ALIGN = 64
 """Alignment of matrices in an arena, in bytes: a cache line."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -11,8 +13,10 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.errors import PlaceholderError
-from symbiosis.testing import Job, compare, tiny_model
+from symbiosis.core.requests import Key, Pass
+from symbiosis.errors import PlaceholderError, PrivacyError
+from symbiosis.privacy import Wiretap
+from symbiosis.testing import Comparison, Job, compare, run_job, run_job_plain, tiny_model
 from tests.helpers import CAUSAL, IDS
 
 ON = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": CAUSAL}
@@ -55,15 +59,32 @@ AGREE: dict[str, Callable[[], Any]] = {
     "randlora": lambda: config("RandLora", r=4, target_modules=["q_proj"], **TASK),
     "road": lambda: config("Road", group_size=8, **ON),
     "gralora": lambda: config("Gralora", r=8, gralora_k=2, **ON),
+    "beft": lambda: config("Beft", **ON),
+    "lily": lambda: config("Lily", **ON),
+    "pvera": lambda: config("Pvera", r=4, target_modules=["q_proj"], **TASK),
+    "unilora": lambda: config("UniLora", **ON),
 }
 
+CLOSE: dict[str, Callable[[], Any]] = {
+    "dora": lambda: config("Lora", use_dora=True, init_lora_weights=False, **ON),
+    "dora-fresh": lambda: config("Lora", use_dora=True, **ON),
+    "dora-dropout": lambda: config("Lora", use_dora=True, init_lora_weights=False, lora_dropout=0.2, **ON),
+    "dora-rslora": lambda: config("Lora", use_dora=True, use_rslora=True, r=4, init_lora_weights=False, **ON),
+    "hra": lambda: config("HRA", r=4, init_weights=False, **ON),
+    "hra-orthogonal": lambda: config("HRA", r=4, apply_GS=True, init_weights=False, **ON),
+    "deft": lambda: config("Deft", r=4, **ON),
+    "deft-relu": lambda: config("Deft", r=4, decomposition_method="relu", **ON),
+}
+"""Methods that read base weights in plain PEFT, and get what follows from them by other sums here."""
+
 REFUSE: dict[str, Callable[[], Any]] = {
-    "dora": lambda: config("Lora", use_dora=True, **ON),
     "pissa": lambda: config("Lora", init_lora_weights="pissa", **ON),
     "pissa-niter": lambda: config("Lora", init_lora_weights="pissa_niter_4", **ON),
     "olora": lambda: config("Lora", init_lora_weights="olora", **ON),
-    "eva": lambda: config("Lora", init_lora_weights="eva", eva_config=peft.EvaConfig(), **ON),
-    "hra": lambda: config("HRA", r=4, **ON),
+    "adamss": lambda: config("Adamss", r=4, num_subspaces=2, **ON),
+    "glora": lambda: config("Glora", **ON),
+    "supertuning": lambda: config("Supertuning", **ON),
+    "tinylora": lambda: config("TinyLora", **ON),
     "delora": lambda: config("Delora", r=4, **ON),
     "shira": lambda: config("Shira", r=4, **ON),
     "hira": lambda: config("Hira", **ON),
@@ -85,6 +106,16 @@ async def test_agrees_with_plain_peft(method: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+@pytest.mark.parametrize("method", CLOSE)
+async def test_methods_that_read_base_weights_in_plain_peft(method: str) -> None:
+    comparison = await compare(tiny_model(), CLOSE[method](), Job(steps=3, new_tokens=4))
+    assert comparison.worst("gradient") <= 1e-5, comparison
+    assert comparison.worst("logits") <= 1e-5, comparison
+    assert comparison.worst("greedy") == comparison.worst("sampled") == 0, comparison
+    assert comparison.worst() <= 1e-3, comparison
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 @pytest.mark.parametrize("method", REFUSE)
 async def test_a_method_that_reads_base_weights_is_refused(method: str) -> None:
     """The result is never NaN: the error names the method and the missing weights, and the executor continues."""
@@ -98,15 +129,122 @@ async def test_a_method_that_reads_base_weights_is_refused(method: str) -> None:
             assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+@pytest.mark.parametrize("method", REFUSE)
+async def test_synchronous_code_gets_the_same_refusal(method: str, tmp_path: Path) -> None:
+    """The model is as it was before, so the tenant can go on with another method."""
+    wanted = REFUSE[method]()
+    async with symbiosis.Executor(tiny_model()) as executor:
+        with pytest.raises(PlaceholderError) as caught:
+            await executor.client(copy.deepcopy(wanted)).open()
+        await executor.listen(f"shm://{tmp_path}/s", keep_weights=True)
+
+        def adapt() -> torch.Tensor:
+            with symbiosis.open_model(f"shm://{tmp_path}/s") as model:
+                names = [name for name, _ in model.named_modules()]
+                with pytest.raises(PlaceholderError) as caught_here:
+                    peft.get_peft_model(model, wanted)
+                assert str(caught_here.value) == str(caught.value)
+                assert [name for name, _ in model.named_modules()] == names
+                logits: torch.Tensor = peft.get_peft_model(model, peft.LoraConfig(**ON))(input_ids=IDS).logits
+                return logits
+
+        adapted = await asyncio.to_thread(adapt)
+    torch.testing.assert_close(adapted, tiny_model()(input_ids=IDS).logits, rtol=0, atol=1e-6)
+
+
 async def test_an_adapter_that_needs_base_weights_is_not_loaded(tmp_path: Any) -> None:
-    """The adapters are a DoRA adapter from plain PEFT, and a PiSSA adapter that changed its base model."""
+    """The adapter is one of PiSSA, which changed its base model."""
+    model, options = tiny_model(), {"init_lora_weights": "pissa"}
+    peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options, **ON)).save_pretrained(str(tmp_path))
+    async with symbiosis.Executor(copy.deepcopy(model)) as executor, executor.client() as client:
+        with pytest.raises(PlaceholderError, match="init_lora_weights='pissa' factors the base weights"):
+            client.load_adapter(tmp_path)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {}])
+@pytest.mark.parametrize("first", [None, peft.LoraConfig(**ON), peft.LoraConfig(use_dora=True, **ON)])
+async def test_loading_beside_dora(options: dict[str, Any], first: Any, tmp_path: Path) -> None:
+    """Adapters with and without DoRA, from plain PEFT, are loaded without a request, also beside one another."""
     model = tiny_model()
-    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
-        folder = tmp_path / next(iter(options))
-        peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**options, **ON)).save_pretrained(str(folder))
-        async with symbiosis.Executor(copy.deepcopy(model)) as executor, executor.client() as client:
-            with pytest.raises(PlaceholderError, match=next(iter(options))):
-                client.load_adapter(folder)
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(init_lora_weights=False, **options, **ON))
+    adapted.save_pretrained(str(tmp_path))
+    async with symbiosis.Executor(model) as executor, executor.client(copy.deepcopy(first)) as client:
+        client.load_adapter(tmp_path, name="loaded")
+        logits = (await client.forward(input_ids=IDS)).logits
+    torch.testing.assert_close(logits, adapted.eval()(input_ids=IDS).logits, rtol=0, atol=1e-5)
+
+
+async def test_dora_of_gpt2_and_of_a_model_in_bf16() -> None:
+    """Conv1D has its weight the other way round. In bf16, plain PEFT rounds W + s·B·A when it is initialised."""
+    model = tiny_model("gpt2")
+    on = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "task_type": CAUSAL}
+    wanted = peft.LoraConfig(use_dora=True, init_lora_weights=False, **on)
+    comparison = await compare(model, wanted, Job(steps=2, new_tokens=0))
+    assert comparison.worst("gradient") <= 1e-5, comparison
+    wanted = peft.LoraConfig(use_dora=True, init_lora_weights=False, **ON)
+    comparison = await compare(tiny_model().bfloat16(), wanted, Job(steps=2, new_tokens=0))
+    assert comparison.worst("logits") <= 2e-2, comparison
+    assert comparison.worst("gradient") <= 5e-2, comparison
+
+
+async def test_dora_on_a_weight_of_ones_own() -> None:
+    model, wanted = tiny_model(), peft.LoraConfig(use_dora=True, init_lora_weights=False, **ON)
+    torch.manual_seed(0)
+    expected = peft.get_peft_model(copy.deepcopy(model), copy.deepcopy(wanted)).eval()(input_ids=IDS).logits
+
+    def adapt(model: Any) -> torch.Tensor:
+        for name, parameter in model.named_parameters():
+            if name.endswith("q_proj.weight"):
+                parameter.requires_grad_(True)
+        logits: torch.Tensor = peft.get_peft_model(model, wanted).eval()(input_ids=IDS).logits
+        return logits
+
+    async with symbiosis.Executor(model) as executor, executor.client(seed=0) as client:
+        torch.testing.assert_close(await client.run(adapt, client.model), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("address", ["shm://{}/s", "tcp://127.0.0.1:0"])
+async def test_nothing_of_a_weight_is_sent_but_norms(address: str, tmp_path: Path) -> None:
+    """DoRA asks once for the norms of a layer, and for as many rows as its rank whenever A has changed."""
+    model = tiny_model()
+    config = peft.LoraConfig(use_dora=True, r=4, init_lora_weights=False, target_modules=["q_proj"], **TASK)
+    job = Job(steps=2, new_tokens=3)
+    expected = run_job_plain(model, config, job)
+    async with symbiosis.Executor(copy.deepcopy(model)) as executor:
+        listener = await executor.listen(address.format(tmp_path), keep_weights=True)
+        with Wiretap(executor) as tap:
+            async with symbiosis.connect(listener.address) as base, base.client(config, seed=0) as client:
+                found = await run_job(client, job)
+        layers = [spec.layer for spec in executor.layers if spec.name.endswith("q_proj")]
+    comparison = Comparison.of(found, expected)
+    assert max(comparison.worst("gradient"), comparison.worst("logits")) <= 1e-5, comparison
+    for layer, block in zip(layers, model.model.layers, strict=True):
+        (norms,) = [seen for seen in tap.seen if seen.key == Key((layer,), Pass.NORMS)]
+        assert norms.results is not None
+        torch.testing.assert_close(norms.results[0], block.self_attn.q_proj.weight.norm(dim=1)[None])
+        products = [seen for seen in tap.seen if seen.key == Key((layer,), Pass.FORWARD_WITHOUT_BIAS)]
+        assert [len(seen.tensors[0]) for seen in products] == [4, 4]  # at first, and after the first of two steps
+
+
+async def test_dora_of_a_client_whose_rows_are_masked() -> None:
+    async with symbiosis.Executor(tiny_model()) as executor:
+        client = executor.client(peft.LoraConfig(use_dora=True, **ON), privacy="noise-pool")
+        with pytest.raises(PrivacyError, match=r"DoRA asks for norms of weights.*use LoRA"):
+            await client.open()
+
+
+@pytest.mark.filterwarnings("ignore:lora with eva initialization used:UserWarning")
+async def test_eva_from_layer_inputs() -> None:
+    """EVA factors what the layers read, not their weights."""
+    model, batches = tiny_model(), [{"input_ids": (IDS + 7 * number) % 60} for number in range(3)]
+    wanted = peft.LoraConfig(r=4, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0), **ON)
+
+    def prepare(model: Any) -> None:
+        peft.initialize_lora_eva_weights(model, batches, show_progress_bar=False)
+
+    comparison = await compare(model, wanted, Job(steps=3, new_tokens=4, prepare=prepare))
+    assert comparison.bit_equal, comparison
 
 
 async def test_merging_is_refused(base: Any) -> None:

@@ -35,6 +35,31 @@ MODULES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["linear", "conv1d"])
+def test_norms(kind: str, dtype: torch.dtype) -> None:
+    module = MODULES[kind]().to(dtype).requires_grad_(False)
+    layer = base_layer(0, "name", module)
+    wanted = module.weight.double().norm(dim=1 if kind == "linear" else 0)
+    for fp32 in (False, dtype is torch.bfloat16):
+        key = Key((0,), Pass.NORMS, fp32)
+        rows = torch.full((3, 5), torch.nan, dtype=torch.float32 if fp32 else dtype)
+        assert expected([layer.spec], key).rows([rows]) == 3
+        got = only(layer.run(key, (rows,)))
+        assert got.dtype is rows.dtype
+        torch.testing.assert_close(
+            got.double(), wanted.expand(3, 7), rtol=1e-2 if got.dtype is torch.bfloat16 else 1e-6, atol=0
+        )
+
+
+def test_a_layer_that_is_served_whole_has_no_norms() -> None:
+    layer = base_layer(0, "name", MODULES["mlp"]())
+    with pytest.raises(RequestError, match="served whole; it has no single weight"):
+        expected([layer.spec], Key((0,), Pass.NORMS))
+    with pytest.raises(SplitError, match="is not linear"):
+        layer.run(Key((0,), Pass.NORMS), (torch.zeros(1, 5),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", MODULES)
 def test_forward_and_backward(kind: str, dtype: torch.dtype) -> None:
     """Results are bit-equal to those of the module on a matrix of rows, and to its gradient."""

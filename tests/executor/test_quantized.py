@@ -118,8 +118,10 @@ def test_passes_in_fp32(checkpoint: Path, kind: str) -> None:
     with torch.no_grad():
         (y,) = layer.run(Key((0,), Pass.FORWARD_WITHOUT_BIAS, fp32=True), (x,))
         (dx,) = layer.run(Key((0,), Pass.BACKWARD, fp32=True), (x,))
+        (norms,) = layer.run(Key((0,), Pass.NORMS, fp32=True), (x,))
     torch.testing.assert_close(y.double(), x.double() @ weight.t(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dx.double(), x.double() @ weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norms.double(), weight.norm(dim=1).expand(3, -1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

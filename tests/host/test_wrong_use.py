@@ -62,9 +62,11 @@ async def test_client() -> None:
                 assert resize(64).num_embeddings == resize().num_embeddings == resize(60, 8).num_embeddings == 64
                 with pytest.raises(PlaceholderError, match=r"has 64 tokens and cannot be resized to 99.*token_indices"):
                     resize(99)
-            for config in (lora(use_dora=True), lora(init_lora_weights="pissa")):
-                with pytest.raises(PlaceholderError, match="base weights"):
-                    client.model.add_adapter("other", config)
+            with pytest.raises(PlaceholderError, match="base weights"):
+                client.model.add_adapter("other", lora(init_lora_weights="pissa"))
+            with pytest.raises(CannotWaitError, match=r"run\(fn, ...\)"):
+                client.model.add_adapter("other", lora(use_dora=True))
+            await client.run(client.model.add_adapter, "other", lora(use_dora=True))
             logits = (await client.forward(input_ids=IDS)).logits
             await client.backward(logits, torch.ones_like(logits))
         async with executor.client() as bare:

@@ -65,6 +65,11 @@ async def test_models(name: str, method: str, transport: str) -> None:
         ("LoRA, lm_head saved", "inproc", EQUAL),
         ("LoRA, lm_head saved", "shm", REFUSED),
         ("POLY", "shm", EQUAL),
+        ("DoRA", "shm", EQUAL),
+        ("HRA", "shm", EQUAL),
+        ("EVA", "inproc", EQUAL),
+        ("DEFT", "inproc", EQUAL),
+        ("ADAMSS", "shm", REFUSED),
         ("VeRA", "shm", EQUAL),
     ],
 )
