@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +27,7 @@ def compat(
         list[str] | None,
         typer.Argument(
             help="Folders or hub ids of models of your own, or classes of transformers that the table knows, such as "
-            "MixtralForCausalLM. Default: all classes that the table knows.",
+            "MixtralForCausalLM or 'LlamaForCausalLM in bf16'. Default: all that the table knows.",
             show_default=False,
         ),
     ] = None,
@@ -83,10 +84,13 @@ async def _try(
     import transformers
 
     from symbiosis.testing.compat import cells_of, load, shares_of, try_cell
+    from symbiosis.testing.formats import IN_FORMATS
     from symbiosis.testing.zoo import ZOO
 
     transformers.logging.set_verbosity_error()
-    names = models or list(ZOO)
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    names = models or [*ZOO, *IN_FORMATS]
     work = {name: cells_of(name, methods, transports) for name in names}
     shares, cells = [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -9,6 +9,7 @@ Legend: n rows; i in_features; o out_features.
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,7 +106,7 @@ def probe(name: str, module: Any, dtype: torch.dtype) -> None:
         product = product if module.bias is None else product + module.bias.float()
         gradient(module, together)
     except Exception as error:
-        text = str(error).partition("\n")[0]
+        text = textwrap.shorten(str(error).partition("\n")[0], 100, placeholder=" …")
         raise SplitError(f"{what} cannot be served: {type(error).__name__}: {text}") from error
     if not torch.allclose(together.float(), alone.float(), rtol=1e-2, atol=1e-3):
         raise SplitError(f"{what} cannot be served: its rows depend on one another")

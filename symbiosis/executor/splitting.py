@@ -15,7 +15,7 @@ from symbiosis.core.share import Resident
 from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.experts import is_bank
 from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
-from symbiosis.executor.packing import pack
+from symbiosis.executor.packing import PackedWeight, pack
 from symbiosis.executor.quantized import is_narrow, is_quantized
 
 log = logging.getLogger(__name__)
@@ -77,25 +77,25 @@ class SplitModel:
             for index, layer in enumerate(self.layers):
                 layer.spec = layer.spec._replace(layer=index)
         self.packed = pack(model, [layer.module for layer in self.layers if layer.spec.linear]) if packed else 0
+        self._refuse_unknown_quantization()
         if not self.layers:
             raise SplitError(
                 f"{type(model).__name__} has no base layers to serve: none of its {_count(model)} modules "
                 "is an nn.Linear, a transformers Conv1D or a bank of experts"
                 + ("" if base_layers == "linear" else f" that matches {base_layers!r}")
             )
-
-        self._refuse_unknown_quantization()
         self.allowed = {name for pattern in allow_weights for name in self._linear_named(pattern)}
 
     def _refuse_unknown_quantization(self) -> None:
         """Raise SplitError if clients would hold quantized weights, because no base layer can compute with them."""
-        if getattr(getattr(self.model, "config", None), "quantization_config", None) is None:
-            return
+        known = getattr(getattr(self.model, "config", None), "quantization_config", None) is not None
         served = {id(module) for layer in self.layers for module in layer.module.modules()}
         for name, module in self.model.named_modules():
             numbers = [*module._parameters.values(), *module._buffers.values()]
-            if id(module) not in served and any(t is not None and t.ndim > 1 and _is_quantized(t) for t in numbers):
-                why = self.left_out.get(name, "it is no nn.Linear")
+            if id(module) not in served and any(
+                t is not None and t.ndim > 1 and _is_quantized(t, known) for t in numbers
+            ):
+                why = self.left_out.get(name, "it is no nn.Linear").rpartition(" cannot be served: ")[2]
                 raise SplitError(
                     f"{name} ({type(module).__name__}) has quantized weights that cannot be served: {why}. Load the "
                     "model with torchao's int8 or fp8, with bitsandbytes' int8 or NF4, or without quantization"
@@ -184,8 +184,11 @@ def _not_for_tenants(model: nn.Module, name: str) -> str | None:
     return f"the head {head} is the tenant's" if head.endswith(HEADS) else None
 
 
-def _is_quantized(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.int8, torch.uint8, torch.int32) or is_narrow(tensor)
+def _is_quantized(tensor: torch.Tensor, known: bool) -> bool:
+    """Return whether a tensor is quantized; ``known``: whether the model's configuration says that it has such."""
+    if hasattr(tensor, "__tensor_flatten__"):  # torchao's, which states the dtype of its rows
+        return not isinstance(tensor, PackedWeight)
+    return known and (tensor.dtype in (torch.int8, torch.uint8, torch.int32) or is_narrow(tensor))
 
 
 def _is_several(value: object) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from symbiosis.testing.compat import BROAD, EQUAL, LOGITS, NOT_PLAIN, REFUSED, TRAINED, VERDICTS, Cell, Shares
+from symbiosis.testing.compat import BROAD, EQUAL, NOT_PLAIN, REFUSED, VERDICTS, Cell, Shares
+from symbiosis.testing.formats import FP32, limits_of, split_name
 
 _LEAST_SERVED = 0.9
 _SIGNS = {EQUAL: "equal", REFUSED: "refused", NOT_PLAIN: "–"}
@@ -15,10 +16,10 @@ Written by `make compat`. Each cell is a small random model of an architecture w
 `transformers` + PEFT with the same seed: logits, greedy and sampled tokens where the model generates, gradients, three
 AdamW steps, and the adapter saved, then loaded by plain PEFT and by another client.
 
-*equal*: logits and gradients within {logits:g} of the largest number, losses and adapters within {trained:g}, in fp32;
-tokens are the same. *refused*: an error says why and what to do. *–*: the same job fails in plain PEFT too. A cell with
-two results has that of a client in the executor's process first, then that over `shm://`. *served* is the part of the
-linear and expert weights that the executor serves.
+*equal*: logits and gradients within {computed:g} of the largest number, losses and adapters within {trained:g}, in
+fp32; tokens are the same. Tables of other number formats state their own limits. *refused*: an error says why and what
+to do. *–*: the same job fails in plain PEFT too. A cell with two results has that of a client in the executor's process
+first, then that over `shm://`. *served* is the part of the linear and expert weights that the executor serves.
 
 Of {cells} cells, {summary}.
 
@@ -41,12 +42,24 @@ def write_page(file: Path, shares: list[Shares], cells: list[Cell]) -> None:
     notes = _Notes()
     counts = Counter(cell.verdict for cell in cells)
     summary = ", ".join(f"{counts[verdict]} are {verdict}" for verdict in VERDICTS)
-    head = _HEAD.format(logits=LOGITS, trained=TRAINED, cells=len(cells), summary=summary)
+    head = _HEAD.format(computed=FP32.computed, trained=FP32.trained, cells=len(cells), summary=summary)
     lines = head.splitlines()
     for reads, title in _READS.items():
-        chosen = [share for share in shares if share.reads == reads]
+        chosen = [share for share in shares if share.reads == reads and split_name(share.model)[1] is None]
         if chosen:
             lines += [f"## {title}", "", *_table(chosen, cells, list(BROAD), notes), ""]
+    for format_ in dict.fromkeys(split_name(share.model)[1] for share in shares):
+        if format_ is not None:
+            chosen = [share for share in shares if split_name(share.model)[1] == format_]
+            limits = _limits(chosen[0].model)
+            lines += [
+                f"## In {format_}",
+                "",
+                limits,
+                "",
+                *_table(chosen, cells, list(BROAD), notes),
+                "",
+            ]
     deep = [share for share in shares if any(c.model == share.model and c.method not in BROAD for c in cells)]
     if deep:
         methods = list(dict.fromkeys(cell.method for cell in cells))
@@ -58,6 +71,15 @@ def write_page(file: Path, shares: list[Shares], cells: list[Cell]) -> None:
         lines.append("")
     lines += ["## Notes", "", *notes.lines(), ""]
     file.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _limits(name: str) -> str:
+    limits = limits_of(name)
+    tokens = "tokens are the same" if limits.tokens else "tokens are not compared"
+    return (
+        f"Logits and gradients within {limits.computed:g} of the largest number, losses and adapters within "
+        f"{limits.trained:g}; {tokens}."
+    )
 
 
 class _Notes:
@@ -80,7 +102,7 @@ def _table(shares: list[Shares], cells: list[Cell], methods: list[str], notes: _
         if share.served < _LEAST_SERVED:
             served += f" ({notes.number('not served: ' + '; '.join(share.unserved))})"
         row = [_text([c for c in cells if (c.model, c.method) == (share.model, method)], notes) for method in methods]
-        rows.append(f"| {share.model} | {served} | {' | '.join(row)} |")
+        rows.append(f"| {split_name(share.model)[0]} | {served} | {' | '.join(row)} |")
     return rows
 
 

@@ -196,6 +196,17 @@ def test_an_unknown_quantization_is_refused_by_name(checkpoint: Path) -> None:
         symbiosis.Executor(model)
 
 
+def test_torchaos_int4_is_refused_by_name(checkpoint: Path) -> None:
+    """Its weights state the dtype of their rows, and cannot be dequantized."""
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from torchao.quantization import quantize_
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))
+    with pytest.raises(SplitError, match=r"_proj \(Linear\) has quantized weights that cannot be served: NotImpl.*NF4"):
+        symbiosis.Executor(model)
+
+
 def test_what_is_quantized() -> None:
     assert not is_quantized(nn.Linear(4, 4))
     assert not is_quantized(nn.Embedding(4, 4))

@@ -27,6 +27,7 @@ from symbiosis.testing.compat import (
     try_cell,
 )
 from symbiosis.testing.compat_page import write_page
+from symbiosis.testing.formats import FORMATS, IN_FORMATS, split_name
 from symbiosis.testing.zoo import ZOO, zoo_inputs, zoo_model
 from tests.helpers import command
 
@@ -77,6 +78,45 @@ async def test_methods(method: str, transport: str, verdict: str) -> None:
     model, reads = load("LlamaForCausalLM")
     cell = await try_cell("LlamaForCausalLM", model, reads, method, transport)
     assert cell.verdict == verdict, cell
+
+
+@pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if format_ != "torchao int4"])
+async def test_formats(format_: str) -> None:
+    name = f"Qwen3MoeForCausalLM in {format_}"
+    model, reads = load(name)
+    assert shares_of(name, model, reads).served > 0.9
+    for method, transport in (("LoRA", "shm"), ("IA3", "inproc")):
+        cell = await try_cell(name, model, reads, method, transport)
+        assert cell.verdict == EQUAL, cell
+
+
+async def test_torchao_int4_has_no_gradients_on_a_cpu() -> None:
+    name = "LlamaForCausalLM in torchao int4"
+    model, reads = load(name)
+    assert shares_of(name, model, reads).served == 0
+    assert (await try_cell(name, model, reads, "LoRA", "inproc")).verdict == NOT_PLAIN
+    cell = await try_cell(name, model, reads, "none", "shm")
+    assert cell.verdict == REFUSED
+    assert "q_proj (Linear) has quantized weights that cannot be served: NotImplementedError: Int4" in cell.detail
+    assert "Load the model with torchao's int8" in cell.detail
+
+
+async def test_limits_of_a_format_are_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    from symbiosis.executor.layers import LinearLayer
+
+    def forward(self: Any, tensors: Any, **_: Any) -> torch.Tensor:
+        return torch.nn.functional.linear(tensors[0], self.module.weight * 1.02)
+
+    monkeypatch.setattr(LinearLayer, "forward", forward)
+    name = "LlamaForCausalLM in bf16"
+    assert (await try_cell(name, *load(name), "none", "inproc")).verdict == WRONG
+
+
+def test_names_with_formats() -> None:
+    assert split_name("GPT2LMHeadModel in bf16") == ("GPT2LMHeadModel", "bf16")
+    assert split_name("./model in a folder") == ("./model in a folder", None)
+    assert split_name("GPT2LMHeadModel in int3") == ("GPT2LMHeadModel in int3", None)
+    assert all(split_name(name)[1] for name in IN_FORMATS)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -148,10 +188,18 @@ def test_the_page(tmp_path: Path) -> None:
         Cell("MixtralForCausalLM", "LoRA", "shm", REFUSED, "not here"),
         Cell("MixtralForCausalLM", "IA3", "inproc", WRONG, "7 of 9 tensors differ"),
         Cell("MixtralForCausalLM", "HRA", "inproc", REFUSED, "not here"),
+        Cell("T5ForConditionalGeneration in bf16", "LoRA", "shm", EQUAL, "0"),
     ]
-    write_page(tmp_path / "page.md", [Shares("MixtralForCausalLM", "text", 0.5, ("half of it",))], cells)
+    shares = [
+        Shares("MixtralForCausalLM", "text", 0.5, ("half of it",)),
+        Shares("T5ForConditionalGeneration in bf16", "pairs", 1.0, ()),
+    ]
+    write_page(tmp_path / "page.md", shares, cells)
     page = (tmp_path / "page.md").read_text()
-    assert "Of 4 cells, 1 are equal, 2 are refused, 0 are not in plain PEFT, 1 are wrong." in page
+    assert "## In bf16\n\nLogits and gradients within 0.01 of the largest number, losses" in page
+    assert "| T5ForConditionalGeneration | 100% |  | equal |  |  |" in page
+    assert "Encoder" not in page
+    assert "Of 5 cells, 2 are equal, 2 are refused, 0 are not in plain PEFT, 1 are wrong." in page
     assert "| MixtralForCausalLM | 50% (1) |  | equal; refused (2) | **wrong** (3) |  |" in page
     assert "| HRA | refused (2) |" in page
     assert "1. not served: half of it\n2. not here\n3. 7 of 9 tensors differ\n" in page

@@ -1,0 +1,106 @@
+"""Number formats of base models that are tried: bf16, and quantized weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from symbiosis.testing.zoo import ZOO, zoo_model
+
+
+class Format(NamedTuple):
+    """How a model of a format is made, and how close a client must come to plain ``transformers`` + PEFT."""
+
+    dtype: torch.dtype
+    quantization: Callable[[], Any] | None
+    """Returns a ``quantization_config`` of transformers."""
+    computed: float
+    """Largest relative difference of logits and gradients."""
+    trained: float
+    """Largest relative difference of losses and adapters after three AdamW steps, which divide by the size of a
+    gradient and so magnify differences of small ones."""
+    tokens: bool = True
+    """Whether generated tokens must be the same."""
+
+
+FP32 = Format(torch.float32, None, 1e-5, 1e-3)
+
+
+def _torchao(name: str, **options: Any) -> Any:
+    from torchao import quantization
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(getattr(quantization, name)(**options))
+
+
+def _int4() -> Any:
+    from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(PrototypeInt4WeightOnlyConfig(group_size=32))
+
+
+def _bitsandbytes(**options: Any) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**options)
+
+
+def _nf4() -> Any:
+    return _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+
+
+FORMATS: dict[str, Format] = {
+    "bf16": Format(torch.bfloat16, None, 1e-2, 2e-2),
+    "torchao int8": FP32._replace(quantization=lambda: _torchao("Int8WeightOnlyConfig")),
+    "torchao fp8": FP32._replace(quantization=lambda: _torchao("Float8WeightOnlyConfig")),
+    "torchao int4": FP32._replace(quantization=_int4),
+    "bitsandbytes NF4": FP32._replace(quantization=_nf4),
+    # bitsandbytes rounds the rows of a batch to integers; the executor does not.
+    "bitsandbytes int8": Format(torch.float32, lambda: _bitsandbytes(load_in_8bit=True), 5e-2, 5e-2, tokens=False),
+}
+_IN_BF16 = (
+    *("LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel", "FalconForCausalLM", "MixtralForCausalLM"),
+    *("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "MambaForCausalLM", "T5ForConditionalGeneration"),
+    *("BertForSequenceClassification", "ViTForImageClassification", "LlavaForConditionalGeneration"),
+)
+_QUANTIZED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
+_TRIED = {"bf16": _IN_BF16, "torchao int4": _QUANTIZED[:1]}
+IN_FORMATS = tuple(
+    f"{name} in {format_}"
+    for format_ in FORMATS
+    if format_ == "bf16" or find_spec(format_.partition(" ")[0])
+    for name in _TRIED.get(format_, _QUANTIZED)
+)
+"""Models in formats that are tried by default, as far as the libraries of the formats are installed."""
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """Return class and format of a name such as ``"T5Model in bf16"``; of any other name, the name and None."""
+    model, _, format_ = name.partition(" in ")
+    return (model, format_) if model in ZOO and format_ in FORMATS else (name, None)
+
+
+def limits_of(name: str) -> Format:
+    """Return the format in a name, whose limits hold for it; fp32 for any other name."""
+    _, format_ = split_name(name)
+    return FP32 if format_ is None else FORMATS[format_]
+
+
+def model_in(name: str, format_: Format) -> Any:
+    """Return a model of the zoo in a format, made by transformers."""
+    if format_.quantization is None:
+        return zoo_model(name).to(format_.dtype)
+    model = zoo_model(name, hidden_size=64, intermediate_size=128)  # NF4 has blocks of 64 numbers
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        made = type(model).from_pretrained(folder, quantization_config=format_.quantization(), dtype=format_.dtype)
+    for module in made.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # On some CPUs bitsandbytes would lay the weights out for inference, and then give no gradients.
+            module.support_avx512bf16_for_cpu = False
+    return made.eval()
