@@ -1,0 +1,65 @@
+"""Weights of a checkpoint in safetensors stay in its file: the system reads its pages when they are needed, and can drop
+them again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from symbiosis.testing import tiny_model
+
+SCRIPT = """
+import asyncio, gc, json, sys, tempfile
+import torch, transformers
+import symbiosis
+
+small, large, packed = sys.argv[1], sys.argv[2], sys.argv[3] == "True"
+
+def anonymous():
+    gc.collect()
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+async def serve(folder):
+    executor = symbiosis.Executor.from_pretrained(folder, packed=packed)
+    async with executor:
+        with tempfile.TemporaryDirectory() as directory:
+            await executor.listen(f"shm://{directory}/s", keep_weights=True)
+            async with symbiosis.connect(f"shm://{directory}/s") as base, base.client() as client:
+                await client.forward(input_ids=torch.tensor([[1, 2]]))
+        return anonymous(), executor.sharing.served
+
+before, _ = asyncio.run(serve(small))  # everything is imported and has run once
+after, served = asyncio.run(serve(large))
+print(json.dumps({"grown": after - before, "served": served}))
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    for name, options in (("small", {}), ("large", sizes)):
+        tiny_model("llama", **options).to(torch.bfloat16).save_pretrained(folder / name)
+    return [str(folder / "small"), str(folder / "large")]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell anonymous memory")
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_that_is_not_of_the_file(checkpoints: list[str], packed: bool) -> None:
+    """Anonymous memory grows by less than an eighth of the weights. Packed weights are a copy, so there it grows by all
+    of them; this shows that the measurement finds copies."""
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, *checkpoints, str(packed)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["served"] > 60 << 20
+    if packed:
+        assert found["grown"] > found["served"] * 0.75
+    else:
+        assert found["grown"] < found["served"] / 8
