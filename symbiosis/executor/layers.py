@@ -30,6 +30,8 @@ class BaseLayer(ABC):
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         self.spec = spec
         self.module = module
+        self._norms: torch.Tensor | None = None
+        """What :meth:`norms` has returned, from the first call that asks for it on."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.spec.name!r}, {self.spec.in_features} → {self.spec.out_features})"
@@ -51,7 +53,9 @@ class BaseLayer(ABC):
             return self.backward(tensors, fp32=key.fp32)
         if pass_ is _NORMS:
             (x,) = tensors
-            return (self.norms().to(x.dtype).repeat(len(x), 1),)
+            if self._norms is None:
+                self._norms = self.norms()
+            return (self._norms.to(x.dtype).repeat(len(x), 1),)
         return (self.forward(tensors, bias=pass_ is _FORWARD, fp32=key.fp32),)
 
     def release(self) -> None:

@@ -188,6 +188,54 @@ async def test_dora_of_gpt2_and_of_a_model_in_bf16() -> None:
     assert comparison.worst("gradient") <= 5e-2, comparison
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
+@pytest.mark.parametrize("address", ["shm://{}/s", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("method", ["dora", "hra", "deft"])
+async def test_synchronous_code_with_methods_that_read_base_weights(method: str, address: str, tmp_path: Path) -> None:
+    def losses_and_gradients(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, CLOSE[method]())
+        optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=1e-3)
+        found = []
+        for _ in range(2):
+            loss = adapted(input_ids=IDS, labels=IDS).loss
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in adapted.parameters() if p.grad is not None)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    def opened(address: str) -> list[torch.Tensor]:
+        with symbiosis.open_model(address) as model:
+            return losses_and_gradients(model)
+
+    expected = losses_and_gradients(tiny_model())
+    async with symbiosis.Executor(tiny_model()) as executor:
+        listener = await executor.listen(address.format(tmp_path), keep_weights=True)
+        found = await asyncio.to_thread(opened, listener.address)
+    assert len(found) == len(expected) > 10
+    for got, wanted in zip(found, expected, strict=True):
+        assert (got - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("options", [{"window": 4}, {"prune": True}, {"checkpointing": True}])
+async def test_dora_in_windows_with_pruning_and_with_checkpointing(options: dict[str, Any]) -> None:
+    wanted = peft.LoraConfig(use_dora=True, init_lora_weights=False, **ON)
+    step = {name: value for name, value in options.items() if name != "checkpointing"}
+
+    def prepare(model: Any) -> None:
+        if "checkpointing" in options:
+            model.gradient_checkpointing_enable()
+
+    expected = run_job_plain(tiny_model(), wanted, Job(steps=3, new_tokens=0, prepare=prepare))
+    async with symbiosis.Executor(tiny_model()) as executor, executor.client(wanted, seed=0) as client:
+        prepare(client.model)
+        optimizer = torch.optim.AdamW([p for p in client.model.parameters() if p.requires_grad], lr=Job().learning_rate)
+        job = Job()
+        losses = [await client.train_step(job.batch(n, torch.device("cpu")), optimizer, **step) for n in range(3)]
+    assert losses == pytest.approx(expected.losses, rel=1e-4)
+
+
 async def test_dora_on_a_weight_of_ones_own() -> None:
     model, wanted = tiny_model(), peft.LoraConfig(use_dora=True, init_lora_weights=False, **ON)
     torch.manual_seed(0)

@@ -1,5 +1,4 @@
-"""Weights of a checkpoint in safetensors stay in its file: the system reads its pages when they are needed, and can drop
-them again."""
+"""Weights of a checkpoint in safetensors stay in its file, whose pages the system reads when it needs them."""
 
 from __future__ import annotations
 
