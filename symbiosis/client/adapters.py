@@ -123,7 +123,8 @@ def _check_config(model: torch.nn.Module, config: Any) -> None:
     if isinstance(init, str) and init.lower().startswith(_FACTORS_WEIGHTS):
         raise PlaceholderError(
             f"init_lora_weights={init!r} factors the base weights, which a client does not have; "
-            "use True, 'gaussian', 'orthogonal' or 'eva', or initialise where the weights are and load the adapter"
+            "use True, 'gaussian', 'orthogonal' or 'eva', or train where the weights are, save the adapter with "
+            "path_initial_model_for_weight_conversion, and load it"
         )
     for target in getattr(config, "target_parameters", None) or ():
         for name, module in model.named_modules():

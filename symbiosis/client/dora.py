@@ -92,9 +92,10 @@ class ServedDora(DoraLinearLayer):  # type: ignore[misc]  # PEFT is not typed
             return up.new_ones(base.spec.out_features)
         if self._norms is None:
             (self._norms,) = _ask(base, Pass.NORMS, down.new_zeros(1, base.spec.in_features))
-        if self._product is None or not torch.equal(self._product[0], down):
-            self._product = down.clone(), _ask(base, Pass.FORWARD_WITHOUT_BIAS, down)
-        norms, product = self._norms.to(up.device), self._product[1].to(up.device)
+        kept = self._product
+        if kept is None or kept[0].device != down.device or not torch.equal(kept[0], down):
+            self._product = kept = down.clone(), _ask(base, Pass.FORWARD_WITHOUT_BIAS, down)
+        norms, product = self._norms.to(up.device), kept[1].to(up.device)
         down, up = down.to(product.dtype), up.to(product.dtype)
         cross = (up * product.t()).sum(1)
         added = ((up @ (down @ down.t())) * up).sum(1)

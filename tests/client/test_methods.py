@@ -162,6 +162,26 @@ async def test_an_adapter_that_needs_base_weights_is_not_loaded(tmp_path: Any) -
             client.load_adapter(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:PiSSA changes the base weights:UserWarning")
+async def test_a_pissa_adapter_that_was_converted_is_loaded(tmp_path: Path) -> None:
+    """This is what the refusal of PiSSA recommends."""
+    model = tiny_model()
+    adapted = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=4, init_lora_weights="pissa", **ON))
+    adapted.peft_config["default"].init_lora_weights = True
+    adapted.save_pretrained(str(tmp_path / "start"))
+    adapted.peft_config["default"].init_lora_weights = "pissa"
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.01)
+    expected = adapted.eval()(input_ids=IDS).logits
+    start = str(tmp_path / "start")
+    adapted.save_pretrained(str(tmp_path / "lora"), path_initial_model_for_weight_conversion=start)
+    async with symbiosis.Executor(model) as executor, executor.client() as client:
+        client.load_adapter(tmp_path / "lora")
+        torch.testing.assert_close((await client.forward(input_ids=IDS)).logits, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("options", [{"use_dora": True}, {}])
 @pytest.mark.parametrize("first", [None, peft.LoraConfig(**ON), peft.LoraConfig(use_dora=True, **ON)])
 async def test_loading_beside_dora(options: dict[str, Any], first: Any, tmp_path: Path) -> None:
