@@ -132,7 +132,7 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
             f"layers {indices} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
         )
     if not all(spec.linear for spec in chosen) and (fp32 or pass_ in _OF_LINEAR_LAYERS):
-        raise RequestError(f"{first.name} is served whole; it has no single weight or bias, and no pass in fp32")
+        raise RequestError(f"{first.name} is served whole; it has no single bias or weight, and no pass in fp32")
     dtype = _fp32() if fp32 else first.dtype
     rows = Columns(first.in_features, dtype)
     if not pass_.is_backward:
@@ -151,7 +151,7 @@ def _expected_of_bank(chosen: Sequence[LayerSpec], key: Key) -> Expected:
             f"{key.choices} choices of experts for {bank.name}; each row goes through 1 to {bank.choices} of them"
         )
     if key.pass_ in _OF_LINEAR_LAYERS:
-        raise RequestError(f"{bank.name} is a bank of experts; it has no single weight or bias")
+        raise RequestError(f"{bank.name} is a bank of experts; it has no single bias or weight")
     import torch
 
     rows, results = Columns(bank.in_features, bank.dtype), Columns(bank.out_features, bank.dtype)

@@ -53,7 +53,7 @@ def test_norms(kind: str, dtype: torch.dtype) -> None:
 
 def test_a_layer_that_is_served_whole_has_no_norms() -> None:
     layer = base_layer(0, "name", MODULES["mlp"]())
-    with pytest.raises(RequestError, match="served whole; it has no single weight"):
+    with pytest.raises(RequestError, match="served whole; it has no single bias or weight"):
         expected([layer.spec], Key((0,), Pass.NORMS))
     with pytest.raises(SplitError, match="is not linear"):
         layer.run(Key((0,), Pass.NORMS), (torch.zeros(1, 5),))
