@@ -183,6 +183,6 @@ def _reads_weights(config: Any, when: str) -> str:
 
 def _refuse_to_merge(*args: object, **kwargs: object) -> NoReturn:
     raise PlaceholderError(
-        "the base weights belong to the executor, so nothing can be merged into them here; to merge an adapter, save it "
-        "and load it where the base model is"
+        "the base weights belong to the executor, so nothing can be merged into them here; to merge an adapter, save "
+        "it and load it where the base model is"
     )

@@ -238,11 +238,14 @@ class _Protection:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         copied = memo.get(id(self._model()))
-        return _no_protection if copied is None else _Protection(copied)
+        return _Protection.none if copied is None else _Protection(copied)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (_Protection, "none")  # pickling goes on to a VirtLayer, which refuses it and says why
 
-def _no_protection(*_: object) -> None:
-    """Stand for the protection of a copied part."""
+    @staticmethod
+    def none(*_: object) -> None:
+        """Stand for the protection of a copied part."""
 
 
 def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
