@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,6 +18,8 @@ from symbiosis.simulation.trace import Arrival, scaled
 
 GOALS = {"slo_attainment": "≥ 0.90", "finetune_kept": "≥ 0.76 of its peak"}
 LENGTHS = {"tiny": 0.1, "100m": 0.04, "1b": 0.03}
+"""Factor for the lengths of prompts and answers; answers of code are eight times as long, or they were one token."""
+SHAPES_PLAYED = ("chat", "code")
 CLIENTS, TUNING = 8, 1
 REQUESTS = 32
 LOADS = (0.2, 0.4, 0.6)
@@ -30,62 +33,80 @@ QUIET_S = 15.0
 
 
 async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tuple[float, ...] = LOADS) -> Report:
-    """Play one bursty trace at several loads while a client fine-tunes; policies are interleaved.
+    """Play bursty traces at several loads while a client fine-tunes; policies are interleaved.
 
-    The headline ``slo_attainment`` is that of co-serving at the heaviest load. ``finetune_kept`` is its fine-tuning
-    there, relative to fine-tuning without inference.
+    The headline ``slo_attainment`` is that of co-serving at the heaviest load of the first trace. ``finetune_kept`` is
+    its fine-tuning there, relative to fine-tuning without inference. The same of code begins with ``code_``.
     """
     preset = settings.preset
     report = Report("coserve", preset.name, GOALS)
     base = settings.base()
-    found = scaled(trace[:REQUESTS] if trace else arrivals(SHAPES["chat"], REQUESTS), lengths=LENGTHS[preset.name])
     rows = preset.batch * preset.sequence
-
-    async def crowd(stack: AsyncExitStack, spec: str, load: Load) -> Crowd:
-        executor = await stack.enter_async_context(settings.executor(base, spec))
-        return await stack.enter_async_context(Crowd(executor, preset, load))
-
-    async def play(spec: str, load: Load, text: str) -> Outcome:
-        async with AsyncExitStack() as stack:
-            one = await crowd(stack, spec, load)
-            for turn in (-1, 0):
-                settings.says(turn, text)
-                outcome = await one.play(NO_SLO, settings.says_part)
-        return outcome
-
-    alone = await play("opportunistic", Load(found[:4], clients=1, paced=False), "one client alone")
-    peak = await play("opportunistic", Load(found, clients=CLIENTS, paced=False), "inference without pause")
     quiet = Load([Arrival(QUIET_S, 1, 1)], tuning=TUNING, rows=rows)
-    tuned = await play("no-lockstep", quiet, "fine-tuning alone")
+    tuned = await _play(settings, base, "no-lockstep", quiet, "fine-tuning alone")
+    found = {"trace": trace[:REQUESTS]} if trace else {name: arrivals(SHAPES[name], REQUESTS) for name in SHAPES_PLAYED}
+    for name, texts in found.items():
+        scale = LENGTHS[preset.name]
+        texts = scaled(texts, lengths=scale)
+        if name == "code":
+            texts = [text._replace(tokens=8 * text.tokens) for text in texts]
+        await _measure(settings, report, base, name, texts, loads, tuned)
+    return report
+
+
+async def _play(settings: Settings, base: Any, spec: str, load: Load, text: str) -> Outcome:
+    """Play a load twice, and return the outcome of the second time."""
+    async with settings.executor(base, spec) as executor, Crowd(executor, settings.preset, load) as crowd:
+        for turn in (-1, 0):
+            settings.says(turn, text)
+            outcome = await crowd.play(NO_SLO, settings.says_part)
+    return outcome
+
+
+async def _measure(
+    settings: Settings,
+    report: Report,
+    base: Any,
+    name: str,
+    texts: list[Arrival],
+    loads: tuple[float, ...],
+    tuned: Outcome,
+) -> None:
+    """Add rows and headlines of one trace to a report."""
+    rows = settings.preset.batch * settings.preset.sequence
+    one = Load(texts[:4], clients=1, paced=False)
+    alone = await _play(settings, base, "opportunistic", one, f"{name}, one client alone")
+    busy = Load(texts, clients=CLIENTS, paced=False)
+    peak = await _play(settings, base, "opportunistic", busy, f"{name}, inference without pause")
     slo = SLO(SLO_FACTOR * alone.token_mean, 5000.0)
-    tokens = sum(arrival.tokens for arrival in found) / (found[-1].at - found[0].at)
+    tokens = sum(text.tokens for text in texts) / (texts[-1].at - texts[0].at)
     policies = _policies(settings.policy, slo)
     for part in loads:
-        paced = scaled(found, speed=part * peak.tokens_per_s / tokens)
-        without = Load(paced, clients=CLIENTS)
+        paced = scaled(texts, speed=part * peak.tokens_per_s / tokens)
         load = Load(paced, clients=CLIENTS, tuning=TUNING, rows=rows)
         async with AsyncExitStack() as stack:
-            crowds = {UNTUNED: await crowd(stack, policies["co-serving"], without)}
-            for name, spec in policies.items():
-                crowds[name] = await crowd(stack, spec, load)
-            jobs = {name: partial(one.play, slo, settings.says_part) for name, one in crowds.items()}
-            played = await settings.interleaved(f"load {part:g}", jobs)
-        for name, outcomes in played.items():
-            row = _row(part, name, outcomes, tuned)
+            crowds = {}
+            for policy, spec in {UNTUNED: policies["co-serving"], **policies}.items():
+                executor = await stack.enter_async_context(settings.executor(base, spec))
+                played = replace(load, tuning=0) if policy == UNTUNED else load
+                crowds[policy] = await stack.enter_async_context(Crowd(executor, settings.preset, played))
+            jobs = {policy: partial(crowd.play, slo, settings.says_part) for policy, crowd in crowds.items()}
+            outcomes = await settings.interleaved(f"{name}, load {part:g}", jobs)
+        for policy, rounds in outcomes.items():
+            row = _row(f"{name} {part:g}", policy, rounds, tuned)
             report.rows.append(row)
-            if part == max(loads) and name != UNTUNED:
-                prefix = "" if name == "co-serving" else name.replace(" ", "_") + "_"
+            if part == max(loads) and policy != UNTUNED:
+                prefix = "code_" if name == "code" else ""
+                prefix += "" if policy == "co-serving" else policy.replace(" ", "_") + "_"
                 report.headline[f"{prefix}slo_attainment"] = row["SLO kept"]
                 report.headline[f"{prefix}finetune_kept"] = row["fine-tuning kept"]
     report.notes.append(
-        f"{REQUESTS} requests of {'the trace' if trace else 'a generated trace'}, lengths times "
-        f"{LENGTHS[preset.name]}, by {CLIENTS} clients; {TUNING} client that fine-tunes on {rows} tokens a step. SLO: "
-        f"{slo.token_ms:.0f} ms a token ({SLO_FACTOR:g} times one client's, alone), 5 s to the first. Load: part of "
-        f"the {peak.tokens_per_s:.1f} tokens/s that inference gets without pause and without fine-tuning. Fine-tuning "
-        f"alone: {tuned.finetune_per_s:.1f} tokens/s. Medians of {settings.rounds} rounds, in each of which all take "
-        f"their turn; base layers {settings.base_layers!r}."
+        f"{name}: {len(texts)} requests, lengths times {LENGTHS[settings.preset.name]}, by {CLIENTS} clients; {TUNING} "
+        f"client that fine-tunes on {rows} tokens a step. SLO: {slo.token_ms:.0f} ms a token ({SLO_FACTOR:g} times one "
+        f"client's, alone), 5 s to the first. Load: part of the {peak.tokens_per_s:.1f} tokens/s that inference gets "
+        f"without pause and without fine-tuning. Fine-tuning alone: {tuned.finetune_per_s:.1f} tokens/s. Medians of "
+        f"{settings.rounds} rounds, in each of which all take their turn; base layers {settings.base_layers!r}."
     )
-    return report
 
 
 def _policies(policy: str, slo: SLO) -> dict[str, str]:
@@ -99,7 +120,7 @@ def _policies(policy: str, slo: SLO) -> dict[str, str]:
     }
 
 
-def _row(load: float, policy: str, played: list[Outcome], tuned: Outcome) -> dict[str, Any]:
+def _row(load: str, policy: str, played: list[Outcome], tuned: Outcome) -> dict[str, Any]:
     """Return medians of the rounds as a row of the report."""
 
     def middle(name: str) -> float:

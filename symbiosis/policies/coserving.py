@@ -38,7 +38,7 @@ class CoServing(Policy):
             process (``executor.client(slo_ms=…)``). A client in another process can ask for longer ones only.
 
     Raises:
-        UsageError: an option has no valid value, or ``max_wait_ms`` is less than a latency target for tokens.
+        UsageError: an option has no valid value, or ``max_wait_ms`` is less than a target for tokens.
     """
 
     name = "co-serving"
@@ -59,13 +59,12 @@ class CoServing(Policy):
         longest = max(self.slo_ms, *(slo for slo, _ in self.clients.values()), 0.0)
         if self.max_wait_ms < longest:
             raise UsageError(
-                f"co-serving: max_wait_ms is {self.max_wait_ms:g}, less than an SLO of {longest:g}; requests that "
-                "wait for so long run in the order of arrival, whatever the SLO; give a longer max_wait_ms"
+                f"co-serving: max_wait_ms is {self.max_wait_ms:g}, less than an SLO of {longest:g}, which then "
+                "has no effect; give a longer max_wait_ms"
             )
         self.latency = LatencyModel()
         self.walks = Walks(self.slo_ms / 1e3, self.ttft_ms / 1e3)
-        self._queued = tuple(Index() for _ in Kind)
-        """Queued requests, by kind."""
+        self._queued = tuple(Index() for _ in Kind)  # by kind
         self._now = 0.0  # time of the latest decision, at which the latest batch started
 
     def default_terms(self, client: str) -> Terms:
@@ -117,7 +116,7 @@ class CoServing(Policy):
             if rows or (decode is None and not view.thinking):
                 return self._run(view, patient, max(rows, 1), now, "slack" if decode or view.thinking else "all")
         if decode is None:
-            return Wait(overdue)  # until a client that decodes returns, or has stopped
+            return Wait(max(min(overdue, self.walks.next_stop()), now + 1e-4))  # for a client that decodes
         due = decode.arrived + self.wait_ms / 1e3
         if due > now and view.thinking:
             return Wait(due)
@@ -148,8 +147,8 @@ class CoServing(Policy):
     def _take(
         self, queue: QueueView, kind: Kind, most: int, takes: list[tuple[Request, int]], first: Request | None = None
     ) -> int:
-        """Add up to ``most`` rows of a kind, those of ``first`` before others, and return their number. Only the first
-        request of each client is taken, because a client's requests stay in order, whatever their kinds."""
+        """Add up to ``most`` rows of a kind, those of ``first`` before others, and return their number. A client's
+        requests stay in order, whatever their kinds, so only its first one is taken."""
         left = most
         requests = self._queued[kind].of(queue.key) if queue.key in self._queued[kind] else iter(())
         if first is not None and first.kind is kind:

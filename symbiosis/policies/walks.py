@@ -1,10 +1,9 @@
 """Walks and texts: when each token and each prompt is due, and how long other work may delay them.
 
 A *text* is what one client decodes after a prompt. Its SLO is a mean, so its nth token is due when the text has had the
-SLO for n tokens. A walk ends with the answer of the last layer, or when the client's next request is for an earlier
-layer or of another kind. Times are in seconds.
+SLO for n tokens. A walk ends with the answer of the last layer, or with a request for an earlier layer.
 
-Let F be the time that the executor has spent on prompts and fine-tuning so far, and F₀ its value when the walk of a
+Let F be the seconds that the executor has spent on prompts and fine-tuning so far, and F₀ its value when the walk of a
 token began. ``due − began − usual − (F − F₀)`` is the token's *slack*, where ``usual`` is the time that the walk takes
 without such work. All of it but F stays the same during the walk, so a heap knows the least slack of all tokens.
 """
@@ -39,8 +38,7 @@ class Walk:
     last: Request
     due: float
     others: float  # time spent on prompts and fine-tuning before it began (F₀)
-    patience: float
-    """Time after the latest request or answer from which a client without a queued request counts as stopped."""
+    patience: float  # time after ``seen`` from which a client without a queued request counts as stopped
     seen: float  # time of the latest request or answer
     away: float = 0.0  # time during which the client had no request here
     spent: float = 0.0  # time that the executor has spent on a prompt
@@ -61,10 +59,8 @@ class Client:
     began: float = math.inf  # time of the first token, which the prompt yields; inf before it
     tokens: int = 0  # tokens after the first one whose walk has begun
     late: bool = False  # whether the first token was late, so that the text has missed its SLO
-    usual: float = 0.0
-    """Usual time of a token without prompts and fine-tuning, or 0 before the first one."""
-    away: float = 0.0
-    """The part of it in which the client has no request here."""
+    usual: float = 0.0  # usual time of a token without prompts and fine-tuning; 0 before the first one
+    away: float = 0.0  # the part of it in which the client has no request here
     walk: Walk | None = None  # the latest one, which may be over
 
     def may_keep(self, now: float, usual: float) -> bool:
@@ -91,6 +87,7 @@ class Walks:
         self._prompts: dict[str, Walk] = {}  # prompts under way, by client
         self._cost = Fit()  # time that the executor spends on a prompt, by its rows
         self._queue: list[tuple[tuple[bool, float], int, Request]] = []  # requests of prompts, by rank
+        self._ordered = -math.inf  # time at which the prompts were ordered
         self._spare = math.inf  # time that fine-tuning may take before a prompt is late
 
     def submitted(self, request: Request) -> None:
@@ -101,7 +98,7 @@ class Walks:
         if walk is None or not ahead or (walk.first.kind is _PREFILL) != prefill:
             if walk is not None:
                 self._end(client, walk, request)
-            walk = client.walk = self._begin_prompt(request) if prefill else self._begin_token(client, request)
+            walk = client.walk = (self._begin_prompt if prefill else self._begin_token)(client, request)
         walk.away += request.arrived - walk.seen
         walk.last, walk.seen = request, request.arrived
         if prefill:
@@ -127,14 +124,18 @@ class Walks:
 
     def slack(self, kind: Kind, now: float) -> float:
         """Return the time that prompts, or fine-tuning, may take; ``inf`` if nothing is due, ≤ 0 if a token is late.
-
-        Fine-tuning may delay a token by the SLO of that token, not by what its text has gained before, which is kept
-        for prompts to come."""
+        Fine-tuning does not use what texts have gained before, which is kept for prompts to come."""
+        if self._prompts and now > self._ordered + self._slo_s:  # a client may have stopped
+            self._order(now)
         heap = self._by_text if kind is _PREFILL else self._by_token
         while heap and heap[0][2].ended(now):
             heapq.heappop(heap)
         slack = heap[0][0] - self._others if heap else math.inf
         return slack if kind is _PREFILL else min(slack, self._spare, AIM * self._slo_s)
+
+    def next_stop(self) -> float:
+        """Return when the client whose token has the least slack counts as stopped, or ``inf``."""
+        return min((walk.seen + walk.patience for _, _, walk in self._by_token[:1]), default=math.inf)
 
     def first_prompt(self) -> Request | None:
         """Return the queued request of the prompt that comes first."""
@@ -143,19 +144,18 @@ class Walks:
         return self._queue[0][2] if self._queue else None
 
     def _client(self, name: str, request: Request) -> Client:
-        """Return what is known of the client of a request. If there are too many, the first one is forgotten."""
+        """Return what is known of a client. If there are too many, the first one is forgotten."""
         if name not in self._clients:
             if len(self._clients) >= _MAX_CLIENTS:
                 self._clients.popitem(last=False)
             self._clients[name] = Client((request.terms.slo_ms or 1e3 * self._slo_s) / 1e3)
         return self._clients[name]
 
-    def _begin_prompt(self, request: Request) -> Walk:
-        client, ttft = self._client(request.client, request), (request.terms.ttft_ms or 1e3 * self._ttft_s) / 1e3
+    def _begin_prompt(self, client: Client, request: Request) -> Walk:
+        now, ttft = request.arrived, (request.terms.ttft_ms or 1e3 * self._ttft_s) / 1e3
         client.began, client.tokens, client.late = math.inf, 0, False
-        walk = Walk(request, request, request.arrived + ttft, self._others, ttft, request.arrived)
-        self._prompts[request.client] = walk
-        self._order(request.arrived)
+        walk = self._prompts[request.client] = Walk(request, request, now + ttft, self._others, ttft, now)
+        self._order(now)
         return walk
 
     def _begin_token(self, client: Client, request: Request) -> Walk:
@@ -205,6 +205,7 @@ class Walks:
         """Order the prompts so that most of them meet their targets (Moore and Hodgson, 1968): the earliest target
         first and, wherever one would be missed, without the longest prompt so far. Those that are left out come last,
         in the order of arrival. Tokens take a part of the time meanwhile."""
+        self._ordered = now
         self._prompts = {client: walk for client, walk in self._prompts.items() if not walk.ended(now)}
         part = 1 - min(self._usual_s / (AIM * self._slo_s), 0.9)
         kept: Heap = []

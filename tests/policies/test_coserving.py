@@ -414,3 +414,39 @@ def test_one_row_beside_many_long_calls_is_answered_within_the_slo(stated: Kind,
             world.clock.advance(max(batch.time - world.clock.now, 0.0))
     assert median(waits[10:]) <= 0.1
     assert max(waits[10:]) <= 0.1 + 1e-5 * rows
+
+
+def test_a_stopped_client_holds_up_prompts_and_fine_tuning_for_two_slos_only() -> None:
+    """It sends a row of the first layer now and then, and no other."""
+    w = world(CoServing(slo_ms=100, wait_ms=1e-6))
+    learned(w, F0, F1)
+    began: dict[str, list[float]] = {"prompt": [], "job": []}
+    for _ in range(5):
+        w.submit("text", F0, 1, Kind.DECODE)
+        sent = w.clock.now
+        w.submit("prompt", F1, 1500, Kind.PREFILL)
+        w.submit("job", F1, 1500, Kind.FINETUNE)
+        while w.waiting:
+            client = run(w, seconds=0.03).slices[-1].request.client
+            if client != "text":
+                began[client].append(w.clock.now - sent)
+        w.clock.advance(0.5)
+    assert max(began["prompt"]) < 0.5
+    assert max(began["job"]) < 0.7
+
+
+def test_a_prompt_whose_client_stops_does_not_stop_fine_tuning() -> None:
+    """It counts as under way for as long as its target is away, and no longer."""
+    w = world_of(CoServing(slo_ms=100, ttft_ms=1000), "a", "prompt", "job", layers=2, max_rows=1000)
+    for rows in (10, 20, 30):
+        for layer in range(2):
+            w.submit("a", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
+            run(w, seconds=1e-3 * rows / 2)
+    w.end_walk("a")
+    w.submit("prompt", F0, 900, Kind.PREFILL)
+    run(w, seconds=0.4)  # and its client sends no second layer
+    slack = w.policy.walks.slack  # type: ignore[attr-defined]
+    w.clock.advance(0.6)
+    assert slack(Kind.FINETUNE, w.clock.now) <= 0
+    w.clock.advance(1.0)
+    assert slack(Kind.FINETUNE, w.clock.now) == pytest.approx(0.092)
