@@ -189,11 +189,13 @@ def summary(rows: Sequence[Row]) -> Table:
 
 
 def means(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return by policy: mean SLO attainment, mean distance from its bound, mean part of the bound of fine-tuning, and
+    """Return by policy: mean SLO attainment, mean distance from its limit, mean part of the limit of fine-tuning, and
     the number of loads on which it does as well as the best other policy in both."""
     found: dict[str, dict[str, Any]] = {}
     for policy in rows[0].outcomes:
-        tuned = [row.outcomes[policy].finetune_per_s / row.bound.finetune_per_s for row in rows if row.cell.tuning]
+        tuned = [
+            row.outcomes[policy].finetune_per_s / max(row.bound.finetune_per_s, 1e-9) for row in rows if row.cell.tuning
+        ]
         found[policy] = {
             "slo": fmean(row.outcomes[policy].slo_attainment for row in rows),
             "regret": fmean(row.bound.slo_attainment - row.outcomes[policy].slo_attainment for row in rows),

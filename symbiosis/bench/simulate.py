@@ -139,6 +139,7 @@ def simulate(
         symbiosis simulate --machine here --requests 24 --lengths 0.05 --clients 8 --no-paced --check
     """
     from symbiosis.core.registry import make_policy
+    from symbiosis.errors import UsageError
     from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.loads import arrivals, make_shape
     from symbiosis.simulation.outcome import SLO
@@ -157,6 +158,8 @@ def simulate(
         make_policy(spec)  # report mistakes before the work
     requests = requests or 200
     found = read_trace(trace, requests) if trace else arrivals(make_shape((load or ["chat"])[0]), requests, seed)
+    if check and any(arrival.slo != 1 for arrival in found):
+        raise UsageError("--check plays one SLO for all clients; leave patient out of --load")
     played = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
     results: dict[str, Outcome] = {}

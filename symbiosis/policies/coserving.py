@@ -30,7 +30,8 @@ class CoServing(Policy):
 
     Args:
         slo_ms: latency target for each generated token, as a mean over a text, in milliseconds.
-        ttft_ms: latency target for the first token, from the first request of the prefill, in milliseconds.
+        ttft_ms: latency target for the first token, from the first request of the prefill, or of its last part, in
+            milliseconds.
         wait_ms: longest time that decode rows wait for rows of thinking clients, in milliseconds.
         max_wait_ms: longest time that a request is passed over, in milliseconds. After it, requests run in the order of
             arrival, whatever the latency targets.
@@ -90,6 +91,11 @@ class CoServing(Policy):
         if request.kind is not _FINETUNE:
             self.walks.submitted(request)
 
+    def started(self, batch: Batch) -> None:
+        for request, _, stop in batch.slices:
+            if request.kind is not _FINETUNE and stop == request.rows:
+                self.walks.started(request, self._now + self.latency[batch.key].predict(batch.rows))
+
     def ran(self, batch: Batch, seconds: float) -> None:
         line = self.latency[batch.key]
         if 0 < seconds < LONGEST_S:
@@ -98,9 +104,8 @@ class CoServing(Policy):
             for request, start, stop in batch.slices:
                 if request.kind is not _DECODE:
                     self.walks.spent(request.client, others * (stop - start))
-                # On a GPU, a batch is reported some time after its requests were answered.
-                if request.kind is not _FINETUNE and stop == request.rows and request.done != request.rows:
-                    self.walks.answered(request, self._now + seconds)
+                if request.kind is not _FINETUNE and stop == request.rows:
+                    self.walks.answered(request)
         line.learn(batch.rows, seconds)
 
     def decide(self, view: View, now: float) -> Decision:
@@ -109,12 +114,16 @@ class CoServing(Policy):
         overdue = oldest.arrived + self.max_wait_ms / 1e3
         if overdue <= now:
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
-        decode, tuning = self._queued[_DECODE].furthest_behind(), self._queued[_FINETUNE].furthest_behind()
-        patient = self.walks.first_prompt() or tuning
-        if patient is not None:
-            rows = self._fitting(patient, view, now)
-            if rows or (decode is None and not view.thinking):
-                return self._run(view, patient, max(rows, 1), now, "slack" if decode or view.thinking else "all")
+        decode, prompt, tuning = (queued.furthest_behind() for queued in self._queued)
+        prompt = prompt and (self.walks.first_prompt(now) or prompt)
+        for patient in (tuning, prompt):  # fine-tuning first, for its share of the time that prompts can spare
+            if patient is not None:
+                rows = self._fitting(patient, view, now)
+                if decode is None and not view.thinking and (patient is prompt or prompt is None):
+                    rows = rows or max(self._rows_within(patient.key, 0, self.slo_ms / 1e3, view.max_rows), 1)
+                if rows:
+                    reason = "slack" if decode or view.thinking else "all"
+                    return self._run(view, patient, rows, now, reason)
         if decode is None:
             return Wait(max(min(overdue, self.walks.next_stop()), now + 1e-4))  # for a client that decodes
         due = decode.arrived + self.wait_ms / 1e3
@@ -125,11 +134,11 @@ class CoServing(Policy):
     def _fitting(self, patient: Request, view: View, now: float) -> int:
         """Return the rows of a prompt or of fine-tuning that fit into the slack; 0 if they are not worth a batch."""
         start, slope = self.latency[patient.key].coefficients
-        worth = max(1, math.ceil(min(start / slope, 1e9))) if slope > 0 else 1  # from here, rows take most of the time
+        worth = min(start / slope, view.max_rows) if slope > 0 else 1  # from here, rows take most of the time
         left = patient.rows - patient.taken
         rows = self._rows_within(patient.key, 0, self.walks.slack(patient.kind, now), view.max_rows)
         if patient.kind is _PREFILL:
-            rows = min(rows, max(left, worth))  # prompts that shared all their batches would all end late
+            rows = min(rows, max(left, int(worth)))  # prompts that shared all their batches would all end late
         return rows if rows >= min(left, worth) else 0
 
     def _run(self, view: View, first: Request, rows: int, now: float, reason: str) -> Run:

@@ -16,6 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from symbiosis.core.requests import Request
+from symbiosis.core.scheduler import STOPPED_S
 from symbiosis.core.terms import Kind
 from symbiosis.policies.latency import Fit
 
@@ -23,6 +24,8 @@ AIM = 0.92
 """Part of the SLO for which tokens are scheduled. The rest is for errors of the learned costs."""
 _LEAST = 0.25
 """Part of the SLO that fine-tuning may take from each token of a text that misses its SLO."""
+_SHARE = 0.1
+"""Fine-tuning's time over that of prompts while prompts are queued that have half of their targets to spare."""
 _AWAY = 0.8
 """Part of the SLO: a client in another process that computes for so long per token is disregarded."""
 _LEARN = 0.2  # weight of the newest token in the usual time of a token
@@ -87,7 +90,9 @@ class Walks:
         self._prompts: dict[str, Walk] = {}  # prompts under way, by client
         self._cost = Fit()  # time that the executor spends on a prompt, by its rows
         self._queue: list[tuple[tuple[bool, float], int, Request]] = []  # requests of prompts, by rank
-        self._ordered = -math.inf  # time at which the prompts were ordered
+        self._ordered, self._changes = -math.inf, 0  # time at which the prompts were ordered, and changes since
+        self._share = 0.0  # time that fine-tuning may take before queued prompts
+        self._between, self._until = math.inf, 0.0  # slack that a new token of the tightest text leaves, and until when
         self._spare = math.inf  # time that fine-tuning may take before a prompt is late
 
     def submitted(self, request: Request) -> None:
@@ -109,53 +114,69 @@ class Walks:
         self._others += seconds
         if client in self._prompts:
             self._prompts[client].spent += seconds
+            self._share = min(self._share + _SHARE * seconds, AIM * self._slo_s)
         else:
+            self._share = max(self._share - seconds, 0.0)
             self._spare -= seconds
 
-    def answered(self, request: Request, at: float) -> None:
-        """Note that an inference client gets an answer at time ``at``."""
+    def started(self, request: Request, at: float) -> None:
+        """Note that a batch has started that answers a request at time ``at``."""
         client = self._clients.get(request.client)
-        walk = client and client.walk
-        if walk and walk.last is request:
-            walk.seen = at
-            walk.over = request.key.layers[0] >= self._last_layer > 0
-            if walk.over:
-                self._end_prompt(request.client, at)
+        if client and client.walk and client.walk.last is request:
+            client.walk.seen = at
+
+    def answered(self, request: Request) -> None:
+        """Note that a batch has run that answered a request. On a GPU, the client may have sent the next one since."""
+        client = self._clients.get(request.client)
+        if client and client.walk and client.walk.last is request:
+            client.walk.over = request.key.layers[0] >= self._last_layer > 0
+            if client.walk.over:
+                self._end_prompt(request.client, client.walk.seen)
 
     def slack(self, kind: Kind, now: float) -> float:
         """Return the time that prompts, or fine-tuning, may take; ``inf`` if nothing is due, ≤ 0 if a token is late.
         Fine-tuning does not use what texts have gained before, which is kept for prompts to come."""
-        if self._prompts and now > self._ordered + self._slo_s:  # a client may have stopped
-            self._order(now)
         heap = self._by_text if kind is _PREFILL else self._by_token
         while heap and heap[0][2].ended(now):
             heapq.heappop(heap)
         slack = heap[0][0] - self._others if heap else math.inf
-        return slack if kind is _PREFILL else min(slack, self._spare, AIM * self._slo_s)
+        if kind is _PREFILL:
+            return slack
+        share = math.inf
+        if self.first_prompt(now):
+            share = self._share if self._spare > self._ttft_s / 2 else 0.0  # more prompts may come
+        between = self._between if now < self._until else AIM * self._slo_s  # a text may begin its next token
+        return min(slack, between, share, self._spare)
 
     def next_stop(self) -> float:
-        """Return when the client whose token has the least slack counts as stopped, or ``inf``."""
-        return min((walk.seen + walk.patience for _, _, walk in self._by_token[:1]), default=math.inf)
+        """Return when a client whose token has the least slack counts as stopped, or ``inf``."""
+        tops = (*self._by_text[:1], *self._by_token[:1])
+        return min((walk.seen + walk.patience for _, _, walk in tops), default=math.inf)
 
-    def first_prompt(self) -> Request | None:
+    def first_prompt(self, now: float) -> Request | None:
         """Return the queued request of the prompt that comes first."""
+        if self._changes * 8 > len(self._prompts) or (self._prompts and now > self._ordered + self._slo_s):
+            self._order(now)
         while self._queue and not _queued(self._queue[0][2]):
             heapq.heappop(self._queue)
         return self._queue[0][2] if self._queue else None
 
     def _client(self, name: str, request: Request) -> Client:
-        """Return what is known of a client. If there are too many, the first one is forgotten."""
-        if name not in self._clients:
-            if len(self._clients) >= _MAX_CLIENTS:
-                self._clients.popitem(last=False)
-            self._clients[name] = Client((request.terms.slo_ms or 1e3 * self._slo_s) / 1e3)
-        return self._clients[name]
+        """Return what is known of a client. If there are too many, the one is forgotten that was silent for longest."""
+        client = self._clients.setdefault(name, Client(self._slo_s))
+        self._clients.move_to_end(name)
+        if name == request.client:
+            client.slo = (request.terms.slo_ms or 1e3 * self._slo_s) / 1e3
+        if len(self._clients) > _MAX_CLIENTS:
+            self._prompts.pop(self._clients.popitem(last=False)[0], None)
+        return client
 
     def _begin_prompt(self, client: Client, request: Request) -> Walk:
         now, ttft = request.arrived, (request.terms.ttft_ms or 1e3 * self._ttft_s) / 1e3
         client.began, client.tokens, client.late = math.inf, 0, False
-        walk = self._prompts[request.client] = Walk(request, request, now + ttft, self._others, ttft, now)
-        self._order(now)
+        walk = self._prompts[request.client] = Walk(request, request, now + ttft, self._others, STOPPED_S, now)
+        walk.rank = False, walk.due
+        self._changes += 1
         return walk
 
     def _begin_token(self, client: Client, request: Request) -> Walk:
@@ -173,6 +194,8 @@ class Walks:
         own = min((now + AIM * text.slo for text in kept), default=now + usual + _LEAST * slo)
         walk = Walk(request, request, due, self._others, 2 * self._slo_s, now)
         if request.local or client.away < _AWAY * slo:
+            if own - now - usual <= self._between or now >= self._until:
+                self._between, self._until = own - now - usual, now + 2 * self._slo_s
             for heap, end in (self._by_text, due), (self._by_token, min(due, own)):
                 heapq.heappush(heap, (end - now - usual + self._others, request.id, walk))
                 if len(heap) > 2 * len(self._clients) + 64:  # one that stays at the top keeps those below it
@@ -187,7 +210,7 @@ class Walks:
         self._end_prompt(request.client, request.arrived)
         seconds = request.arrived - walk.first.arrived - (self._others - walk.others)
         if _PREFILL not in (walk.first.kind, request.kind) and 0 < seconds <= 2 * walk.patience:  # or it is a pause
-            client.away += _LEARN * (walk.away - client.away) if client.usual else walk.away
+            client.away += _LEARN * (walk.away - client.away)
             client.usual += _LEARN * (seconds - client.usual) if client.usual else seconds
             self._usual_s += _LEARN * (seconds - self._usual_s) if self._usual_s else seconds
 
@@ -199,13 +222,13 @@ class Walks:
             self._cost.learn(walk.first.rows, walk.spent)
             client = self._client(name, walk.first)
             client.began, client.late = now, now > walk.due
-            self._order(now)
+            self._changes += 1
 
     def _order(self, now: float) -> None:
         """Order the prompts so that most of them meet their targets (Moore and Hodgson, 1968): the earliest target
         first and, wherever one would be missed, without the longest prompt so far. Those that are left out come last,
         in the order of arrival. Tokens take a part of the time meanwhile."""
-        self._ordered = now
+        self._ordered, self._changes = now, 0
         self._prompts = {client: walk for client, walk in self._prompts.items() if not walk.ended(now)}
         part = 1 - min(self._usual_s / (AIM * self._slo_s), 0.9)
         kept: Heap = []

@@ -1,4 +1,4 @@
-"""What a policy that knows the future could reach on a load: an upper bound to compare policies with."""
+"""What a policy that knows the future could reach on a load: an estimate to compare policies with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from symbiosis.simulation.outcome import SLO
 from symbiosis.simulation.replay import Load
 
 _BESIDE = 512
-"""Rows of the batches that decode rows run beside."""
+"""Rows of the batches that others run beside."""
 
 
 class Bound(NamedTuple):
-    """Upper bounds of the figures of an outcome."""
+    """The best figures of an outcome that seem possible."""
 
     slo_attainment: float
     finetune_per_s: float
@@ -35,11 +35,13 @@ class _Prompt:
 
 
 def bound(costs: Costs, load: Load, slo: SLO) -> Bound:
-    """Return upper bounds of SLO attainment and of fine-tuning.
+    """Return the SLO attainment and the fine-tuning that seem possible.
 
-    Prompts run one after another, the earliest target first, on an executor without overhead. Where a target would be
-    missed, the longest prompt since the executor was last idle is never served (Moore and Hodgson, 1968). Tokens are
-    made exactly at the pace of the SLO, and always beside other rows, so they cost what their rows add to such batches.
+    Rows of prompts and tokens cost what they add to batches that run anyway, on an executor without overhead. Tokens
+    are made exactly at the pace of the SLO. Both is less than any policy needs. Prompts run one after another, the earliest
+    target first. Where a target would be missed, the longest prompt since the executor was last idle is never served
+    (Moore and Hodgson, 1968). That is the best choice for prompts that arrive together; where they arrive one after
+    another, another choice may keep a few more.
     Fine-tuning fills the rest, at the rate that it has alone. A later turn of a conversation arrives with its pause
     after the answer before it, had that been made at the pace of the SLO without waiting.
     """
@@ -47,7 +49,7 @@ def bound(costs: Costs, load: Load, slo: SLO) -> Bound:
     ends: dict[object, float] = {}
     for arrival in load.trace:
         at = arrival.at if arrival.pause is None else ends[arrival.conversation] + arrival.pause
-        work = sum(_seconds(costs, key, 1 if key in costs.last else arrival.prompt) for key in costs.walk)
+        work = sum(_added(costs, key, 1 if key in costs.last else arrival.prompt) for key in costs.walk)
         pace = arrival.slo * slo.token_ms / 1e3
         ends[arrival.conversation] = at + work + pace * (arrival.tokens - 1)
         prompts.append(_Prompt(work, at, at + arrival.slo * slo.first_ms / 1e3, pace, arrival.tokens - 1))
@@ -58,6 +60,11 @@ def bound(costs: Costs, load: Load, slo: SLO) -> Bound:
     rows = load.rows * load.tuning
     step = sum(_seconds(costs, key, rows) for key in (*costs.walk, *costs.back)) if rows else 1.0
     return Bound(len(prompts) / count, rows / step * played.spare / max(played.seconds, 1e-9))
+
+
+def _added(costs: Costs, key: Key, rows: int) -> float:
+    """Return the seconds that rows add to a batch that runs anyway."""
+    return _seconds(costs, key, _BESIDE + rows) - _seconds(costs, key, _BESIDE)
 
 
 class _Played(NamedTuple):
@@ -75,7 +82,7 @@ def _seconds(costs: Costs, key: Key, rows: int) -> float:
 
 def _played(costs: Costs, prompts: list[_Prompt], step: float) -> _Played:
     """Play prompts, in order of arrival, in steps of some seconds."""
-    row = sum(_seconds(costs, key, _BESIDE + 1) - _seconds(costs, key, _BESIDE) for key in costs.walk)
+    row = sum(_added(costs, key, 1) for key in costs.walk)
     waiting: list[tuple[float, int, float]] = []
     busy: list[_Prompt] = []
     decoding: list[float] = []

@@ -70,12 +70,13 @@ SHAPES = {
     # TraceLab (Zhu et al., 2026), coding agents: a step adds 790 tokens at the median and 3,700 at the 90th percentile,
     # and yields 520 on average; a request takes 8.8 steps. Tools are taken to run for 2 s.
     "agents": Shape(1.0, 790, 1.2, 20_000, 230, 1.28, 8000, turns=8.8, pause_s=2.0),
-    # BurstGPT's modes of arrival, with lengths between those of chat and steady.
+    # Gaps as varied as in BurstGPT's bursts, with lengths chosen between those of chat and steady.
     "burst": Shape(3.0, 300, 1.2, 4000, 200, 0.9, 2000, variation=5.0),
     # ShareGPT's lengths (Kwon et al., "vLLM", SOSP '23, figure 11: mean prompt 161, answer 338), Poisson arrivals.
     "steady": Shape(3.0, 110, 0.88, 2048, 250, 0.78, 2048),
 }
-"""The named loads. Medians and spreads are fitted to the figures of their sources."""
+"""The named loads. Medians and spreads are fitted to the figures of their sources. The rates of rag, agents, burst
+and steady are chosen."""
 
 
 def make_shape(spec: str) -> Shape:
