@@ -19,6 +19,7 @@ from symbiosis.errors import UsageError
 from symbiosis.policies.latency import LONGEST_S, LatencyModel
 from symbiosis.policies.options import milliseconds, targets
 from symbiosis.policies.order import Index
+from symbiosis.policies.own_work import OwnWork
 from symbiosis.policies.walks import Walks
 
 _UNKNOWN = 64  # rows of a batch with an unknown latency
@@ -65,6 +66,7 @@ class CoServing(Policy):
             )
         self.latency = LatencyModel()
         self.walks = Walks(self.slo_ms / 1e3, self.ttft_ms / 1e3)
+        self.own_work = OwnWork()
         self._queued = tuple(Index() for _ in Kind)  # by kind
         self._now = 0.0  # time of the latest decision, at which the latest batch started
 
@@ -88,6 +90,7 @@ class CoServing(Policy):
 
     def submitted(self, request: Request) -> None:
         self._queued[request.kind].add(request)
+        self.own_work.submitted(request)
         if request.kind is not _FINETUNE:
             self.walks.submitted(request)
 
@@ -101,9 +104,13 @@ class CoServing(Policy):
         if 0 < seconds < LONGEST_S:
             decode = sum(stop - start for request, start, stop in batch.slices if request.kind is _DECODE)
             others = max(seconds - (line.predict(decode) if decode else 0.0), 0.0) / max(batch.rows - decode, 1)
+            self.own_work.ran(seconds)
             for request, start, stop in batch.slices:
                 if request.kind is not _DECODE:
                     self.walks.spent(request.client, others * (stop - start))
+                    if request.local and stop == request.rows and request.done != request.rows:  # else: on a GPU
+                        self.walks.spent(request.client, self.own_work.seconds(request))
+                        self.own_work.answered(request, self._now + seconds)
                 if request.kind is not _FINETUNE and stop == request.rows:
                     self.walks.answered(request)
         line.learn(batch.rows, seconds)
@@ -136,7 +143,10 @@ class CoServing(Policy):
         start, slope = self.latency[patient.key].coefficients
         worth = min(start / slope, view.max_rows) if slope > 0 else 1  # from here, rows take most of the time
         left = patient.rows - patient.taken
-        rows = self._rows_within(patient.key, 0, self.walks.slack(patient.kind, now), view.max_rows)
+        seconds = self.walks.slack(patient.kind, now)
+        if patient.kind is _FINETUNE:
+            seconds -= self.own_work.seconds(patient)
+        rows = self._rows_within(patient.key, 0, seconds, view.max_rows)
         if patient.kind is _PREFILL:
             rows = min(rows, max(left, int(worth)))  # prompts that shared all their batches would all end late
         return rows if rows >= min(left, worth) else 0

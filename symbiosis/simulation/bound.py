@@ -38,10 +38,12 @@ def bound(costs: Costs, load: Load, slo: SLO) -> Bound:
     """Return the SLO attainment and the fine-tuning that seem possible.
 
     Rows of prompts and tokens cost what they add to batches that run anyway, on an executor without overhead. Tokens
-    are made exactly at the pace of the SLO. Both is less than any policy needs. Prompts run one after another, the earliest
-    target first. Where a target would be missed, the longest prompt since the executor was last idle is never served
-    (Moore and Hodgson, 1968). That is the best choice for prompts that arrive together; where they arrive one after
-    another, another choice may keep a few more.
+    are made exactly at the pace of the SLO. Both is less than any policy needs.
+
+    Prompts run one after another, the earliest target first. Where a target would be missed, the longest prompt since
+    the executor was last idle is never served (Moore and Hodgson, 1968). That is best for prompts that arrive together;
+    where they arrive one after another, another choice may keep a few more.
+
     Fine-tuning fills the rest, at the rate that it has alone. A later turn of a conversation arrives with its pause
     after the answer before it, had that been made at the pace of the SLO without waiting.
     """

@@ -10,7 +10,7 @@ import pytest
 import symbiosis
 from symbiosis.core.policy import Policy
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import Batch, Key, Pass
+from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.scheduler import WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms, kind_of
 from symbiosis.errors import UsageError
@@ -409,8 +409,53 @@ def test_impossible_targets_are_refused(what: str) -> None:
         executor.client(name="alice", **{what: 1e-6})
 
 
+def _steps(w: World, own: float) -> CoServing:
+    """Let a client fine-tune for ten steps. It computes ``own`` seconds with each answer and pauses after each step."""
+    policy = w.policy
+    assert isinstance(policy, CoServing)
+    keys = [Key((layer,), Pass.FORWARD) for layer in range(4)]
+    keys += [Key(key.layers, Pass.BACKWARD) for key in reversed(keys)]
+    for _ in range(10):
+        for key in keys:
+            w.submit("job", key, 64, Kind.FINETUNE)
+            while w.waiting:
+                run(w, seconds=2e-3)
+            w.clock.advance(own)
+        w.clock.advance(3.0)
+    return policy
+
+
+def test_own_work_of_local_clients_is_part_of_the_cost_of_their_batches() -> None:
+    w = world(CoServing(slo_ms=100), local=True)
+    policy = _steps(w, 5e-3)
+    request = Request(1, "job", F0, 64, Kind.FINETUNE, 0.0, local=True)
+    last = Request(1, "job", Key((0,), Pass.BACKWARD), 64, Kind.FINETUNE, 0.0, local=True)
+    assert policy.own_work.seconds(request) == pytest.approx(5e-3)
+    assert policy.own_work.seconds(last) == 0  # the time after the last request of a step is a pause
+    w.submit("text", F0, 1, Kind.DECODE)
+    before = policy.walks.slack(Kind.PREFILL, w.clock.now)
+    policy.ran(Batch(F0, [Slice(request, 0, 64)], "", 64), 2e-3)
+    assert before - policy.walks.slack(Kind.PREFILL, w.clock.now) == pytest.approx(7e-3)
+
+
+def test_own_work_of_clients_in_other_processes_costs_nothing() -> None:
+    policy = _steps(world(CoServing(slo_ms=100)), 5e-3)
+    assert policy.own_work.seconds(Request(1, "job", F0, 64, Kind.FINETUNE, 0.0)) == 0
+
+
+def test_fine_tuning_waits_if_the_own_work_of_its_clients_is_too_long() -> None:
+    taken = {}
+    for own in (1e-3, 50e-3):
+        w = world(CoServing(slo_ms=100, wait_ms=1e-6), local=True)
+        _steps(w, own)
+        w.submit("text", F1, 1, Kind.DECODE)
+        w.submit("job", F0, 64, Kind.FINETUNE)
+        taken[own] = rows_of(run(w))
+    assert taken == {1e-3: {"job": 64}, 50e-3: {"text": 1}}  # the token counts as leaving 42 ms
+
+
 def test_the_own_work_of_local_clients_that_fine_tune_does_not_break_an_slo() -> None:
-    """They compute on the executor's cores. What this costs a token is learned as a part of its usual time."""
+    """They compute on the executor's cores."""
     simulation = Simulation(CoServing(slo_ms=100), layers=LAYERS, cost=Cost(5e-4, 2e-5).of, local=True)
     text, job = Done(), Done()
     simulation.add("text", generate(LAYERS, 64, 10**6, 10e-3, text))

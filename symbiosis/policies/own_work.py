@@ -1,0 +1,48 @@
+"""The work that local clients do between requests, which delays every other client on the same cores.
+
+A client in the executor's process computes attention, norms and its adapter on the executor's cores with each answer it
+gets. This time is learned for prefill and fine-tuning requests, by key and rows, and is part of what such a request
+costs. Clients in other processes cost nothing here.
+"""
+
+from __future__ import annotations
+
+from symbiosis.core.requests import Request
+from symbiosis.core.terms import Kind
+from symbiosis.policies.latency import LatencyModel
+
+_MAX_CLIENTS = 4096
+
+
+class OwnWork:
+    """Learns how long local clients compute with an answer before they send the next request."""
+
+    def __init__(self) -> None:
+        self._models = {Kind.PREFILL: LatencyModel(), Kind.FINETUNE: LatencyModel()}
+        self._answers: dict[str, tuple[Request, float]] = {}
+        """The last answer to each local client that has sent no request since, and its time less that of batches."""
+        self._ran = 0.0
+        """Seconds of batches so far."""
+
+    def seconds(self, request: Request) -> float:
+        """Return the predicted seconds that the client of a prefill or fine-tuning request computes with its answer."""
+        return self._models[request.kind][request.key].predict(request.rows) if request.local else 0.0
+
+    def submitted(self, request: Request) -> None:
+        """Learn from the time since the client's last answer, less the time in which batches ran."""
+        before, idle = self._answers.pop(request.client, (request, 0.0))
+        backward = request.key.pass_.is_backward
+        layer, next_layer = before.key.layers[0], request.key.layers[0]
+        ahead = next_layer < layer if backward else next_layer > layer
+        if request.kind is before.kind and (ahead if before.key.pass_.is_backward == backward else backward):
+            self._models[request.kind][before.key].learn(before.rows, request.arrived - self._ran - idle)
+
+    def ran(self, seconds: float) -> None:
+        """Note that a batch ran for so long."""
+        self._ran += seconds
+
+    def answered(self, request: Request, at: float) -> None:
+        """Note that a local client got its answer at time ``at`` (seconds)."""
+        if len(self._answers) >= _MAX_CLIENTS:
+            self._answers.clear()
+        self._answers[request.client] = request, at - self._ran
