@@ -65,7 +65,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """The results of one load: an upper bound, and the outcome of each policy."""
+    """The results of one load: what seems possible, and the outcome of each policy."""
 
     cell: Cell
     bound: Bound
@@ -163,10 +163,10 @@ def simulated(cell: Cell, policy: str, slo: SLO, requests: int, rows: int) -> Ou
 
 
 def table(rows: Sequence[Row], policy: str) -> Table:
-    """Return a table of all loads: a policy, the best of the others, and the bound."""
+    """Return a table of all loads: a policy, the best of the others, and what seems possible."""
     found = Table(title=f"SLO kept, and fine-tuning in tokens/s: {escape(policy)}", title_justify="left")
     found.add_column("load", overflow="fold")
-    for heading in ("SLO", "best\nother", "bound", "tuning", "other\nas good", "bound"):
+    for heading in ("SLO", "best\nother", "pos-\nsible", "tuning", "other\nas good", "pos-\nsible"):
         found.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         mine, (slo, tuned) = row.outcomes[policy], row.best(policy)
@@ -189,7 +189,8 @@ def summary(rows: Sequence[Row]) -> Table:
 
 
 def means(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Return by policy: mean SLO attainment, mean distance from its limit, mean part of the limit of fine-tuning, and
+    """Return by policy: mean SLO attainment, mean distance from what seems possible, mean part of the
+    fine-tuning that does, and
     the number of loads on which it does as well as the best other policy in both."""
     found: dict[str, dict[str, Any]] = {}
     for policy in rows[0].outcomes:
@@ -229,7 +230,7 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
                 alpha=0.7,
             )
         axis.set_title(name)
-        axis.set_xlabel("fine-tuning, part of the bound")
+        axis.set_xlabel("fine-tuning, part of what seems possible")
         axis.set_ylim(-0.05, 1.05)
     axes[0, 0].set_ylabel("SLO kept")
     axes[0, 0].legend(fontsize=7)

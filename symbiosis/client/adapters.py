@@ -4,9 +4,9 @@ Nearly every PEFT method adds to a base layer's result, and works unchanged. A f
 does not have: some initialisations factor them, and some methods transform them in every forward pass. This module
 refuses them before they produce NaN: initialisations by name, methods by trying each kind of adapted layer once.
 
-PEFT has no place to register such checks. Whoever adapts a model, :func:`add_adapter` or the tenant's own code
-(``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter``), PEFT calls ``BaseTuner.inject_adapter``. So
-importing this module wraps that method. It does nothing else for models without VirtLayers.
+PEFT has no place to register such checks. It calls ``BaseTuner.inject_adapter`` for :func:`add_adapter` and for the
+tenant's own code (``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter``), so importing this module
+wraps that method. It does nothing else for models without VirtLayers.
 """
 
 from __future__ import annotations

@@ -143,13 +143,15 @@ class CoServing(Policy):
         start, slope = self.latency[patient.key].coefficients
         worth = min(start / slope, view.max_rows) if slope > 0 else 1  # from here, rows take most of the time
         left = patient.rows - patient.taken
-        seconds = self.walks.slack(patient.kind, now)
-        if patient.kind is _FINETUNE:
-            seconds -= self.own_work.seconds(patient)
-        rows = self._rows_within(patient.key, 0, seconds, view.max_rows)
+        rows = self._rows_within(patient.key, 0, self._slack(patient, now), view.max_rows)
         if patient.kind is _PREFILL:
             rows = min(rows, max(left, int(worth)))  # prompts that shared all their batches would all end late
         return rows if rows >= min(left, worth) else 0
+
+    def _slack(self, patient: Request, now: float) -> float:
+        """Return the seconds that a batch of a prompt or of fine-tuning may take now."""
+        own = self.own_work.seconds(patient) if patient.kind is _FINETUNE else 0.0
+        return self.walks.slack(patient.kind, now) - own
 
     def _run(self, view: View, first: Request, rows: int, now: float, reason: str) -> Run:
         """Run up to ``rows`` of a patient request, or a decode request with what fits into the slack, and with either
@@ -159,7 +161,8 @@ class CoServing(Policy):
         total = self._take(queue, _DECODE, view.max_rows, takes)
         for kind in (_PREFILL, _FINETUNE) if first.kind is _DECODE else (first.kind,):
             if first.key in self._queued[kind]:
-                most = rows or self._rows_within(first.key, total, self.walks.slack(kind, now), view.max_rows) - total
+                slack = self._slack(next(self._queued[kind].of(first.key)), now)
+                most = rows or self._rows_within(first.key, total, slack, view.max_rows) - total
                 total += self._take(queue, kind, min(most, view.max_rows - total), takes, first)
         return Run(first.key, takes or queue.take(view.max_rows), reason)
 

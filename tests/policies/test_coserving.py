@@ -223,14 +223,19 @@ def test_prompts_run_one_after_another_the_earliest_target_first() -> None:
     assert rows_of(run(w)) == {"text": 130}
 
 
-def test_if_not_all_prompts_can_be_in_time_the_longest_is_left_out() -> None:
-    """Moore and Hodgson's rule: one long prompt would make two short ones late."""
-    w = world_of(CoServing(slo_ms=1000, ttft_ms=100), "a", "long", "short", "brief", layers=2, max_rows=1000)
-    for rows in (10, 20, 30):  # learn that a row of a prompt costs 1 ms
+def _prefill(w: World) -> None:
+    """Let client a prefill three prompts through two layers, so that the policy learns that a row costs 1 ms."""
+    for rows in (10, 20, 30):
         for layer in range(2):
             w.submit("a", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
             run(w, seconds=1e-3 * rows / 2)
     w.end_walk("a")
+
+
+def test_if_not_all_prompts_can_be_in_time_the_longest_is_left_out() -> None:
+    """Moore and Hodgson's rule: one long prompt would make two short ones late."""
+    w = world_of(CoServing(slo_ms=1000, ttft_ms=100), "a", "long", "short", "brief", layers=2, max_rows=1000)
+    _prefill(w)
     w.submit("long", F0, 90, Kind.PREFILL)
     w.submit("short", F0, 30, Kind.PREFILL)
     w.submit("brief", F0, 40, Kind.PREFILL)
@@ -240,11 +245,7 @@ def test_if_not_all_prompts_can_be_in_time_the_longest_is_left_out() -> None:
 
 def test_fine_tuning_yields_to_a_prompt_before_its_target_is_missed() -> None:
     w = world_of(CoServing(slo_ms=1000, ttft_ms=200), "a", "prompt", "job", layers=2, max_rows=1000)
-    for rows in (10, 20, 30):
-        for layer in range(2):
-            w.submit("a", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
-            run(w, seconds=1e-3 * rows / 2)
-    w.end_walk("a")
+    _prefill(w)
     w.submit("prompt", F0, 80, Kind.PREFILL)
     walks = w.policy.walks  # type: ignore[attr-defined]
     assert walks.slack(Kind.FINETUNE, w.clock.now) == pytest.approx(0.1 * 0.06), "its share of the time of prompts"
@@ -567,11 +568,7 @@ def test_a_stopped_client_holds_up_prompts_and_fine_tuning_for_two_slos_only() -
 def test_a_prompt_whose_client_stops_does_not_stop_fine_tuning() -> None:
     """It counts as under way for as long as its target is away, and no longer."""
     w = world_of(CoServing(slo_ms=100, ttft_ms=1000), "a", "prompt", "job", layers=2, max_rows=1000)
-    for rows in (10, 20, 30):
-        for layer in range(2):
-            w.submit("a", Key((layer,), Pass.FORWARD), rows, Kind.PREFILL)
-            run(w, seconds=1e-3 * rows / 2)
-    w.end_walk("a")
+    _prefill(w)
     w.submit("prompt", F0, 900, Kind.PREFILL)
     run(w, seconds=0.4)  # and its client sends no second layer
     slack = w.policy.walks.slack  # type: ignore[attr-defined]
