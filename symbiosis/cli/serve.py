@@ -36,7 +36,12 @@ class LogFormat(StrEnum):
 
 
 AddressArgument = Annotated[
-    str, typer.Argument(help="The executor's address: shm:///run/symbiosis.sock, tcp://host:7000…", show_default=False)
+    str,
+    typer.Argument(
+        help="The executor's address: shm:///run/symbiosis.sock, tcp://host:7000… Several addresses of one model, "
+        "separated by commas, are replicas: when one is lost, another one goes on.",
+        show_default=False,
+    ),
 ]
 KeyOption = Annotated[
     Path | None, typer.Option(help="The tenant's secret key file, for tcp:// and dist://; see `symbiosis keys`.")
@@ -242,19 +247,22 @@ def status(
     insecure: InsecureOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the state as JSON.")] = False,
 ) -> None:
-    """Show what an executor is and does. Exit status 1 if it does not answer."""
-    look = make_transport(address, **options_of(key=key, insecure=insecure)).look(address)
+    """Show what an executor, or each of several, is and does. Exit status 1 if one of them does not answer."""
+    shown = make_transport(address, **options_of(key=key, insecure=insecure)).look(address).status
     if json:
-        typer.echo(json_module.dumps(look.status))
-        return
-    table = Table(box=None, show_header=False)
-    for name, value in look.status.items():
-        shown = (
-            ", ".join(map(str, value))
-            if isinstance(value, list)
-            else f"{value:.3g}"
-            if isinstance(value, float)
-            else value
-        )
-        table.add_row(f"[bold]{name.replace('_', ' ')}[/]", escape(str(shown)) or "none")
-    console().print(table)
+        typer.echo(json_module.dumps(shown))
+    replicas = shown.get("replicas", {address: shown})
+    for each, state in {} if json else replicas.items():
+        table = Table(box=None, show_header=False, title=escape(each) if len(replicas) > 1 else None)
+        table.title_justify = "left"
+        for name, value in state.items():
+            table.add_row(f"[bold]{name.replace('_', ' ')}[/]", escape(_text(value)) or "none")
+        console().print(table)
+    if any("error" in state for state in replicas.values()):
+        raise typer.Exit(1)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -188,21 +188,36 @@ def _number(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
+def addresses_in(address: str) -> list[str]:
+    """Return the addresses in a list such as ``shm:///run/a.sock,tcp://b:7000``."""
+    return re.split(r",(?=\w+://)", address)
+
+
 def make_transport(address: str, **options: Any) -> Transport:
-    """Return the transport for an address such as ``inproc://name``. Options that are None are left out.
+    """Return the transport for an address such as ``inproc://name``, or for several addresses of one model, separated
+    by commas. Options that are None are left out.
 
     Raises:
         UnknownNameError: no transport has this scheme.
         UsageError: the address has no scheme, or the transport has no such option.
     """
-    scheme, separator, _ = address.partition("://")
-    if not separator:
-        raise UsageError(
-            f"{address!r} is not an address; write scheme://…, where scheme is one of {', '.join(names(TRANSPORTS))}"
-        )
-    cls = _load(TRANSPORTS, scheme)
     given = {name: value for name, value in options.items() if value is not None}
-    unknown = set(given) - set(inspect.signature(cls).parameters)
+    unknown = given.keys() - transport_options(address)
     if unknown:
-        raise UsageError(f"{scheme}:// has no option {', '.join(sorted(unknown))}")
-    return cast(Transport, cls(**given))
+        raise UsageError(f"{address.partition('://')[0]}:// has no option {', '.join(sorted(unknown))}")
+    if len(addresses_in(address)) > 1:
+        return cast(Transport, importlib.import_module("symbiosis.transports.replicas").Replicas(address, **given))
+    return cast(Transport, _load(TRANSPORTS, address.partition("://")[0])(**given))
+
+
+def transport_options(address: str) -> set[str]:
+    """Return the names of the options that the transport for an address has; of several addresses, those that any of
+    the transports has. Raises like :func:`make_transport`."""
+    known: set[str] = set()
+    for each in addresses_in(address):
+        scheme, separator, _ = each.partition("://")
+        if not separator:
+            schemes = ", ".join(names(TRANSPORTS))
+            raise UsageError(f"{each!r} is not an address; write scheme://…, where scheme is one of {schemes}")
+        known |= set(inspect.signature(_load(TRANSPORTS, scheme)).parameters)
+    return known

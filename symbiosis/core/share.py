@@ -33,9 +33,9 @@ class Share:
 
     ``description`` is plain data, fit for msgpack or JSON. It has the entries ``architecture``, ``model_type``,
     ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``allowed``,
-    ``weights``, ``fingerprint`` and ``name``, on which the fingerprint does not depend. ``tensors`` are embeddings,
-    norms, biases and buffers by name, and the weights of base layers that the provider allows.
-    ``tokenizer`` maps file names to contents.
+    ``layer_weights`` (a hash of each base layer), ``weights``, ``fingerprint`` and ``name``, on which the fingerprint
+    does not depend. ``tensors`` are embeddings, norms, biases and buffers by name, and the weights of base layers that
+    the provider allows. ``tokenizer`` maps file names to contents.
     """
 
     description: Mapping[str, Any]

@@ -374,11 +374,13 @@ class Engine:
         with self._lock:
             if clock is None or began is None:
                 answered = self.scheduler.completed(batch, ended - started, now())
+                self.counters.load.ran(batch.rows, ended - started, ended)
             else:
                 answered = self.scheduler.completed(batch, None, now())
                 clock.launched(batch, began)
                 for earlier, seconds in clock.done():
                     self.scheduler.measured(earlier, seconds)
+                    self.counters.load.ran(earlier.rows, seconds, ended)
             self.counters.count(batch, answered, started, ended)
         if self.timeline is not None:
             self.timeline.ran(batch, answered, started, ended)

@@ -13,32 +13,40 @@ from torch import nn
 from symbiosis.core.requests import LayerSpec
 from symbiosis.executor.quantized import parts_of
 
-_SAMPLE = 256
-"""Elements of each tensor that enter a fingerprint."""
+_BLOCKS, _BLOCK = 8, 2048
+"""Blocks of each tensor that enter a fingerprint, and elements of a block. Of a file that is mapped, few pages are
+read."""
 
 
-def weights_fingerprint(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> str:
-    """Return a hash of the layer table and of a sample of every parameter of the base layers.
+def layer_fingerprints(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> list[str]:
+    """Return of each base layer a hash of its entry in the layer table and of a sample of its parameters.
 
     Weights of linear layers are hashed in the dtype that the table states, so a tenant's own copy in another dtype
     compares equal.
     """
-    found = hashlib.blake2b(digest_size=16)
+    hashes = []
     for spec, module in layers:
-        found.update(repr((*spec[:4], dtype_name(spec.dtype), *spec[5:])).encode())
+        found = hashlib.blake2b(repr((*spec[:4], dtype_name(spec.dtype), *spec[5:])).encode(), digest_size=16)
         for name, parameter in module.named_parameters():
             plain = spec.linear and parameter.is_floating_point() and not hasattr(parameter, "__tensor_flatten__")
-            for part in [parameter.detach().to(spec.dtype)] if plain else parts_of(parameter):
-                _sample(found, name, part)
-    return found.hexdigest()
+            for part in [parameter] if plain else parts_of(parameter):
+                _sample(found, name, part, spec.dtype if plain else part.dtype)
+        hashes.append(found.hexdigest())
+    return hashes
 
 
-def model_fingerprint(description: Mapping[str, Any], model: nn.Module) -> str:
-    """Return a hash of the description of a share and of a sample of every parameter of its model."""
+def weights_fingerprint(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> str:
+    """Return a hash of the fingerprints of all base layers."""
+    return hashlib.blake2b(" ".join(layer_fingerprints(layers)).encode(), digest_size=16).hexdigest()
+
+
+def model_fingerprint(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash of the description of a share, which has the fingerprints of the base layers, and of a sample of
+    the share's tensors."""
     found = hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=16)
-    for name, parameter in model.named_parameters():
-        for part in parts_of(parameter):
-            _sample(found, name, part)
+    for name, tensor in tensors.items():
+        for part in parts_of(tensor):
+            _sample(found, name, part, part.dtype)
     return found.hexdigest()
 
 
@@ -47,9 +55,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sample(found: Any, name: str, tensor: torch.Tensor) -> None:
-    flat = tensor.reshape(-1)
-    step = max(1, flat.numel() // _SAMPLE) | 1  # an odd step: a multiple of the width would sample a single column
-    sample = flat[::step][:_SAMPLE].contiguous().cpu()
-    found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-    found.update(sample.view(torch.uint8).numpy().tobytes())
+def _sample(found: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Add a tensor's name, shape and dtype to a hash, and blocks of its elements that are spread evenly."""
+    flat = tensor.detach().reshape(-1)
+    last = max(flat.numel() - _BLOCK, 0)
+    starts = sorted({last * number // (_BLOCKS - 1) for number in range(_BLOCKS)})
+    blocks = [flat[start : start + _BLOCK].to(dtype).view(torch.uint8) for start in starts]
+    found.update(f"{name} {list(tensor.shape)} {dtype}".encode())
+    found.update(torch.cat(blocks).cpu().numpy().tobytes())

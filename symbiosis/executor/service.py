@@ -202,4 +202,5 @@ class ExecutorService:
             **{name: getattr(counters, name) for name in ("requests", "batches", "rows")},
             "mean_batch": counters.members / counters.batches if counters.batches else 0.0,
             "run_s": counters.run_s,
+            "load": round(counters.load.at(now()), 3),
         }

@@ -14,7 +14,7 @@ from torch import nn
 
 from symbiosis.core.share import Share
 from symbiosis.errors import ShareError
-from symbiosis.executor.fingerprint import dtype_name, model_fingerprint, weights_fingerprint
+from symbiosis.executor.fingerprint import dtype_name, layer_fingerprints, model_fingerprint, weights_fingerprint
 from symbiosis.executor.packing import plain
 from symbiosis.executor.splitting import SplitModel
 
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_BYTES = 64 << 20
 """Largest total size of the tokenizer's files."""
+_NOT_THE_MODEL = ("_name_or_path", "transformers_version")
+"""Entries of configurations that may differ between copies of one checkpoint."""
 
 
 def share_of(split: SplitModel, source: str | Path | None = None, name: str | None = None) -> Share:
@@ -44,20 +46,22 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
         )
     tensors, tied, buffers = client_side(split)
     generation = getattr(model, "generation_config", None)
+    layers = [(layer.spec, layer.module) for layer in split.layers]
     description = {
         "architecture": type(model).__name__,
         "model_type": config.model_type,
-        "config": _without(_plain(config.to_dict()), "quantization_config", "_name_or_path"),
-        "generation_config": None if generation is None else _plain(generation.to_dict()),
+        "config": _without(_plain(config.to_dict()), "quantization_config", *_NOT_THE_MODEL),
+        "generation_config": None if generation is None else _without(_plain(generation.to_dict()), *_NOT_THE_MODEL),
         "attention": config._attn_implementation,
         "dtype": dtype_name(model.dtype),
         "layers": [[*spec[:4], dtype_name(spec.dtype), *spec[5:]] for spec in split.specs],
         "tied": tied,
         "buffers": sorted(buffers),
         "allowed": sorted(split.allowed),
-        "weights": weights_fingerprint([(layer.spec, layer.module) for layer in split.layers]),
+        "layer_weights": layer_fingerprints(layers),
+        "weights": weights_fingerprint(layers),
     }
-    description["fingerprint"] = model_fingerprint(description, model)
+    description["fingerprint"] = model_fingerprint(description, tensors)
     description["name"] = public_name(config._name_or_path) if name is None else name
     return Share(description, tensors, _tokenizer_files(source))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,6 +101,33 @@ class _ClientCounts:
     alone: Counter[str] = field(default_factory=Counter)
 
 
+LOAD_S = 5.0
+"""Seconds after which a batch counts for 1/e in the load."""
+FEW_ROWS = 64
+"""Rows from which on most of a batch's time grows with its rows. It depends on the device; see decision 0038."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Part of the recent time that an executor has spent on rows of its batches, from 0 to 1.
+
+    The time that a batch takes whatever its rows, mostly to read the weights, is not counted: the rows of one more
+    client share it. So clients that decode add little, and those that fine-tune add much.
+    """
+
+    _seconds: float = 0.0
+    _at: float = 0.0
+
+    def ran(self, rows: int, seconds: float, now: float) -> None:
+        """Count a batch that has ended at time ``now`` (seconds)."""
+        self._seconds = self._seconds * math.exp((self._at - now) / LOAD_S) + seconds * rows / (rows + FEW_ROWS)
+        self._at = now
+
+    def at(self, now: float) -> float:
+        """Return the load at a time."""
+        return min(self._seconds * math.exp((self._at - now) / LOAD_S) / LOAD_S, 1.0)
+
+
 @dataclass(slots=True)
 class Counters:
     """The running counts behind :class:`Statistics`. A request counts once, in the batch with its last row."""
@@ -112,6 +140,7 @@ class Counters:
     layers: dict[Key, _Layer] = field(default_factory=dict)
     clients: dict[str, _ClientCounts] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
+    load: Load = field(default_factory=Load)
     _tenants: tuple[str, ...] = ()
     """Tenants of the latest joint walk."""
     _each: _ClientCounts = field(default_factory=lambda: _ClientCounts())

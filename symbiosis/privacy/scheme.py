@@ -7,7 +7,6 @@ A scheme holds options and may serve several clients. Its :meth:`Scheme.begin` m
 from __future__ import annotations
 
 import asyncio
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.registry import make_transport
+from symbiosis.core.registry import make_transport, transport_options
 from symbiosis.core.terms import Terms
 from symbiosis.core.transport import Channel, Transport
 from symbiosis.privacy.amplitude import DEFAULT_SCALE, Amplitudes, scale_for
@@ -113,7 +112,7 @@ class Scheme(ABC):
 
         It gets the scheme's own options and those of the client's that it takes, but for :data:`_NOT_INHERITED`.
         """
-        known = inspect.signature(type(make_transport(address))).parameters
+        known = transport_options(address)
         shared = {name: value for name, value in options.items() if name in known and name not in _NOT_INHERITED}
         return make_transport(address, **{**shared, **self.options})
 

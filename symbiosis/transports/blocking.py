@@ -88,13 +88,22 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class BlockingChannel(SynchronousChannel):
-    """A channel of which any thread may make calls; they take turns. Joins the executor at ``address``. Raises
-    SymbiosisError: the errors of ``join``."""
+    """A channel of which any thread may make calls; they take turns. Joins the executor at ``address``. After each
+    walk, ``better`` tells whether to join again, because there is a better executor. Raises SymbiosisError: the errors
+    of ``join``."""
 
-    def __init__(self, join: BlockingJoin, address: str, hello: Hello, retry_s: float) -> None:
+    def __init__(
+        self,
+        join: BlockingJoin,
+        address: str,
+        hello: Hello,
+        retry_s: float,
+        better: Callable[[], bool] | None = None,
+    ) -> None:
         self.client = str(hello.name)
         self._conversation = conversation = Conversation(address, hello, retry_s)
         self._join = join
+        self._better = better
         self._connection = connection = join(hello, False)
         try:
             conversation.joined(connection.welcome, connection.carrier.most_bytes)
@@ -183,6 +192,9 @@ class BlockingChannel(SynchronousChannel):
                 except BaseException:  # Ctrl-C: half the message may be sent
                     self._interrupted()
                     raise
+                if not in_walk and self._better is not None and self._better():
+                    conversation.leave()
+                    self._connection.close()
 
     def _lost(self, error: Exception) -> None:
         conversation = self._conversation

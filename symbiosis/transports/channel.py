@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from symbiosis.core.requests import Call, Results
@@ -28,7 +28,9 @@ class AsyncChannel:
     connection is lost, it joins again and sends every call without an answer again; calls made meanwhile wait.
     """
 
-    def __init__(self, conversation: Conversation, join: Join, connection: AsyncConnection) -> None:
+    def __init__(
+        self, conversation: Conversation, join: Join, connection: AsyncConnection, better: Callable[[], bool] | None
+    ) -> None:
         assert connection.share is not None
         self.client = str(conversation.hello.name)
         self.device = connection.carrier.device
@@ -38,6 +40,7 @@ class AsyncChannel:
         self.before_return = conversation.before_return
         self._conversation = conversation
         self._join = join
+        self._better = better
         self._connection: AsyncConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._rejoining: asyncio.Task[None] | None = None
@@ -48,13 +51,18 @@ class AsyncChannel:
         self._use(connection, [])
 
     @classmethod
-    async def open(cls, join: Join, address: str, hello: Hello, retry_s: float) -> AsyncChannel:
-        """Join the executor at ``address``; raises the errors of ``join``."""
+    async def open(
+        cls, join: Join, address: str, hello: Hello, retry_s: float, better: Callable[[], bool] | None = None
+    ) -> AsyncChannel:
+        """Join the executor at ``address``; raises the errors of ``join``.
+
+        After each walk, ``better`` tells whether to join again, because there is a better executor.
+        """
         conversation = Conversation(address, hello, retry_s)
         connection = await join(hello, False)
         try:
             conversation.joined(connection.welcome, connection.carrier.most_bytes)
-            return cls(conversation, join, connection)
+            return cls(conversation, join, connection, better)
         except BaseException:
             connection.close()
             raise
@@ -131,8 +139,13 @@ class AsyncChannel:
     def walk(self, in_walk: bool) -> None:
         """Note that the client begins or ends a walk, also after the conversation has ended."""
         message = self._conversation.walk_message(in_walk)
-        if self._connection is not None:
-            self._connection.send([message])
+        if self._connection is None:
+            return
+        self._connection.send([message])
+        outstanding = self._conversation.outstanding
+        if not (in_walk or outstanding.sent or outstanding.waiting) and self._better is not None and self._better():
+            self._conversation.leave()
+            self._join_again()
 
     def _use(self, connection: AsyncConnection, first: Sequence[bytes]) -> None:
         self._connection = connection
@@ -165,9 +178,12 @@ class AsyncChannel:
         if self._conversation.state is State.ENDED:
             self._finish()
             return
-        self._close_connection()
         why = str(self._conversation.error)
         log.warning("executor lost", address=self._conversation.address, client=self.client, why=why)
+        self._join_again()
+
+    def _join_again(self) -> None:
+        self._close_connection()
         self._rejoining = self._loop.create_task(self._rejoin())
 
     async def _rejoin(self) -> None:

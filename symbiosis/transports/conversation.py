@@ -21,6 +21,8 @@ REJOINING  :meth:`~Conversation.next_attempt`, ``retry_s``     ENDED      settle
 JOINED     ENDED for another reason, a malformed message       ENDED      settles all calls with the error
 any        ``lost`` with another error than the loss of an     ENDED      settles all calls with the error
            executor, such as a malformed message
+JOINED     :meth:`~Conversation.leave`                         REJOINING  closes the connection and connects again, to
+                                                                          another replica
 JOINED     :meth:`~Conversation.interrupted` (Ctrl-C in a      REJOINING  closes the connection and, at the next call,
            blocking call)                                                 connects again for ``retry_s``, 5 s at least
 any        :meth:`~Conversation.end`                           ENDED      settles all calls with the error
@@ -73,7 +75,7 @@ second."""
 AGAIN_S = 5.0
 """Seconds for which to try to join again after an interrupted call, also where ``retry_s`` is shorter: the executor is
 usually there, and only the connection has to be replaced."""
-_MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError)
+MAY_RETURN = (ConnectionLostError, ExecutorClosedError, BusyError)
 """Errors after which another attempt to join is worthwhile, apart from those of the operating system. An executor is
 busy while it still counts the connection that was lost."""
 
@@ -254,7 +256,7 @@ class Conversation:
             self.end(ConnectionLostError(f"lost the executor at {self.address} and {why}"))
         if self.state is State.ENDED:
             return None
-        delay, self._delay = self._delay, min(2 * self._delay, LONGEST_S)
+        delay, self._delay = self._delay, min(max(2 * self._delay, FIRST_S), LONGEST_S)
         return min(delay * random.uniform(0.5, 1.5), self._until - now)
 
     def before_return(self, check: Check) -> None:
@@ -359,7 +361,7 @@ class Conversation:
         """Note that the connection was lost, or that an attempt to join again has failed."""
         if self.state is State.ENDED:
             return
-        if isinstance(error, SymbiosisError) and not isinstance(error, _MAY_RETURN):
+        if isinstance(error, SymbiosisError) and not isinstance(error, MAY_RETURN):
             self.end(error)
             return
         if not isinstance(error, SymbiosisError):
@@ -369,6 +371,13 @@ class Conversation:
             self.state = State.REJOINING
         else:
             self.end(error)
+
+    def leave(self) -> None:
+        """Give up the connection for one to another replica. No call is outstanding."""
+        if self.state is _JOINED:
+            self.error = ConnectionLostError("the client left for another replica")
+            self.state = State.REJOINING
+            self._patience_s, self._delay = max(self.retry_s, AGAIN_S), 0.0
 
     def interrupted(self) -> None:
         """Note that a blocking call was interrupted: its answer may still come over this connection, so another

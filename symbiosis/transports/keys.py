@@ -118,7 +118,7 @@ def load_key(path: str | Path) -> KeyPair:
     if others:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # certificates are compared, whatever the host is called
-        _settings(context, path, others[:1])
+        _settings(context, path, others)
     return KeyPair(path, identity(ssl.PEM_cert_to_DER_cert(own)), context)
 
 
@@ -154,6 +154,7 @@ def _certificates(path: Path) -> list[str]:
 def _settings(context: ssl.SSLContext, own: Path, trusted: list[str]) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # compare whole certificates: many have one name
     try:
         context.load_cert_chain(own)
         if trusted:

@@ -30,6 +30,7 @@ from symbiosis.transports import descriptors, device, peer, wire
 from symbiosis.transports.arena import Arena, Memory
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
+from symbiosis.transports.connection import BlockingJoin, Join
 from symbiosis.transports.courier import Admitted, Courier
 from symbiosis.transports.device import Segment
 from symbiosis.transports.limits import Limits
@@ -62,11 +63,19 @@ class ShmTransport:
         await listener.open()
         return listener
 
+    def join(self, address: str) -> Join:
+        """Return the function that joins the executor at an address, on an event loop."""
+        return partial(join, address)
+
+    def join_blocking(self, address: str) -> BlockingJoin:
+        """Return the function that joins the executor at an address, for threads that block."""
+        return partial(BlockingShmConnection, address)
+
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        return await AsyncChannel.open(partial(join, address), address, Hello(client, terms), self._retry_s)
+        return await AsyncChannel.open(self.join(address), address, Hello(client, terms), self._retry_s)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        return BlockingChannel(partial(BlockingShmConnection, address), address, Hello(client, terms), self._retry_s)
+        return BlockingChannel(self.join_blocking(address), address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
         connection = ShmConnection(address, Hello(None), False)

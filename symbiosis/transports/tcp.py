@@ -18,6 +18,7 @@ from symbiosis.core.transport import Channel, Listener, Look, Service
 from symbiosis.errors import UsageError
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
+from symbiosis.transports.connection import BlockingJoin, Join
 from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Progress, bar_unless
@@ -78,14 +79,24 @@ class TcpTransport:
         """Return the options with which a client joins."""
         return {"key": self._key, "insecure": self._insecure, "progress": progress}
 
+    def join(self, address: str) -> Join:
+        """Return the function that joins the executor at an address, on an event loop."""
+        return partial(join, address, **self._options(self._progress))
+
+    def join_blocking(self, address: str) -> BlockingJoin:
+        """Return the function that joins the executor at an address, for threads that block."""
+
+        def joins(hello: Hello, again: bool) -> BlockingTcpConnection:
+            with bar_unless(self._progress, address) as progress:
+                return BlockingTcpConnection(address, hello, again, **self._options(progress))
+
+        return joins
+
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        joins = partial(join, address, **self._options(self._progress))
-        return await AsyncChannel.open(joins, address, Hello(client, terms), self._retry_s)
+        return await AsyncChannel.open(self.join(address), address, Hello(client, terms), self._retry_s)
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        with bar_unless(self._progress, address) as progress:
-            joins = partial(BlockingTcpConnection, address, **self._options(progress))
-            return BlockingChannel(joins, address, Hello(client, terms), self._retry_s)
+        return BlockingChannel(self.join_blocking(address), address, Hello(client, terms), self._retry_s)
 
     def look(self, address: str) -> Look:
         connection = TcpConnection(address, Hello(None), False, key=self._key, insecure=self._insecure)

@@ -1,0 +1,336 @@
+"""Several addresses of one model: choice, failover, moves between walks, and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+
+import symbiosis
+from symbiosis.core.registry import addresses_in, make_transport
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
+from symbiosis.errors import (
+    ConnectionLostError,
+    PrivacyError,
+    RefusedError,
+    SymbiosisError,
+    UnknownNameError,
+    UsageError,
+)
+from symbiosis.executor.statistics import Load
+from symbiosis.privacy import SecretShares
+from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
+from symbiosis.transports import replicas
+from symbiosis.transports.keys import new_key
+from symbiosis.transports.replicas import Choice, Replica, Replicas, ranked
+from tests.helpers import METHODS, assert_close, command, in_thread, lora, until
+from tests.service import Service, free_port, save_model
+from tests.transports.test_chaos import Tenant
+
+IDS = torch.arange(3, 21).reshape(2, 9)
+JOB = Job(steps=6)
+
+
+@asynccontextmanager
+async def two(folder: Path, seeds: tuple[int, int] = (0, 0)) -> AsyncIterator[tuple[Any, Any, str]]:
+    """Two executors in this process, and their addresses: ``shm://`` and ``tcp://``."""
+    one, other = (symbiosis.Executor(tiny_model(seed=seed)) for seed in seeds)
+    async with one, other:
+        await one.listen(f"shm://{folder}/one.sock")
+        listener = await other.listen("tcp://127.0.0.1:0")
+        yield one, other, f"shm://{folder}/one.sock,{listener.address}"
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Iterator[tuple[Service, Service, str]]:
+    """Two executors in processes of their own, and their addresses."""
+    checkpoint = save_model(tmp_path / "model", num_hidden_layers=2)
+    addresses = f"shm://{tmp_path}/one.sock", f"tcp://127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        one, other = (stack.enter_context(Service(checkpoint, address)) for address in addresses)
+        yield one, other, ",".join(addresses)
+
+
+@pytest.mark.parametrize("method", ["lora", "ia3", "prefix"])
+async def test_a_client_goes_on_at_another_replica(method: str, tmp_path: Path) -> None:
+    expected = run_job_plain(tiny_model(), METHODS[method]("llama"), JOB)
+    async with two(tmp_path) as (one, other, addresses), symbiosis.connect(addresses) as base:
+        async with base.client(METHODS[method]("llama"), seed=0) as client:
+            job = asyncio.create_task(run_job(client, JOB))
+            await until(lambda: one.statistics().requests > 40)
+            assert not other.statistics().requests, "the first address is preferred while both are idle"
+            await one.close()
+            assert_close(await job, expected)
+        assert other.statistics().requests
+
+
+def losses(model: Any, steps: int, at: int = -1, then: Any = None) -> list[float]:
+    """Train, and call ``then`` between forward and backward of one step."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for step in range(steps):
+        loss = model(IDS, labels=IDS).loss
+        if step == at:
+            then()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_a_replica_that_is_killed_within_a_step_costs_nothing(services: tuple[Service, Service, str]) -> None:
+    """Losses are equal to the last bit, and the client does not wait for the replica that was killed."""
+    one, other, addresses = services
+
+    def train(at: int, then: Any = None) -> list[float]:
+        with symbiosis.open_model(addresses, retry=5) as model:
+            torch.manual_seed(0)
+            return losses(get_peft_model(model, lora()), 8, at, then)
+
+    undisturbed = train(-1)
+    assert train(3, one.kill) == undisturbed
+    assert train(-1) == undisturbed, "a new client joins the other replica"
+    one.start()
+    assert train(3, other.kill) == undisturbed
+    one.kill()
+    began = time.monotonic()
+    with pytest.raises(ConnectionLostError, match=r"no executor answers on shm://.*no executor answers on tcp://"):
+        train(-1)
+    assert time.monotonic() - began < 5
+
+
+def test_without_a_replica_a_client_ends_after_its_patience(services: tuple[Service, Service, str]) -> None:
+    one, other, addresses = services
+    with symbiosis.open_model(addresses, retry=1) as model:
+        model(IDS)
+        one.kill()
+        other.kill()
+        began = time.monotonic()
+        with pytest.raises(ConnectionLostError, match=r"did not come back within 1 s: .*shm://.*tcp://"):
+            model(IDS)
+        assert 1 <= time.monotonic() - began < 10
+        with pytest.raises(ConnectionLostError):
+            model(IDS)
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "blocking"])
+async def test_a_client_moves_between_two_walks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its replica is crowded, it goes to the other one, and its results stay the same."""
+    monkeypatch.setattr(replicas, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(replicas, "CROWDED", 0.1)
+    config = lora()
+    async with two(tmp_path) as (one, other, addresses):
+        crowded = one.service._engine.counters.load
+        monkeypatch.setattr(Load, "at", lambda load, now: 0.9 if load is crowded else 0.0)
+        monkeypatch.setattr(Choice, "candidates", first_then_other(addresses))
+        if kind == "coroutine":
+            async with symbiosis.connect(addresses) as base, base.client(config, seed=0) as client:
+                outcome = await run_job(client, Job(steps=60))
+        else:
+
+            def work() -> Any:
+                with symbiosis.open_model(addresses) as model:
+                    return run_job_plain(model, config, Job(steps=60))
+
+            outcome = await in_thread(work)
+        assert one.statistics().requests
+        assert other.statistics().requests
+        assert_close(outcome, run_job_plain(tiny_model(), config, Job(steps=60)))
+
+
+def first_then_other(addresses: str) -> Any:
+    """Return a method in place of ``Choice.candidates`` that prefers the first address once, then the second one."""
+
+    def candidates(choice: Any) -> list[Replica]:
+        found = choice._replicas._replicas
+        return list(found) if choice._replica is None else list(reversed(found))
+
+    return candidates
+
+
+def test_the_busiest_replica_with_room_is_preferred() -> None:
+    one, two_, three, four = (Replica(name, None) for name in "abcd")  # type: ignore[arg-type]
+    assert ranked({one: 0.0, two_: 0.3, three: 0.9, four: 0.6}) == [two_, one, four, three]
+    assert ranked({one: 0.0, two_: 0.0}) == [one, two_]
+
+
+def test_clients_of_a_crowded_replica_divide(tmp_path: Path) -> None:
+    """Of many clients, about half go to an idle replica. Each look is judged once."""
+    chances = iter([0.1, 0.6, 0.4, 0.9])
+    several = Replicas(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
+    several._looked = time.monotonic() + 1e9  # no look but the one below
+    here, there = several._replicas
+    choices = [Choice(several, lambda: next(chances)) for _ in range(4)]
+    for choice in choices:
+        choice._replica = here
+        assert not choice.better()
+    several.loads = {here: 0.9, there: 0.0}
+    assert [choice.better() for choice in choices] == [True, False, True, False]
+    assert not any(choice.better() for choice in choices)
+    for loads in ({here: 0.4, there: 0.0}, {here: 0.9, there: 0.6}, {here: 0.9}):
+        several.loads = loads
+        assert not Choice(several, lambda: 0.0).better()
+
+
+async def test_replicas_of_different_models_are_refused(tmp_path: Path) -> None:
+    async with two(tmp_path, (0, 1)) as (one, other, addresses):
+        for join in (
+            lambda: in_thread(make_transport(addresses).look, addresses),
+            lambda: in_thread(make_transport(addresses).connect_blocking, addresses, "client"),
+            lambda: make_transport(addresses).connect(addresses, "client"),
+        ):
+            with pytest.raises(RefusedError, match=r"shm://.* and tcp://.* different models: layer weights differ"):
+                await join()
+        assert not one.status()["clients"] + other.status()["clients"]
+
+
+async def test_a_replica_with_another_model_is_passed_over(tmp_path: Path) -> None:
+    """One that comes back with other weights gets no call. If no other is left, the client ends."""
+    async with two(tmp_path) as (one, other, addresses):
+        channel = await make_transport(addresses).connect(addresses, "client")
+        wrong = symbiosis.Executor(tiny_model(seed=1))
+        await one.close()
+        async with wrong:
+            await wrong.listen(addresses_in(addresses)[0])
+            await until(lambda: other.status()["clients"])
+            assert not wrong.status()["clients"]
+            await other.close()
+            worse = symbiosis.Executor(tiny_model(seed=2))
+            async with worse:
+                await worse.listen(addresses_in(addresses)[1])
+                key = Key((0,), Pass.FORWARD)
+                with pytest.raises(RefusedError, match=r"came back with another model"):
+                    await asyncio.wait_for(channel.send(Call(key, Kind.DECODE, (torch.ones(1, 32),))), 20)
+        channel.close()
+
+
+async def test_one_silent_address_does_not_matter(tmp_path: Path) -> None:
+    async with two(tmp_path) as (one, _, addresses):
+        some = f"shm://{tmp_path}/nobody.sock,{addresses}"
+        async with symbiosis.connect(some) as base, base.client(lora(), seed=0) as client:
+            assert_close(await run_job(client, JOB), run_job_plain(tiny_model(), lora(), JOB))
+            status = (await base.status())["replicas"]
+        assert "no executor answers" in status[f"shm://{tmp_path}/nobody.sock"]["error"]
+        assert one.statistics().requests
+        shown = await in_thread(command, "status", some, "--json")
+        assert (shown.exit_code, list(json.loads(shown.stdout)["replicas"])) == (1, addresses_in(some))
+        assert (await in_thread(command, "status", addresses, "--json")).exit_code == 0
+        table = (await in_thread(command, "status", some)).stdout
+        assert all(text in table.replace("\n", "") for text in ("nobody.sock", "error", "load"))
+
+
+async def test_checks_hold_for_each_replica(tmp_path: Path) -> None:
+    """A client whose rows are split between two executors never sends both parts to one of them."""
+    model = tiny_model()
+    async with two(tmp_path) as (one, other, addresses):
+        third = symbiosis.Executor(copy.deepcopy(model))
+        async with third:
+            spare = await third.listen(f"shm://{tmp_path}/third.sock")
+            second = addresses_in(addresses)[1]
+            several = f"{addresses_in(addresses)[0]},{second},{spare.address}"
+            scheme = SecretShares(with_=second)
+            async with symbiosis.connect(several, retry=2.0) as base, base.client(privacy=scheme) as client:
+                expected = await client.forward(input_ids=IDS)
+                await one.close()
+                torch.testing.assert_close(
+                    (await client.forward(input_ids=IDS)).logits, expected.logits, atol=1e-3, rtol=0
+                )
+                assert [len(each.status()["clients"]) for each in (other, third)] == [1, 1]
+                await third.close()
+                with pytest.raises((PrivacyError, ConnectionLostError), match=r"same executor|did not come back"):
+                    await client.forward(input_ids=IDS)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "options", "error", "why"),
+    [
+        ("shm:///a.sock,dist://h:1", {}, UsageError, "dist://h:1: an address beside others can be shm:// or tcp://"),
+        ("inproc://a,shm:///a.sock", {}, UsageError, "inproc://a: an address beside others"),
+        ("shm:///a.sock,shm:///a.sock", {}, UsageError, "different addresses"),
+        ("shm:///a.sock,tcp://h:1", {"backend": "gloo"}, UsageError, "no option backend"),
+        ("shm:///a.sock,nothing://h:1", {}, UnknownNameError, "unknown transport 'nothing'"),
+    ],
+)
+def test_addresses_that_cannot_be_used_together(
+    addresses: str, options: dict[str, str], error: type[SymbiosisError], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        make_transport(addresses, **options)
+
+
+async def test_replicas_have_keys_of_their_own(tmp_path: Path) -> None:
+    """A tenant's key file has the certificates of all executors, and no other executor is trusted."""
+    folders = [tmp_path / name for name in ("one", "other", "stranger")]
+    for folder in folders:
+        new_key(folder, "server")
+    secret = new_key(folders[0], "alice")
+    secret.write_text(secret.read_text() + (folders[1] / "server.public").read_text())
+    for folder in folders[1:]:
+        (folder / "alice.public").write_text((folders[0] / "alice.public").read_text())
+    model = tiny_model()
+    executors = [symbiosis.Executor(model) for _ in folders]
+    async with executors[0], executors[1], executors[2]:
+        listeners = [
+            await executor.listen("tcp://127.0.0.1:0", keys=folder)
+            for executor, folder in zip(executors, folders, strict=True)
+        ]
+        addresses = ",".join(listener.address for listener in reversed(listeners))
+        async with symbiosis.connect(addresses, key=secret) as base, base.client() as client:
+            expected = (await client.forward(input_ids=IDS)).logits
+            await executors[1].close()
+            assert (await client.forward(input_ids=IDS)).logits.equal(expected)
+            states = (await base.status())["replicas"]
+            assert "not the one in this client's key file" in states[listeners[2].address]["error"]
+    assert [bool(executor.statistics().requests) for executor in executors] == [True, True, False]
+
+
+async def test_mistakes_show_at_once(tmp_path: Path) -> None:
+    async with two(tmp_path) as (one, _, addresses):
+        with pytest.raises(UsageError, match="listens at one address at a time"):
+            await one.listen("shm:///a.sock,shm:///b.sock")
+        with pytest.raises(UsageError, match=r"192.0.2.1.* is on another host; give key=file"):
+            await make_transport(f"{addresses},tcp://192.0.2.1:1").connect(f"{addresses},tcp://192.0.2.1:1", "client")
+
+
+def test_the_load_is_the_time_that_rows_take() -> None:
+    decoding, training = Load(), Load()
+    for number in range(200):
+        decoding.ran(8, 0.1, number / 10)
+        training.ran(512, 0.1, number / 10)
+    assert 0.05 < decoding.at(20) < 0.2
+    assert 0.8 < training.at(20) <= 1
+    assert training.at(60) < 0.01
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(500)
+def test_chaos_of_replicas(tmp_path: Path) -> None:
+    """Two replicas are killed in turn, twenty times, under tenants that train and generate. Each result is checked."""
+    checkpoint = save_model(tmp_path / "model", num_hidden_layers=2)
+    addresses = [f"shm://{tmp_path}/one.sock", f"tcp://127.0.0.1:{free_port()}"]
+    kinds = ["lora", "ia3-async", "prefix", "lora-async"]
+    with ExitStack() as stack:
+        executors = [stack.enter_context(Service(checkpoint, address)) for address in addresses]
+        tenants = [
+            Tenant(",".join(addresses if number % 2 else addresses[::-1]), kind, checkpoint, tmp_path)
+            for number, kind in enumerate(kinds)
+        ]
+        for tenant in tenants:
+            stack.callback(tenant.close)
+        for number in range(20):
+            time.sleep(1 + number % 3)
+            executors[number % 2].kill()
+            executors[number % 2].start()
+        done = [tenant.finish() for tenant in tenants]
+        assert all(done), done
