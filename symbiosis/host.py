@@ -66,6 +66,9 @@ class Executor:
             default only if the executor loads the model itself. See docs/providers.md.
         allow_weights: names or patterns of base layers whose weights clients in other processes may have too, to train
             them in full (PEFT's ``modules_to_save``). Clients of this process always may.
+        layers: which of the base layers are served here: numbers of blocks, ranges of them, and names or patterns,
+            separated by commas, such as ``"0-15,lm_head"``. Other executors serve the others; see docs/tenants.md. By
+            default all of them.
         name: of the address ``inproc://name``; chosen freely by default.
         model_name: name of the model for clients in other processes, which their saved adapters state as their base
             model; by default its hub id, or the last part of the path of its folder. At most 256 characters.
@@ -94,12 +97,13 @@ class Executor:
         joint: str = "auto",
         packed: bool = False,
         allow_weights: Sequence[str] = (),
+        layers: str | None = None,
         name: str | None = None,
         model_name: str | None = None,
     ) -> None:
         self._build(
             *(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
-            *(name, model_name, None),
+            *(layers, name, model_name, None),
         )
 
     def _build(
@@ -114,6 +118,7 @@ class Executor:
         joint: str,
         packed: bool,
         allow_weights: Sequence[str],
+        layers: str | None,
         name: str | None,
         model_name: str | None,
         source: str | Path | None,
@@ -129,16 +134,22 @@ class Executor:
             raise UsageError(
                 f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters"
             )
-        if device is not None or dtype is not None:
-            model = model.to(device=device, dtype=dtype)
         policy = make_policy(policy)
-        split = SplitModel(model, base_layers, packed=packed, trial=weights_read, allow_weights=allow_weights)
-        self.engine = Engine(split.layers, split.device, policy, max_rows)
-        layers = split.token_layers()
-        self._token_s = self.engine.time_layers(layers) if layers else 0.0
+        split = SplitModel(
+            *(model, base_layers),
+            packed=packed,
+            trial=weights_read,
+            allow_weights=allow_weights,
+            layers=layers,
+            device=device,
+            dtype=dtype,
+        )
+        self.engine = Engine(split.layers, split.device, policy, max_rows, split.part)
+        walked = split.token_layers()
+        self._token_s = self.engine.time_layers(walked) if walked else 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
-        if layers:
-            tell_unloaded(policy, self._token_s)
+        if walked:
+            tell_unloaded(policy, self._token_s / split.part)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
         self.service = ExecutorService(split, self.engine, budget, address, source, model_name)
@@ -161,6 +172,7 @@ class Executor:
         joint: str = "auto",
         packed: bool = True,
         allow_weights: Sequence[str] = (),
+        layers: str | None = None,
         name: str | None = None,
         model_name: str | None = None,
         **options: Any,
@@ -175,13 +187,14 @@ class Executor:
 
         The other arguments are those of :class:`Executor`. Weights are packed by default.
         """
-        if dtype is not None:
+        if dtype is not None and layers is None:
             options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
         loaded = load_model(model, model_class, **options)
+        dtype = None if layers is None or dtype == "auto" else dtype  # of the part that stays
         executor = cls.__new__(cls)
         executor._build(
-            *(loaded, policy, base_layers, device, None, max_rows, max_bytes, joint, packed, allow_weights),
-            *(name, model_name, model),
+            *(loaded, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
+            *(layers, name, model_name, model),
         )
         return executor
 
@@ -287,6 +300,10 @@ class Executor:
         except UsageError as error:
             raise UsageError(f"client {name!r}: {error}") from error
         scheme, service = make_privacy(privacy), self.service
+        if service.elsewhere:
+            raise UsageError(
+                f"client {name!r}: this executor serves a part of the model; give symbiosis.connect all addresses"
+            )
 
         async def connect(name: str) -> Channel:
             service.check_open()

@@ -116,6 +116,14 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Serve a part of the base layers: blocks, ranges of them and names or patterns, such as "
+            "0-15,lm_head. Other executors serve the others, whose weights are not loaded. Tenants name all addresses.",
+            show_default=False,
+        ),
+    ] = None,
     keep_weights: Annotated[
         bool | None,
         typer.Option(
@@ -171,6 +179,7 @@ def serve(
             max_bytes=max_bytes,
             packed=packed,
             allow_weights=allow_weights or (),
+            layers=layers,
             model_name=name,
         )
     )

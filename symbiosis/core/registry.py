@@ -195,7 +195,7 @@ def addresses_in(address: str) -> list[str]:
 
 def make_transport(address: str, **options: Any) -> Transport:
     """Return the transport for an address such as ``inproc://name``, or for several addresses of one model, separated
-    by commas. Options that are None are left out.
+    by commas or in a file (``file:///path``). Options that are None are left out.
 
     Raises:
         UnknownNameError: no transport has this scheme.
@@ -205,7 +205,7 @@ def make_transport(address: str, **options: Any) -> Transport:
     unknown = given.keys() - transport_options(address)
     if unknown:
         raise UsageError(f"{address.partition('://')[0]}:// has no option {', '.join(sorted(unknown))}")
-    if len(addresses_in(address)) > 1:
+    if len(addresses_in(address)) > 1 or address.startswith("file://"):
         return cast(Transport, importlib.import_module("symbiosis.transports.replicas").Replicas(address, **given))
     return cast(Transport, _load(TRANSPORTS, address.partition("://")[0])(**given))
 
@@ -214,7 +214,7 @@ def transport_options(address: str) -> set[str]:
     """Return the names of the options that the transport for an address has; of several addresses, those that any of
     the transports has. Raises like :func:`make_transport`."""
     known: set[str] = set()
-    for each in addresses_in(address):
+    for each in ("shm://", "tcp://") if address.startswith("file://") else addresses_in(address):
         scheme, separator, _ = each.partition("://")
         if not separator:
             schemes = ", ".join(names(TRANSPORTS))

@@ -90,12 +90,13 @@ class Scheduler:
         policy: chooses what runs.
         layers: size of the layer table.
         max_rows: largest number of rows in a batch; larger requests are served in slices.
+        part: the part of a walk's work that these layers are. Latency targets of clients are multiplied by it.
 
     Raises:
         UsageError: ``max_rows`` is less than 1, or the policy belongs to another scheduler.
     """
 
-    def __init__(self, policy: Policy, *, layers: int, max_rows: int) -> None:
+    def __init__(self, policy: Policy, *, layers: int, max_rows: int, part: float = 1.0) -> None:
         if max_rows < 1:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         policy.bind()
@@ -104,6 +105,7 @@ class Scheduler:
         self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows
+        self._part = part
         self.thinking = 0
         self.batches = 0
         self.policy_errors: deque[PolicyError] = deque(maxlen=16)
@@ -143,7 +145,7 @@ class Scheduler:
         """
         if client in self._clients:
             raise UsageError(f"a client named {client!r} is connected already; choose another name")
-        granted = effective(terms, self.policy.default_terms(client), trusted=local)
+        granted = effective(terms, self.policy.default_terms(client), trusted=local).times(self._part)
         self._clients[client] = _ClientState(granted, local)
         return granted
 

@@ -6,6 +6,8 @@ and shares its memory. A client elsewhere gets a :class:`Share`: plain data that
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,9 +35,10 @@ class Share:
 
     ``description`` is plain data, fit for msgpack or JSON. It has the entries ``architecture``, ``model_type``,
     ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``allowed``,
-    ``layer_weights`` (a hash of each base layer), ``weights``, ``fingerprint`` and ``name``, on which the fingerprint
-    does not depend. ``tensors`` are embeddings, norms, biases and buffers by name, and the weights of base layers that
-    the provider allows. ``tokenizer`` maps file names to contents.
+    ``layer_weights`` (a hash of each base layer), ``weights`` (of all of them), ``client_weights`` (of the tensors),
+    ``fingerprint`` (of all this) and ``name``. If other executors serve other base layers of the model, it also has
+    ``order``: the names of all base layers in the model's order. ``tensors`` are embeddings, norms, biases and buffers
+    by name, and the weights of base layers that the provider allows. ``tokenizer`` maps file names to contents.
     """
 
     description: Mapping[str, Any]
@@ -49,6 +52,11 @@ class Resident:
 
     model: nn.Module
     layers: Sequence[tuple[LayerSpec, nn.Module]]
+
+
+def fingerprint_of(value: Any) -> str:
+    """Return a hash of plain data, such as the description of a share or the fingerprints of its layers."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def layers_of(description: Mapping[str, Any]) -> list[LayerSpec]:

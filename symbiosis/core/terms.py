@@ -67,6 +67,11 @@ class Terms(NamedTuple):
             )
         return self
 
+    def times(self, part: float) -> Terms:
+        """Return the terms for a part of a walk: latency targets are for that part of the time."""
+        slo_ms, ttft_ms = (None if target is None else target * part for target in (self.slo_ms, self.ttft_ms))
+        return self._replace(slo_ms=slo_ms, ttft_ms=ttft_ms)
+
 
 NO_TERMS = Terms()
 JOINT = "joint walks"

@@ -55,6 +55,7 @@ class Engine:
         device: where they are.
         policy: chooses what runs.
         max_rows: largest number of rows in a batch.
+        part: the part of a walk's work that these layers are.
 
     Attributes:
         scheduler: the queues.
@@ -66,8 +67,10 @@ class Engine:
         calls: queued and running calls by request id.
     """
 
-    def __init__(self, layers: Sequence[BaseLayer], device: torch.device, policy: Policy, max_rows: int) -> None:
-        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows)
+    def __init__(
+        self, layers: Sequence[BaseLayer], device: torch.device, policy: Policy, max_rows: int, part: float = 1.0
+    ) -> None:
+        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, part=part)
         self.counters = Counters()
         self.timeline: Timeline | None = None
         self.layers = layers

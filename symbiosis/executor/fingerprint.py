@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from symbiosis.core.requests import LayerSpec
+from symbiosis.core.share import fingerprint_of
 from symbiosis.executor.quantized import parts_of
 
 _BLOCKS, _BLOCK = 8, 2048
@@ -19,14 +19,15 @@ read."""
 
 
 def layer_fingerprints(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> list[str]:
-    """Return of each base layer a hash of its entry in the layer table and of a sample of its parameters.
+    """Return of each base layer a hash of its entry in the layer table, but for its index, and of a sample of its
+    parameters.
 
     Weights of linear layers are hashed in the dtype that the table states, so a tenant's own copy in another dtype
     compares equal.
     """
     hashes = []
     for spec, module in layers:
-        found = hashlib.blake2b(repr((*spec[:4], dtype_name(spec.dtype), *spec[5:])).encode(), digest_size=16)
+        found = hashlib.blake2b(repr((*spec[1:4], dtype_name(spec.dtype), *spec[5:])).encode(), digest_size=16)
         for name, parameter in module.named_parameters():
             plain = spec.linear and parameter.is_floating_point() and not hasattr(parameter, "__tensor_flatten__")
             for part in [parameter] if plain else parts_of(parameter):
@@ -37,15 +38,14 @@ def layer_fingerprints(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> list[st
 
 def weights_fingerprint(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> str:
     """Return a hash of the fingerprints of all base layers."""
-    return hashlib.blake2b(" ".join(layer_fingerprints(layers)).encode(), digest_size=16).hexdigest()
+    return fingerprint_of(layer_fingerprints(layers))
 
 
-def model_fingerprint(description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return a hash of the description of a share, which has the fingerprints of the base layers, and of a sample of
-    the share's tensors."""
-    found = hashlib.blake2b(json.dumps(description, sort_keys=True).encode(), digest_size=16)
-    for name, tensor in tensors.items():
-        for part in parts_of(tensor):
+def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a hash of a sample of tensors, by name."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        for part in parts_of(tensors[name]):
             _sample(found, name, part, part.dtype)
     return found.hexdigest()
 

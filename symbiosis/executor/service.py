@@ -164,6 +164,11 @@ class ExecutorService:
     def resident(self) -> Resident:
         return self._split.resident()
 
+    @property
+    def elsewhere(self) -> list[LayerSpec]:
+        """The base layers that other executors serve."""
+        return [spec for spec, _ in self._split.elsewhere]
+
     def identity(self) -> Identity:
         if self._identity is None:
             layers = [(layer.spec, layer.module) for layer in self._split.layers]
@@ -190,6 +195,7 @@ class ExecutorService:
             "model": type(self._split.model).__name__,
             "policy": repr(self._engine.scheduler.policy),
             "layers": len(self._split.layers),
+            "layers_elsewhere": len(self._split.elsewhere),
             "packed_layers": self._split.packed,
             "served_bytes": self.sharing.served,
             "client_bytes": self.sharing.held,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.share import Share
+from symbiosis.core.share import Share, fingerprint_of
 from symbiosis.errors import ShareError
-from symbiosis.executor.fingerprint import dtype_name, layer_fingerprints, model_fingerprint, weights_fingerprint
+from symbiosis.executor.fingerprint import dtype_name, layer_fingerprints, tensors_fingerprint, weights_fingerprint
 from symbiosis.executor.packing import plain
 from symbiosis.executor.splitting import SplitModel
 
@@ -60,8 +60,9 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
         "allowed": sorted(split.allowed),
         "layer_weights": layer_fingerprints(layers),
         "weights": weights_fingerprint(layers),
-    }
-    description["fingerprint"] = model_fingerprint(description, tensors)
+        "client_weights": tensors_fingerprint(tensors),
+    } | ({"order": split.order} if split.elsewhere else {})
+    description["fingerprint"] = fingerprint_of(description)
     description["name"] = public_name(config._name_or_path) if name is None else name
     return Share(description, tensors, _tokenizer_files(source))
 
@@ -79,10 +80,9 @@ def public_name(source: str) -> str:
 def client_side(split: SplitModel) -> tuple[dict[str, torch.Tensor], dict[str, str], set[str]]:
     """Return the tensors that clients get, by name; a map of further names of the same tensors; and which of the names
     are buffers."""
-    linear = {id(layer.module) for layer in split.layers if layer.spec.linear}
-    whole = {
-        id(module) for layer in split.layers if not layer.spec.linear for module in layer.module.modules()
-    } - linear
+    layers = [*((layer.spec, layer.module) for layer in split.layers), *split.elsewhere]
+    linear = {id(module) for spec, module in layers if spec.linear}
+    whole = {id(inside) for spec, module in layers if not spec.linear for inside in module.modules()} - linear
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}

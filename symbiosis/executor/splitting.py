@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -41,8 +42,16 @@ class SplitModel:
         packed: whether weights on a CPU are packed; see :mod:`symbiosis.executor.packing`.
         trial: asked which of the layers cannot be served after all.
         allow_weights: names or patterns of base layers whose weights clients may have too, to train them in full.
+        layers: which of the base layers are served here: numbers of blocks, ranges of them, and names or patterns,
+            separated by commas, such as ``"0-15,lm_head"``. Other executors serve the others, whose weights are dropped
+            without being read. By default all.
+        device, dtype: where the model is moved, and its precision. By default it stays as it is.
 
     Attributes:
+        elsewhere: specs and modules of the base layers that other executors serve. Their weights are on the meta
+            device.
+        order: names of all base layers, wherever they are served, in the model's order.
+        part: elements of the weights that are served here, over those of all base layers.
         allowed: names of these base layers.
         packed: number of packed weights.
         left_out: names of modules that are not served although they could be, each with the reason.
@@ -59,7 +68,12 @@ class SplitModel:
         packed: bool = False,
         trial: Trial = lambda _: {},
         allow_weights: Sequence[str] = (),
+        layers: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        if layers is None and (device, dtype) != (None, None):
+            model = model.to(device=device, dtype=dtype)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or torch.device("meta") in devices:
             found = ", ".join(sorted(map(str, devices))) or "none at all"
@@ -73,9 +87,15 @@ class SplitModel:
         if refused := trial(self.resident()):
             log.info("not served, because the model's own code reads the weights: %s", ", ".join(refused))
             self.left_out |= refused
-            self.layers = [layer for layer in self.layers if layer.spec.name not in refused]
-            for index, layer in enumerate(self.layers):
-                layer.spec = layer.spec._replace(layer=index)
+            self._keep(name for name in chosen if name not in refused)
+        self.order = [layer.spec.name for layer in self.layers]
+        self.elsewhere: list[tuple[LayerSpec, nn.Module]] = []
+        self.part = 1.0
+        if layers is not None:
+            if allow_weights:
+                raise UsageError("allow_weights is for an executor that serves all layers; leave out layers")
+            self._serve_part(layers)
+            self._move(device, dtype)
         self.packed = pack(model, [layer.module for layer in self.layers if layer.spec.linear]) if packed else 0
         self._refuse_unknown_quantization()
         if not self.layers:
@@ -86,10 +106,47 @@ class SplitModel:
             )
         self.allowed = {name for pattern in allow_weights for name in self._linear_named(pattern)}
 
+    def _keep(self, names: Iterable[str]) -> None:
+        """Leave out all base layers but these."""
+        kept = set(names)
+        self.layers = [layer for layer in self.layers if layer.spec.name in kept]
+        for index, layer in enumerate(self.layers):
+            layer.spec = layer.spec._replace(layer=index)
+
+    def _serve_part(self, layers: str) -> None:
+        """Keep the base layers of these blocks and names, and drop the weights of the others."""
+        served = _named(self.order, layers)
+        self.elsewhere = [(layer.spec, layer.module) for layer in self.layers if layer.spec.name not in served]
+        sizes = {layer.spec.name: _elements(layer.module) for layer in self.layers}
+        self.part = sum(sizes[name] for name in served) / sum(sizes.values())
+        self._keep(served)
+        gone = {id(module) for _, whole in self.elsewhere for module in whole.modules()}
+        tied = {id(p) for module in self.model.modules() if id(module) not in gone for p in module._parameters.values()}
+        for spec, whole in self.elsewhere:
+            for module in whole.modules():
+                for leaf, parameter in module._parameters.items():
+                    if parameter is None or id(parameter) in tied or (spec.linear and leaf == "bias"):
+                        continue
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+
+    def _move(self, device: str | torch.device | None, dtype: torch.dtype | None) -> None:
+        """Move what is left of the model, and change its precision."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            to = dtype if tensor.is_floating_point() else None
+            return tensor.to(dtype=to) if tensor.is_meta else tensor.to(device=device, dtype=to)
+
+        self.model._apply(moved)  # type: ignore[no-untyped-call]
+        self.layers = self._table([layer.spec.name for layer in self.layers], skip=False)
+        if device is not None:
+            self.device = torch.device(device)
+
     def _refuse_unknown_quantization(self) -> None:
         """Raise SplitError if clients would hold quantized weights, because no base layer can compute with them."""
         known = getattr(getattr(self.model, "config", None), "quantization_config", None) is not None
-        served = {id(module) for layer in self.layers for module in layer.module.modules()}
+        known_layers = [*(layer.module for layer in self.layers), *(module for _, module in self.elsewhere)]
+        served = {id(inside) for module in known_layers for inside in module.modules()}
         for name, module in self.model.named_modules():
             numbers = [*module._parameters.values(), *module._buffers.values()]
             if id(module) not in served and any(
@@ -173,6 +230,38 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> tuple[list[st
                 f"base_layers: no module matches {pattern!r}; module names look like {', '.join(map(repr, linear[:3]))}"
             )
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)], {}
+
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def _named(names: Sequence[str], layers: str) -> set[str]:
+    """Return the names of base layers that a text such as ``"0-15,lm_head"`` stands for.
+
+    Raises:
+        SplitError: a part of the text stands for none of them.
+    """
+    found: set[str] = set()
+    blocks = {name: int(number[1]) for name in names if (number := _BLOCK.search(name))}
+    for part in layers.split(","):
+        if numbers := _RANGE.fullmatch(part.strip()):
+            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+            mine = {name for name, block in blocks.items() if first <= block <= last}
+        else:
+            mine = set(fnmatch.filter(names, part.strip()))
+        if not mine:
+            others = [name for name in names if name not in blocks]
+            raise SplitError(
+                f"layers: no base layer belongs to {part.strip()!r}; there are blocks 0 to "
+                f"{max(blocks.values(), default=-1)}{f', and {chr(44).join(others[:5])}' if others else ''}"
+            )
+        found |= mine
+    return found
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _not_for_tenants(model: nn.Module, name: str) -> str | None:

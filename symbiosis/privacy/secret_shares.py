@@ -130,13 +130,14 @@ class Shares(Mask):
 
         Such an executor has, or had, the other shares of the requests that are outstanding.
         """
+        instances = set(executor.instance.split(","))
         with self._instances_lock:
-            if any(executor.instance in met for other, met in enumerate(self._instances) if other != number):
+            if any(instances & met for other, met in enumerate(self._instances) if other != number):
                 raise PrivacyError(
                     "secret-shares: two of the addresses lead to the same executor, which would have all shares of a "
                     "row; nothing was sent there. Give the addresses of two executors"
                 )
-            self._instances[number].add(executor.instance)
+            self._instances[number] |= instances
 
     def mask(self, key: MaskedKey, x: torch.Tensor, amplitude: float, kind: Kind) -> MaskedRows:
         wrapped = None

@@ -1,9 +1,10 @@
 """Several addresses of one model: a client joins one of its executors, and another one when that is lost.
 
-A replica is an executor with the same fingerprint. Every call is self-contained, so a client can send it to any of
-them. Before it joins, a client asks all replicas for their load. It prefers the busiest one that is not crowded, since
-clients that share batches read the weights once for all of them. When its replica is crowded and another one is not, a
-client moves there between two walks. Decision 0038 has the reasons.
+Executors may also serve different parts of the model (:mod:`symbiosis.transports.directory`); then a client joins one
+executor for each part. A replica is an executor with the same fingerprint. Every call is self-contained, so a client
+can send it to any of them. Before it joins, a client asks all replicas for their load. It prefers the busiest one that
+is not crowded, since clients that share batches read the weights once for all of them. When its replica is crowded and
+another one is not, a client moves there between two walks. Decision 0038 has the reasons.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from symbiosis.core.registry import addresses_in, make_transport, transport_options
+from symbiosis.core.share import Share
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Check, Listener, Look, Service
 from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError
@@ -27,6 +30,7 @@ from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection, BlockingJoin, Join
 from symbiosis.transports.conversation import MAY_RETURN
+from symbiosis.transports.directory import DirectoryChannel, GapError, merge
 from symbiosis.transports.wire import Hello
 
 log = get_logger(__name__)
@@ -66,42 +70,83 @@ class Replicas:
     """Connect to executors of the same model.
 
     Args:
-        address: their addresses, separated by commas.
+        address: their addresses, separated by commas, or ``file:///path`` of a file with an address on each line. The
+            file is read again when it has changed.
         retry: seconds for which a client that has lost an executor tries to reach any of them; 0 gives up at once.
         **options: of the transports. Each transport gets those that it has.
 
     Raises:
-        UsageError: a transport cannot be used here, an address is there twice, or an option has no valid value.
+        UsageError: a transport cannot be used here, an address is there twice, an option has no valid value, or the
+            file cannot be read.
     """
 
     def __init__(self, address: str, retry: float = 60.0, **options: Any) -> None:
+        self._retry_s = retry
+        self._options = options
+        self._file = Path(address.removeprefix("file://")) if address.startswith("file://") else None
+        self._state: object = None
+        self._replicas = self._made(address) if self._file is None else []
+        if self._file is not None:
+            self._read(self._file)
+        self._looked = -LOOK_EVERY_S
+        self.loads: Mapping[Replica, float] = {}
+        """Load of each replica that has answered the latest look."""
+
+    def _made(self, address: str) -> list[Replica]:
         addresses = addresses_in(address)
         if len(set(addresses)) < len(addresses) or len(addresses) > MAX_REPLICAS:
             raise UsageError(f"{address}: give up to {MAX_REPLICAS} different addresses")
-        self._retry_s = retry
-        self._replicas: list[Replica] = []
+        made = []
         for each in addresses:
             if each.partition("://")[0] not in ("shm", "tcp"):
                 raise UsageError(f"{each}: an address beside others can be shm:// or tcp://")
             taken = transport_options(each)
-            transport: Any = make_transport(each, **{name: options[name] for name in options.keys() & taken})
-            self._replicas.append(Replica(each, transport))
-        self._looked = -LOOK_EVERY_S
-        self.loads: Mapping[Replica, float] = {}
-        """Load of each replica that has answered the latest look."""
+            transport: Any = make_transport(
+                each, **{name: self._options[name] for name in self._options.keys() & taken}
+            )
+            made.append(Replica(each, transport))
+        return made
+
+    def _read(self, file: Path) -> None:
+        """Read the addresses in a file, if it has changed."""
+        try:
+            stat = file.stat()
+            state = stat.st_mtime_ns, stat.st_size
+            if state == self._state:
+                return
+            lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
+            found = ",".join(filter(None, lines))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read the addresses in {file}: {error}") from error
+        if not found:
+            raise UsageError(f"{file} has no address; write one on each line")
+        known = {replica.address: replica for replica in self._replicas}
+        self._replicas = [known.get(replica.address, replica) for replica in self._made(found)]
+        self._state = state
 
     async def listen(self, address: str, service: Service) -> Listener:
         raise UsageError(f"{address}: an executor listens at one address at a time; call listen for each")
 
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        choice = Choice(self)
+        parts, whole, looks = await asyncio.to_thread(self._parts)
+        channels: list[Channel] = []
+        try:
+            for part in parts:
+                channels.append(await self._connect(Choice(self, part, looks, bool(channels)), address, client, terms))
+            return _whole(channels, whole, asyncio.get_running_loop())
+        except BaseException:
+            for channel in channels:
+                channel.close()
+            raise
 
+    async def _connect(self, choice: Choice, address: str, client: str, terms: Terms) -> Channel:
         async def join(hello: Hello, again: bool) -> AsyncConnection:
             candidates = await asyncio.to_thread(choice.candidates)
             errors: list[SymbiosisError] = []
             for replica in candidates:
                 try:
-                    return choice.take(replica, await replica.transport.join(replica.address)(hello, again))
+                    opened = await replica.transport.join(replica.address)(hello, again or choice.has_share)
+                    return choice.take(replica, opened, again)
                 except (SymbiosisError, OSError) as error:
                     errors.append(_symbiosis(replica, error))
             raise _together(errors)
@@ -111,13 +156,26 @@ class Replicas:
         return channel
 
     def connect_blocking(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
-        choice = Choice(self)
+        parts, whole, looks = self._parts()
+        channels: list[Channel] = []
+        try:
+            for part in parts:
+                channels.append(
+                    self._connect_blocking(Choice(self, part, looks, bool(channels)), address, client, terms)
+                )
+            return _whole(channels, whole, None)
+        except BaseException:
+            for channel in channels:
+                channel.close()
+            raise
 
+    def _connect_blocking(self, choice: Choice, address: str, client: str, terms: Terms) -> Channel:
         def join(hello: Hello, again: bool) -> BlockingConnection:
             errors: list[SymbiosisError] = []
             for replica in choice.candidates():
                 try:
-                    return choice.take(replica, replica.transport.join_blocking(replica.address)(hello, again))
+                    opened = replica.transport.join_blocking(replica.address)(hello, again or choice.has_share)
+                    return choice.take(replica, opened, again)
                 except (SymbiosisError, OSError) as error:
                     errors.append(_symbiosis(replica, error))
             raise _together(errors)
@@ -127,26 +185,46 @@ class Replicas:
         return channel
 
     def look(self, address: str) -> Look:
-        """Return what the first replica that answers shows. The status has an entry ``replicas``, with the status of
-        each address, or of one that does not answer the ``error``.
-
-        Raises:
-            RefusedError: replicas serve different models.
-            ConnectionLostError: no replica answers.
-        """
+        """Return what an executor shows, with the description of the whole model. The status has an entry ``replicas``,
+        with the status of each address, or of one that does not answer the ``error``. Raises the errors of
+        :meth:`connect`."""
         looks = self.looks(wait_for_all=True)
-        seen = {replica: look for replica, look in looks.items() if isinstance(look, Look)}
-        if not seen:
-            raise _together([error for error in looks.values() if isinstance(error, SymbiosisError)])
-        _same_model(seen)
+        whole = _merge(looks)
         replicas = {
             replica.address: look.status if isinstance(look, Look) else {"error": str(look)}
             for replica, look in looks.items()
         }
-        return next(iter(seen.values()))._replace(status={"replicas": replicas})
+        seen = next(look for look in looks.values() if isinstance(look, Look))
+        return Look({"replicas": replicas}, whole, seen.tokenizer)
+
+    def _parts(self) -> tuple[list[str], dict[str, Any], Looks]:
+        """Return the fingerprints of the model's parts, the description of the whole model, and what was seen.
+
+        Raises:
+            RefusedError: executors serve different models, or a layer is served by none of them.
+            ConnectionLostError: the same, and an executor does not answer.
+            UsageError: an address cannot be used in this way.
+        """
+        looks = self.looks()
+        for error in looks.values():
+            if isinstance(error, UsageError):
+                raise error
+        try:
+            whole = _merge(looks)
+        except ConnectionLostError:
+            looks = self.looks(wait_for_all=True)
+            whole = _merge(looks)
+        found = (str(_fingerprint(look)) for look in looks.values() if isinstance(look, Look))
+        return list(dict.fromkeys(found)), whole, looks
 
     def looks(self, wait_for_all: bool = False) -> Looks:
         """Ask all replicas at once. Without ``wait_for_all``, those that answer late are left out."""
+        if self._file is not None:
+            try:
+                self._read(self._file)
+            except UsageError as error:  # the addresses that it had go on
+                log.warning("addresses not changed", why=str(error))
+        asked = list(self._replicas)
         answers: queue.SimpleQueue[tuple[Replica, Look | SymbiosisError]] = queue.SimpleQueue()
 
         def ask(replica: Replica) -> None:
@@ -155,11 +233,11 @@ class Replicas:
             except (SymbiosisError, OSError) as error:
                 answers.put((replica, _symbiosis(replica, error)))
 
-        for replica in self._replicas:
+        for replica in asked:
             threading.Thread(target=ask, args=(replica,), daemon=True).start()
         found: dict[Replica, Look | SymbiosisError] = {}
         until: float | None = None
-        while len(found) < len(self._replicas):
+        while len(found) < len(asked):
             try:
                 replica, answer = answers.get(timeout=None if until is None else max(until - time.monotonic(), 0))
             except queue.Empty:
@@ -169,13 +247,13 @@ class Replicas:
                 until = time.monotonic() + PATIENCE_S
         silent = {
             replica: ConnectionLostError(f"no executor answers on {replica.address} in time")
-            for replica in self._replicas
+            for replica in asked
             if replica not in found
         }
         found |= silent
         self._looked = time.monotonic()
         self.loads = {replica: _load(look) for replica, look in found.items() if isinstance(look, Look)}
-        return {replica: found[replica] for replica in self._replicas}
+        return {replica: found[replica] for replica in asked}
 
     def look_again(self) -> None:
         """Look at all replicas on another thread, unless that was done a short time ago."""
@@ -188,15 +266,27 @@ class Choice:
     """The replica of one client.
 
     Args:
-        replicas: all of them.
+        replicas: all of them, and executors of other parts of the model.
+        fingerprint: of the model, or of this part of it.
+        looks: what was seen before the first choice.
+        has_share: whether the client has its share of the model from another executor.
         chance: returns a number from 0 to 1.
     """
 
-    def __init__(self, replicas: Replicas, chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        replicas: Replicas,
+        fingerprint: str,
+        looks: Looks,
+        has_share: bool = False,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
         self._replicas = replicas
+        self._fingerprint = fingerprint
+        self._looks: Looks | None = looks
+        self.has_share = has_share
         self._chance = chance
         self._replica: Replica | None = None
-        self._fingerprint: str | None = None
         self._device: torch.device | None = None
         self._judged: Mapping[Replica, float] = {}
         self._checks: list[Check] = []
@@ -205,28 +295,17 @@ class Choice:
         """Return the replicas to join, the best one first and those that did not answer last. Blocks.
 
         Raises:
-            RefusedError: replicas serve different models, or all of them another model than before.
-            UsageError: an address cannot be used in this way.
+            RefusedError: all of them serve another model than before.
         """
-        looks = self._replicas.looks()
+        looks, self._looks = self._looks or self._replicas.looks(), None
         seen = {replica: look for replica, look in looks.items() if isinstance(look, Look)}
-        if self._fingerprint is None:
-            for error in looks.values():
-                if isinstance(error, UsageError):
-                    raise error
-            _same_model(seen)
-        else:
-            same = {replica: look for replica, look in seen.items() if _fingerprint(look) == self._fingerprint}
-            if len(same) < len(seen):
-                others = ", ".join(replica.address for replica in seen if replica not in same)
-                if not same and len(seen) == len(looks):
-                    raise RefusedError(f"{others} came back with another model; open a new client")
-                log.warning("a replica has another model", addresses=others)
-                looks = {replica: look for replica, look in looks.items() if replica in same or replica not in seen}
-            seen = same
-        return [*ranked({replica: _load(look) for replica, look in seen.items()}), *(r for r in looks if r not in seen)]
+        same = {replica: _load(look) for replica, look in seen.items() if _fingerprint(look) == self._fingerprint}
+        found = [*ranked(same), *(replica for replica in looks if replica not in seen)]
+        if not found:
+            raise RefusedError(f"{', '.join(r.address for r in looks)} came back with another model; open a new client")
+        return found
 
-    def take(self, replica: Replica, connection: C) -> C:
+    def take(self, replica: Replica, connection: C, again: bool) -> C:
         """Note that the client has joined a replica.
 
         Raises:
@@ -235,7 +314,7 @@ class Choice:
         """
         try:
             fingerprint, device = connection.welcome.fingerprint, connection.carrier.device
-            if self._fingerprint not in (None, fingerprint):
+            if fingerprint != self._fingerprint:
                 raise RefusedError(f"{replica.address} came back with another model; open a new client")
             if self._device not in (None, device):
                 raise RefusedError(f"{replica.address} takes tensors on {device}, not on {self._device}")
@@ -244,7 +323,9 @@ class Choice:
         except SymbiosisError:
             connection.close()
             raise
-        self._replica, self._fingerprint, self._device = replica, fingerprint, device
+        self._replica, self._device = replica, device
+        if self.has_share and not again:
+            connection.share = Share(connection.welcome.description, {}, {})
         return connection
 
     def before_return(self, check: Check) -> None:
@@ -284,27 +365,25 @@ def _fingerprint(look: Look) -> object:
     return look.model.get("fingerprint")
 
 
-def _same_model(seen: Mapping[Replica, Look]) -> None:
-    """Raise RefusedError if executors serve different models."""
-    answers = list(seen.items())
-    for replica, look in answers[1:]:
-        first, shown = answers[0]
-        if _fingerprint(look) != _fingerprint(shown):
-            raise RefusedError(
-                f"{first.address} and {replica.address} serve different models: {_difference(shown.model, look.model)}"
-            )
+def _merge(looks: Looks) -> dict[str, Any]:
+    """Return the description of the whole model. Raises like :meth:`Replicas._parts`."""
+    seen: dict[object, tuple[str, Mapping[str, Any]]] = {}
+    for replica, look in looks.items():
+        if isinstance(look, Look):
+            seen.setdefault(_fingerprint(look), (replica.address, look.model))
+    errors = [look for look in looks.values() if isinstance(look, SymbiosisError)]
+    if not seen:
+        raise _together(errors)
+    try:
+        return merge(dict(seen.values()))
+    except GapError as error:
+        if any(isinstance(each, MAY_RETURN) for each in errors):
+            raise ConnectionLostError(f"{error}; {_together(errors)}") from error
+        raise
 
 
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return in words in what two descriptions of shares differ."""
-    named = [model.get("name") for model in (one, other)]
-    for entry in ("architecture", "config", "dtype", "layers", "layer_weights"):
-        if one.get(entry) != other.get(entry):
-            found = f"{entry.replace('_', ' ')} differ"
-            break
-    else:
-        found = "embeddings, norms or settings differ"
-    return f"{found} ({named[0]}, {named[1]})"[:300]
+def _whole(channels: list[Channel], whole: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None) -> Channel:
+    return channels[0] if len(channels) == 1 else DirectoryChannel(channels, whole, loop)
 
 
 def _symbiosis(replica: Replica, error: Exception) -> SymbiosisError:

@@ -172,10 +172,18 @@ class Welcome:
 
     def share(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Share:
         """Return the share, the same object for all clients of this process. ``tensors`` is called if it is new."""
-        share = self.known()
-        if share is None:
-            share = _shares[self.fingerprint] = Share(self.description, tensors(), self.tokenizer)
-        return share
+        return self.known() or common_share(self.description, tensors(), self.tokenizer)
+
+
+def common_share(
+    description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer: Mapping[str, bytes]
+) -> Share:
+    """Return the share of this description, the same object for all clients of this process."""
+    fingerprint = str(description["fingerprint"])
+    share = _shares.get(fingerprint)
+    if share is None:
+        share = _shares[fingerprint] = Share(description, tensors, tokenizer)
+    return share
 
 
 @contextlib.contextmanager

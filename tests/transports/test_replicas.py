@@ -171,7 +171,7 @@ def test_clients_of_a_crowded_replica_divide(tmp_path: Path) -> None:
     several = Replicas(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
     several._looked = time.monotonic() + 1e9  # no look but the one below
     here, there = several._replicas
-    choices = [Choice(several, lambda: next(chances)) for _ in range(4)]
+    choices = [Choice(several, "model", {}, chance=lambda: next(chances)) for _ in range(4)]
     for choice in choices:
         choice._replica = here
         assert not choice.better()
@@ -180,7 +180,9 @@ def test_clients_of_a_crowded_replica_divide(tmp_path: Path) -> None:
     assert not any(choice.better() for choice in choices)
     for loads in ({here: 0.4, there: 0.0}, {here: 0.9, there: 0.6}, {here: 0.9}):
         several.loads = loads
-        assert not Choice(several, lambda: 0.0).better()
+        choice = Choice(several, "model", {}, chance=lambda: 0.0)
+        choice._replica = here
+        assert not choice.better()
 
 
 async def test_replicas_of_different_models_are_refused(tmp_path: Path) -> None:
@@ -190,7 +192,9 @@ async def test_replicas_of_different_models_are_refused(tmp_path: Path) -> None:
             lambda: in_thread(make_transport(addresses).connect_blocking, addresses, "client"),
             lambda: make_transport(addresses).connect(addresses, "client"),
         ):
-            with pytest.raises(RefusedError, match=r"shm://.* and tcp://.* different models: layer weights differ"):
+            with pytest.raises(
+                RefusedError, match=r"shm://.* and tcp://.* different models .*: their client weights differ"
+            ):
                 await join()
         assert not one.status()["clients"] + other.status()["clients"]
 
@@ -250,6 +254,29 @@ async def test_checks_hold_for_each_replica(tmp_path: Path) -> None:
                 await third.close()
                 with pytest.raises((PrivacyError, ConnectionLostError), match=r"same executor|did not come back"):
                     await client.forward(input_ids=IDS)
+
+
+async def test_addresses_in_a_file_that_changes(tmp_path: Path) -> None:
+    """Executors that are added to the file are used. A mistake in it changes nothing for clients that run."""
+    file = tmp_path / "addresses"
+    expected = run_job_plain(tiny_model(), lora(), JOB)
+    with pytest.raises(UsageError, match=r"cannot read the addresses in .*No such file"):
+        make_transport(f"file://{file}")
+    file.write_text("# none yet\n")
+    with pytest.raises(UsageError, match="has no address"):
+        make_transport(f"file://{file}")
+    async with two(tmp_path) as (one, other, addresses):
+        first, second = addresses_in(addresses)
+        file.write_text(f"# executors\n{first}\n")
+        async with symbiosis.connect(f"file://{file}") as base, base.client(lora(), seed=0) as client:
+            job = asyncio.create_task(run_job(client, JOB))
+            await until(lambda: one.statistics().requests > 20)
+            file.write_text("nonsense")
+            await in_thread(base._transport.looks)  # type: ignore[attr-defined]
+            file.write_text(f"{first}\n\n{second}  # the new one\n")
+            await one.close()
+            assert_close(await job, expected)
+        assert other.statistics().requests
 
 
 @pytest.mark.parametrize(
