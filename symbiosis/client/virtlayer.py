@@ -250,12 +250,14 @@ class _VirtLinear(VirtLayer):
 
     def _own_weight(self) -> torch.Tensor | None:
         """Return the weight if the tenant has one of its own, otherwise None."""
-        weight = self._parameters["weight"]
+        weight = self._parameters.get("weight")
+        if weight is None:  # a parametrization computes it, as PEFT's target_parameters does
+            return self.weight
         return None if isinstance(weight, SharedParameter) and not weight.own else weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = super().__deepcopy__(memo)
-        weight = copied._parameters["weight"]
+        weight = copied._parameters.get("weight")
         if isinstance(weight, SharedParameter) and weight.is_placeholder:
             introduce(weight, copied)
         return copied

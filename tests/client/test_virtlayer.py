@@ -335,6 +335,17 @@ async def test_pickling_is_refused(client: Any) -> None:
         torch.save(client.model.lm_head, "/dev/null")
 
 
+async def test_pickling_an_opened_model_is_refused(tmp_path: Any) -> None:
+    def dump() -> None:
+        with symbiosis.open_model(f"shm://{tmp_path}/s") as model:
+            pickle.dumps(model)
+
+    async with symbiosis.Executor(tiny_model()) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        with pytest.raises(TypeError, match=r"opened model cannot be pickled.*save_pretrained of the PEFT model"):
+            await asyncio.to_thread(dump)
+
+
 async def test_deepcopy_of_a_model_is_served_by_the_same_client(client: Any) -> None:
     copied = copy.deepcopy(client.model)
     expected = (await client.forward(input_ids=IDS)).logits
