@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.fibers import RandomStream
 from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, shared_parameter, values_of
-from symbiosis.client.placeholders import KeptProduct, introduce
+from symbiosis.client.placeholders import KeptProduct, Placeholder, introduce
 from symbiosis.client.requester import ModelCopy, Requester
 from symbiosis.client.siblings import Member, Siblings
 from symbiosis.core.requests import Key, LayerSpec, Pass
@@ -220,6 +220,7 @@ class _VirtLinear(VirtLayer):
         self._attach(spec, requester)
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
+        self._tied = tied is not None
         if tied is None:
             shape = (spec.in_features, spec.out_features) if isinstance(module, Conv1D) else (spec[3], spec[2])
             tied = placeholder(shape, spec.dtype, device, fetch_of(weight, spec.name))
@@ -253,7 +254,10 @@ class _VirtLinear(VirtLayer):
         weight = self._parameters.get("weight")
         if weight is None:  # a parametrization computes it, as PEFT's target_parameters does
             return self.weight
-        return None if isinstance(weight, SharedParameter) and not weight.own else weight
+        if isinstance(weight, Placeholder):
+            return None
+        # One that is shared, but is not this layer's, was assigned by the tenant, for example by model.tie_weights().
+        return None if self._tied and isinstance(weight, SharedParameter) and not weight.own else weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = super().__deepcopy__(memo)

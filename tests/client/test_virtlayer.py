@@ -328,6 +328,16 @@ async def test_wrong_input(client: Any, wrong: str) -> None:
     assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
 
 
+async def test_weights_that_the_tenant_ties() -> None:
+    """The tenant's lm_head computes with the embeddings, and no longer with the executor's weight."""
+    plain = tiny_model(tie_word_embeddings=False)
+    async with symbiosis.Executor(copy.deepcopy(plain)) as executor, executor.client() as untied:
+        for model in (plain, untied.model, copy.deepcopy(untied.model)):
+            model.lm_head.weight = model.model.embed_tokens.weight
+            logits = await untied.run(lambda model=model: model(input_ids=IDS).logits)
+            assert torch.equal(logits, plain(input_ids=IDS).logits)
+
+
 async def test_pickling_is_refused(client: Any) -> None:
     with pytest.raises(TypeError, match=r"stands for a base layer of the executor.*client\.save_adapter"):
         pickle.dumps(client.model)
