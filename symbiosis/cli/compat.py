@@ -26,8 +26,9 @@ def compat(
     models: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Folders or hub ids of models of your own, or classes of transformers that the table knows, such as "
-            "MixtralForCausalLM or 'LlamaForCausalLM in bf16'. Default: all that the table knows.",
+            help="Folders or hub ids of models of your own, configurations (a random model of this size is tried), or "
+            "classes of transformers that the table knows, such as MixtralForCausalLM or 'LlamaForCausalLM in bf16'. "
+            "Default: all that the table knows.",
             show_default=False,
         ),
     ] = None,
@@ -62,10 +63,10 @@ def compat(
     for given, known, option in ((method, METHODS, "--method"), (transport, TRANSPORTS, "--transport")):
         for name in given or ():
             if name not in known:
-                raise UsageError(f"{option} {name!r}: choose from {', '.join(known)}")
+                raise UsageError(f"{option} {name!r}: choose from {', '.join(map(repr, known))}")
     wait_passively()
     shares, cells = run(_try(models, method, transport or list(TRANSPORTS)))
-    _show(shares, cells)
+    _show(shares, cells, sizes=models is not None)
     if json is not None:
         from symbiosis.terminal.machine import machine
 
@@ -107,7 +108,7 @@ async def _try(
     return shares, cells
 
 
-def _show(shares: list[Shares], cells: list[Cell]) -> None:
+def _show(shares: list[Shares], cells: list[Cell], *, sizes: bool) -> None:
     from symbiosis.testing.compat import EQUAL, WRONG
 
     out = console()
@@ -122,6 +123,8 @@ def _show(shares: list[Shares], cells: list[Cell]) -> None:
         table.add_row(escape(share.model), f"{share.served:.0%}", *texts)
     out.print(table)
     for share in shares:
+        if sizes:
+            out.print(f"{escape(share.model)}: {share.sizes()}")
         for text in share.unserved if share.served < LEAST_SERVED else ():
             out.print(f"{escape(share.model)}, not served: {escape(text)}")
     told: dict[tuple[str, str, str], list[Cell]] = {}

@@ -175,10 +175,12 @@ def _try_layers(model: torch.nn.Module, config: Any, requester: Requester) -> No
 
 def _reads_weights(config: Any, when: str) -> str:
     method = getattr(config.peft_type, "value", config.peft_type)
-    return (
-        f"{method} reads the weights of base layers {when}, and a client does not have them; choose a method that adds "
-        "to what a layer gives, such as LORA, IA3, LOHA, VERA, OFT or PREFIX_TUNING"
+    remedy = (
+        "leave out the option that needs them (such as kasa_config, or trainable_token_indices of a base layer)"
+        if method == "LORA"
+        else "choose a method that adds to what a layer gives, such as LORA, IA3, LOHA, VERA, OFT or PREFIX_TUNING"
     )
+    return f"{method} reads the weights of base layers {when}, and a client does not have them; {remedy}"
 
 
 def _refuse_to_merge(*args: object, **kwargs: object) -> NoReturn:

@@ -148,6 +148,12 @@ class Walks:
     def __deepcopy__(self, memo: dict[int, Any]) -> Walks:
         return self  # a copy of the model uses the same connection
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an opened model cannot be pickled, because its base layers belong to the executor; save the adapter "
+            "instead (save_pretrained of the PEFT model)"
+        )
+
     def begin(self, *_: Any) -> None:
         """Note that a walk begins. Serves as a forward pre-hook."""
         with self._lock:

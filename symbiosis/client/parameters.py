@@ -51,14 +51,31 @@ class SharedParameter(nn.Parameter):
         values = values_of(self)
         return self._fetch is not None and values.stride() == (0,) * values.ndim and values.numel() > 1
 
+    @property
+    def data(self) -> torch.Tensor:
+        return _data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        """Take the memory of ``values``. Values of this tenant's choice make the parameter its own; the same values
+        elsewhere or in another dtype (``model.to``) do not."""
+        if self._fetch is not None and values.device == self.device and values.dtype is self.dtype:
+            present = values_of(self)
+            if not _is_placeholder(values) and values.data_ptr() != present.data_ptr():
+                self._become_own()
+        _data.__set__(self, values)
+
+    def _become_own(self) -> None:
+        self._fetch = None
+        _owned[0] += 1
+        self.__class__ = SharedParameter  # no longer a placeholder of a layer
+
     def make_own(self) -> None:
         """Replace the shared values, or the placeholder, by a copy of this tenant's own."""
         fetch = self._fetch
         if fetch is not None:
             values = fetch() if self.is_placeholder else values_of(self).clone()
-            self._fetch = None
-            _owned[0] += 1
-            self.__class__ = SharedParameter  # no longer a placeholder of a layer
+            self._become_own()
             self.data = values.to(device=self.device, dtype=self.dtype)
 
     def requires_grad_(self, requires_grad: bool = True) -> SharedParameter:
@@ -149,6 +166,7 @@ def values_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 _requires_grad: Any = torch.Tensor.requires_grad
+_data: Any = torch.Tensor.data
 
 
 def _is_placeholder(values: torch.Tensor) -> bool:

@@ -295,7 +295,10 @@ def _run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) 
         if result is part or name in _UNINITIALISED or name in _CASTS or not _is_hole(part):
             return result
         if first and results and all(_is_view(one, part) for one in results):
-            maps = func(part._map, *args[1:], **kwargs)
+            try:
+                maps = func(part._map, *args[1:], **kwargs)
+            except RuntimeError as error:  # a view that joins rows, which products have no use for
+                raise _refusal(part, name) from error
             if result is not results:
                 return _as_part(result, part, maps)
             return tuple(_as_part(one, part, map_) for one, map_ in zip(results, maps, strict=True))

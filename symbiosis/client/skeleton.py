@@ -199,7 +199,7 @@ def make_skeleton(
             part.register_load_state_dict_pre_hook(_fill_in_placeholders)
     for method in ("save_pretrained", "push_to_hub"):
         if hasattr(skeleton, method):
-            setattr(skeleton, method, _refuse_to_save)
+            setattr(skeleton, method, _Saving(skeleton, method))
     if hasattr(skeleton, "get_output_embeddings") and isinstance(skeleton.get_output_embeddings(), VirtLayer):
         # With the embeddings instead of the model, which would then refer to itself.
         skeleton.resize_token_embeddings = functools.partial(_resize, skeleton.get_input_embeddings())
@@ -255,11 +255,25 @@ def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str,
             state.setdefault(prefix + name, parameter)
 
 
-def _refuse_to_save(*args: object, **kwargs: object) -> None:
-    raise PlaceholderError(
-        "this model cannot be saved as a whole: its base layers belong to the executor and their weights here are "
-        "placeholders; save the adapter with client.save_adapter(folder)"
-    )
+class _Saving:
+    """Stands for a skeleton's ``save_pretrained`` or ``push_to_hub``. transformers saves the adapter alone if there is
+    one that was added by the model's own ``add_adapter``, and otherwise the whole model, which is refused."""
+
+    def __init__(self, model: nn.Module, method: str) -> None:
+        self._model = weakref.ref(model)
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return getattr(type(model), self._method)(model, *args, **kwargs)
+        raise PlaceholderError(
+            "this model cannot be saved as a whole: its base layers belong to the executor and their weights here are "
+            "placeholders; save the adapter with client.save_adapter(folder), or with save_pretrained of the PEFT model"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Saving:
+        return _Saving(memo[id(self._model())], self._method)
 
 
 def _resize(

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.fibers import RandomStream
 from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, shared_parameter, values_of
-from symbiosis.client.placeholders import KeptProduct, introduce
+from symbiosis.client.placeholders import KeptProduct, Placeholder, introduce
 from symbiosis.client.requester import ModelCopy, Requester
 from symbiosis.client.siblings import Member, Siblings
 from symbiosis.core.requests import Key, LayerSpec, Pass
@@ -220,6 +220,7 @@ class _VirtLinear(VirtLayer):
         self._attach(spec, requester)
         weight, bias = module.weight, module.bias
         assert isinstance(weight, torch.Tensor)
+        self._tied = tied is not None
         if tied is None:
             shape = (spec.in_features, spec.out_features) if isinstance(module, Conv1D) else (spec[3], spec[2])
             tied = placeholder(shape, spec.dtype, device, fetch_of(weight, spec.name))
@@ -250,12 +251,17 @@ class _VirtLinear(VirtLayer):
 
     def _own_weight(self) -> torch.Tensor | None:
         """Return the weight if the tenant has one of its own, otherwise None."""
-        weight = self._parameters["weight"]
-        return None if isinstance(weight, SharedParameter) and not weight.own else weight
+        weight = self._parameters.get("weight")
+        if weight is None:  # a parametrization computes it, as PEFT's target_parameters does
+            return self.weight
+        if isinstance(weight, Placeholder):
+            return None
+        # One that is shared, but is not this layer's, was assigned by the tenant, for example by model.tie_weights().
+        return None if self._tied and isinstance(weight, SharedParameter) and not weight.own else weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = super().__deepcopy__(memo)
-        weight = copied._parameters["weight"]
+        weight = copied._parameters.get("weight")
         if isinstance(weight, SharedParameter) and weight.is_placeholder:
             introduce(weight, copied)
         return copied

@@ -17,10 +17,15 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
     import transformers
 
     if model_class is None:
-        config = transformers.AutoConfig.from_pretrained(model, **_config_options(options))
-        architecture = (config.architectures or [""])[0]
-        model_class = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+        model_class = class_of(transformers.AutoConfig.from_pretrained(model, **_config_options(options)))
     return model_class.from_pretrained(model, **options)
+
+
+def class_of(config: Any) -> Any:
+    """Return the class that a configuration names, or transformers' class for causal language models."""
+    import transformers
+
+    return getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
 
 
 def _config_options(options: dict[str, Any]) -> dict[str, Any]:

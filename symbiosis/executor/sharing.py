@@ -53,7 +53,7 @@ class Sharing(NamedTuple):
     def lines(self) -> list[str]:
         """Return what is shared, for people."""
         return [
-            f"{size_text(self.served)} are served once for all tenants; {size_text(self.held)} are with each tenant",
+            sizes_text(self.served, self.held),
             *(f"not served: {text}" for text in describe(one for one in self.unserved if one.bytes > SMALL_BYTES)),
         ]
 
@@ -102,6 +102,11 @@ def _is_expected(path: str, leaf: str, module: nn.Module) -> bool:
 
 def _is_head(path: str) -> bool:
     return path.partition(".")[0].endswith(HEADS)
+
+
+def sizes_text(served: int, held: int) -> str:
+    """Return the sizes in bytes of the two parts of a model as text."""
+    return f"{size_text(served)} are served once for all tenants; {size_text(held)} are with each tenant"
 
 
 def size_text(size: float) -> str:

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from symbiosis.client.client import Client
 from symbiosis.client.connect import connect
 from symbiosis.errors import PeerError, UsageError
 from symbiosis.executor.experts import is_bank
-from symbiosis.executor.loading import load_model
+from symbiosis.executor.loading import class_of, load_model
+from symbiosis.executor.sharing import describe, sizes_text
 from symbiosis.executor.splitting import HEADS
 from symbiosis.host import Executor
 from symbiosis.testing.compare import Comparison, Job, logits_of, run_job, run_job_plain
-from symbiosis.testing.formats import FORMATS, limits_of, model_in, split_name
-from symbiosis.testing.zoo import GENERATING, ZOO, zoo_inputs, zoo_model
+from symbiosis.testing.formats import FORMATS, keep_trainable, limits_of, model_in, split_name
+from symbiosis.testing.zoo import GENERATING, ZOO, random_model, zoo_inputs, zoo_model
 
 EQUAL, REFUSED, NOT_PLAIN, WRONG = "equal", "refused", "not in plain PEFT", "wrong"
 VERDICTS = (EQUAL, REFUSED, NOT_PLAIN, WRONG)
@@ -135,6 +137,8 @@ _READS = {
     "ForQuestionAnswering": "answer",
 }
 """What a model of one's own reads, by the end of its class's name."""
+_FITTED = ("pairs", "image", "mel")
+"""What models of one's own may read besides, if the zoo has their class: its inputs have the sizes that they need."""
 _TASKS = {
     "text": "CAUSAL_LM",
     "image and text": "CAUSAL_LM",
@@ -166,8 +170,16 @@ class Shares:
     reads: str
     served: float
     """Part of the linear and expert weights that is served, from 0 to 1."""
+    served_bytes: int
+    """Bytes that are served once for all tenants, in the dtype of the trial."""
+    held_bytes: int
+    """Bytes that are with each tenant."""
     unserved: tuple[str, ...]
     """Descriptions of other weights."""
+
+    def sizes(self) -> str:
+        """Return the bytes as text."""
+        return sizes_text(self.served_bytes, self.held_bytes)
 
 
 def cells_of(name: str, methods: list[str] | None, transports: list[str]) -> list[tuple[str, str]]:
@@ -178,7 +190,7 @@ def cells_of(name: str, methods: list[str] | None, transports: list[str]) -> lis
 
 def load(name: str) -> tuple[Any, str]:
     """Return a model and what it reads: a class of the zoo, also in a format (``LlamaForCausalLM in bf16``), or a model
-    in a folder or at a hub id.
+    in a folder or at a hub id. Of a configuration without weights, the model is random.
 
     Raises:
         UsageError: there is no such model, or it is not known what it reads.
@@ -191,7 +203,8 @@ def load(name: str) -> tuple[Any, str]:
             raise UsageError(f"{name}: a library of this format is missing ({_first_line(error)})") from error
         return model, ZOO[known].reads
     try:
-        model = load_model(name, dtype=torch.float32)
+        model = _of_config(name) if _has_no_weights(Path(name)) else load_model(name, dtype=torch.float32)
+        keep_trainable(model)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"{name}: no class of the table, and no model that can be loaded ({_first_line(error)})"
@@ -200,7 +213,30 @@ def load(name: str) -> tuple[Any, str]:
     for ending, reads in _READS.items():
         if kind.endswith(ending):
             return model, reads
-    raise UsageError(f"{name} is a {kind}; compat tries models that end in {', '.join(_READS)}")
+    if kind in ZOO and ZOO[kind].reads in _FITTED:
+        return model, ZOO[kind].reads
+    raise UsageError(
+        f"{name} is a {kind}; compat tries models of one's own that end in {', '.join(_READS)}, and the table's "
+        "encoder–decoders, Whisper and models that classify images"
+    )
+
+
+def _has_no_weights(path: Path) -> bool:
+    """Return whether a path is a configuration's file, or a folder with one and without weights."""
+    if path.is_file():
+        return True
+    return (path / "config.json").is_file() and not any(
+        file.suffix in (".safetensors", ".bin") for file in path.iterdir()
+    )
+
+
+def _of_config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(name)
+    model_class = class_of(config)
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    return random_model(partial(make, dtype=torch.float32), config)
 
 
 async def try_cell(name: str, model: Any, reads: str, method: str, transport: str) -> Cell:
@@ -216,7 +252,7 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
     inputs = partial(_with_task, model, reads) if method == "POLY" else partial(zoo_inputs, model, reads)
     prepare = partial(_factor_inputs, inputs) if method == "EVA" else None
     job = Job(steps=3, new_tokens=6 if reads in GENERATING else 0, inputs=inputs, prepare=prepare)
-    task, limits = _TASKS.get(reads), limits_of(name)
+    task, limits = _TASKS.get(reads), limits_of(name, model)
     verdict = partial(Cell, name, method, transport)
     try:
         config = METHODS[method](task, model)
@@ -302,14 +338,12 @@ def _example(model: Any, job: Job) -> torch.Tensor:
 
 def shares_of(name: str, model: Any, reads: str) -> Shares:
     """Return what is served of a model. A copy is split."""
-    from symbiosis.executor.sharing import describe
-
     try:
         sharing = Executor(copy.deepcopy(model)).sharing
     except UsageError as error:
-        return Shares(name, reads, 0.0, (_first_line(error),))
-    rest = sum(one.bytes for one in sharing.unserved)
-    return Shares(name, reads, sharing.served / max(sharing.served + rest, 1), tuple(describe(sharing.unserved)))
+        return Shares(name, reads, 0.0, 0, 0, (_first_line(error),))
+    part = sharing.served / max(sharing.served + sum(one.bytes for one in sharing.unserved), 1)
+    return Shares(name, reads, part, sharing.served, sharing.held, tuple(describe(sharing.unserved)))
 
 
 def as_data(shares: list[Shares], cells: list[Cell]) -> dict[str, Any]:

@@ -85,10 +85,25 @@ def split_name(name: str) -> tuple[str, str | None]:
     return (model, format_) if model in ZOO and format_ in FORMATS else (name, None)
 
 
-def limits_of(name: str) -> Format:
-    """Return the format in a name, whose limits hold for it; fp32 for any other name."""
+def limits_of(name: str, model: Any = None) -> Format:
+    """Return the format in a name, whose limits hold for it; for any other name, that of the model's quantization, or
+    fp32."""
     _, format_ = split_name(name)
-    return FP32 if format_ is None else FORMATS[format_]
+    if format_ is not None:
+        return FORMATS[format_]
+    given = getattr(getattr(model, "config", None), "quantization_config", None)
+    narrow = getattr(given, "bnb_4bit_compute_dtype", torch.float32) is not torch.float32
+    rounds = getattr(given, "load_in_8bit", False) or (getattr(given, "load_in_4bit", False) and narrow)
+    return FORMATS["bitsandbytes int8"] if rounds else FP32
+
+
+def keep_trainable(model: Any) -> Any:
+    """Return the model after its 4-bit layers were told to keep their layout. On some CPUs bitsandbytes would lay the
+    weights out for inference, and then give no gradients."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def model_in(name: str, format_: Format) -> Any:
@@ -99,8 +114,4 @@ def model_in(name: str, format_: Format) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         made = type(model).from_pretrained(folder, quantization_config=format_.quantization(), dtype=format_.dtype)
-    for module in made.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            # On some CPUs bitsandbytes would lay the weights out for inference, and then give no gradients.
-            module.support_avx512bf16_for_cpu = False
-    return made.eval()
+    return keep_trainable(made.eval())

@@ -6,7 +6,7 @@ To add an architecture, add its class to a line of :data:`ZOO`, with the options
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -229,7 +229,11 @@ def zoo_model(name: str, *, seed: int = 0, **overrides: Any) -> Any:
     if name not in ZOO:
         raise UnknownNameError(f"the zoo has no model {name!r}; it has {', '.join(ZOO)}")
     model_class: Any = getattr(transformers, name)
-    config = _config(model_class.config_class, {**ZOO[name].options, **overrides})
+    return random_model(model_class, _config(model_class.config_class, {**ZOO[name].options, **overrides}), seed=seed)
+
+
+def random_model(model_class: Callable[[Any], Any], config: Any, *, seed: int = 0) -> Any:
+    """Return a random model of a configuration, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
@@ -273,11 +277,16 @@ def zoo_inputs(model: Any, reads: str, number: int) -> dict[str, Any]:
     if reads == "wave":
         return {"input_values": torch.randn(2, 400, generator=generator), "labels": ids[:, :4].clone()}
     if reads == "mel":
-        sound = torch.randn(2, 16, 40, generator=generator)
+        config = model.config
+        sound = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)
         return {"input_features": sound, "decoder_input_ids": ids[:, 1:7].clone(), "labels": ids[:, :6].clone()}
-    image = torch.randn(2, 3, 16, 16, generator=generator)
     if reads == "image":
+        vision = getattr(model.config, "vision_config", model.config)
+        size = getattr(vision, "image_size", 16)
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        image = torch.randn(2, vision.num_channels, height, width, generator=generator)
         return {"pixel_values": image, "labels": torch.tensor([0, 1])}
+    image = torch.randn(2, 3, 16, 16, generator=generator)
     if reads == "image and text":
         ids = torch.cat([torch.full((2, 4), _IMAGE_TOKEN), ids], 1)
         several = type(model).__name__.startswith(("Idefics3", "SmolVLM"))

@@ -105,6 +105,13 @@ async def test_agrees_with_plain_peft(method: str) -> None:
     assert any(name.startswith("gradient") for name in comparison.differences)
 
 
+async def test_a_parameter_that_is_tied_to_an_embedding_is_adapted() -> None:
+    """The tenant has the weight of a tied lm_head, which ``target_parameters`` computes in every forward pass."""
+    wanted = config("Lora", target_modules=["q_proj"], target_parameters=["lm_head.weight"], **TASK)
+    comparison = await compare(tiny_model(tie_word_embeddings=True), wanted, Job(steps=3, new_tokens=4))
+    assert comparison.bit_equal, comparison
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 @pytest.mark.parametrize("method", CLOSE)
 async def test_methods_that_read_base_weights_in_plain_peft(method: str) -> None:
@@ -313,6 +320,28 @@ async def test_eva_from_layer_inputs() -> None:
 
     comparison = await compare(model, wanted, Job(steps=3, new_tokens=4, prepare=prepare))
     assert comparison.bit_equal, comparison
+
+
+async def test_a_refusal_of_lora_does_not_recommend_lora(base: Any) -> None:
+    wanted = config("Lora", trainable_token_indices={"lm_head": [3]}, **ON)
+    async with symbiosis.Executor(base) as executor:
+        with pytest.raises(PlaceholderError, match=r"LORA reads the weights.*leave out the option that needs them"):
+            await executor.client(wanted).open()
+
+
+async def test_an_adapter_of_transformers_own_integration_is_saved(tmp_path: Path) -> None:
+    """``model.add_adapter`` makes no PeftModel. ``save_pretrained``, which Trainer calls, saves only the adapter."""
+    model = tiny_model()
+    async with symbiosis.Executor(copy.deepcopy(model)) as executor, executor.client() as client:
+        with pytest.raises(PlaceholderError, match="cannot be saved as a whole"):
+            client.model.save_pretrained(tmp_path)
+        client.model.add_adapter(config("Lora", init_lora_weights=False, **ON))
+        expected = (await client.forward(input_ids=IDS)).logits
+        for adapted in (client.model, copy.deepcopy(client.model)):
+            adapted.save_pretrained(tmp_path)
+            loaded = peft.PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path))
+            torch.testing.assert_close(loaded(input_ids=IDS).logits, expected, rtol=0, atol=1e-6)
+            assert not (tmp_path / "model.safetensors").exists()
 
 
 async def test_merging_is_refused(base: Any) -> None:

@@ -199,8 +199,17 @@ def test_values_that_a_tenant_assigned_are_kept() -> None:
     for kind in ("shared", "placeholder"):
         _, parameter = make(kind)
         parameter.data = torch.full((2, 3), 5.0)
+        assert parameter.own
         parameter.requires_grad_(True)
         assert parameter.eq(5).all()
+
+
+def test_the_same_values_in_another_dtype_are_shared_still() -> None:
+    for kind in ("shared", "placeholder"):
+        _, parameter = make(kind)
+        parameter.data = parameter.data
+        parameter.data = parameter.data.to(torch.float64)
+        assert not parameter.own
 
 
 def test_a_shallow_copy_is_shared_too() -> None:

@@ -335,6 +335,7 @@ REFUSED: dict[str, Callable[[torch.Tensor], object]] = {
     "fmin": lambda w: w.fmin(torch.zeros(())),
     "number": lambda w: w[0, 0].item(),
     "array": lambda w: w.detach().numpy(),
+    "vector": lambda w: nn.utils.parameters_to_vector([w]),
     "sparse": lambda w: w.to_sparse().sum(),
     "trained": lambda w: torch.ones(N, I) @ nn.Parameter(w.detach()).t(),
 }
@@ -383,6 +384,16 @@ async def test_a_weight_of_the_tenants_own_is_multiplied_by_the_client(client: A
     assert type(placeholder) is SharedParameter  # its values and gradient use the client's memory
     (torch.ones(N, I) @ layer.weight.t()).sum().backward()
     assert torch.equal(layer.weight.grad, torch.full((O, I), float(N)))
+
+
+@pytest.mark.parametrize("leaf", ["weight", "bias"])
+async def test_values_that_are_assigned_are_computed_with(executor: Any, client: Any, leaf: str) -> None:
+    """The executor's values hold no longer after ``layer.weight.data = …``."""
+    theirs, x = executor.service.resident().model.biased, torch.ones(N, I)
+    values = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    values[leaf] = torch.full_like(values[leaf], 0.5)
+    getattr(client.model.biased, leaf).data = values[leaf]
+    check(await client.run(client.model.biased, x), F.linear(x, **values))
 
 
 async def test_a_layer_that_is_initialised_again_has_values(client: Any) -> None:

@@ -328,11 +328,32 @@ async def test_wrong_input(client: Any, wrong: str) -> None:
     assert torch.isfinite((await client.forward(input_ids=IDS)).logits).all()
 
 
+async def test_weights_that_the_tenant_ties() -> None:
+    """The tenant's lm_head computes with the embeddings, and no longer with the executor's weight."""
+    plain = tiny_model(tie_word_embeddings=False)
+    async with symbiosis.Executor(copy.deepcopy(plain)) as executor, executor.client() as untied:
+        for model in (plain, untied.model, copy.deepcopy(untied.model)):
+            model.lm_head.weight = model.model.embed_tokens.weight
+            logits = await untied.run(lambda model=model: model(input_ids=IDS).logits)
+            assert torch.equal(logits, plain(input_ids=IDS).logits)
+
+
 async def test_pickling_is_refused(client: Any) -> None:
     with pytest.raises(TypeError, match=r"stands for a base layer of the executor.*client\.save_adapter"):
         pickle.dumps(client.model)
     with pytest.raises(TypeError, match="cannot be pickled"):
         torch.save(client.model.lm_head, "/dev/null")
+
+
+async def test_pickling_an_opened_model_is_refused(tmp_path: Any) -> None:
+    def dump() -> None:
+        with symbiosis.open_model(f"shm://{tmp_path}/s") as model:
+            pickle.dumps(model)
+
+    async with symbiosis.Executor(tiny_model()) as executor:
+        await executor.listen(f"shm://{tmp_path}/s")
+        with pytest.raises(TypeError, match=r"opened model cannot be pickled.*save_pretrained of the PEFT model"):
+            await asyncio.to_thread(dump)
 
 
 async def test_deepcopy_of_a_model_is_served_by_the_same_client(client: Any) -> None:

@@ -172,7 +172,45 @@ def test_the_command_with_a_model_of_ones_own(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found.json").read_text())
     assert [cell["verdict"] for cell in found["cells"]] == [EQUAL, REFUSED]
     assert found["shares"][0]["served"] == 1.0
+    assert found["shares"][0]["served_bytes"] > found["shares"][0]["held_bytes"] > 0
+    assert "are served once for all tenants; " in result.output
+    assert "are with each tenant" in result.output
     assert found["machine"]["cores"]
+
+
+@pytest.mark.parametrize("what", ["config.json", "folder", "architecture"])
+def test_the_command_with_a_configuration(tmp_path: Path, what: str) -> None:
+    """There are no weights, so a random model of the configuration is tried."""
+    config = tiny_model("llama").config
+    config.architectures = ["LlamaForSequenceClassification"] if what == "architecture" else None
+    config.save_pretrained(tmp_path)
+    given = tmp_path / "config.json" if what == "config.json" else tmp_path
+    result = command("compat", str(given), "--method", "LoRA", "--transport", "inproc")
+    assert result.exit_code == 0, result.output
+    assert "1 equal" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("T5ForConditionalGeneration", {}),
+        ("ViTForImageClassification", {"image_size": 32, "num_channels": 1}),
+        ("WhisperForConditionalGeneration", {"num_mel_bins": 8, "max_source_positions": 12}),
+    ],
+)
+async def test_models_of_ones_own_that_read_other_than_text(tmp_path: Path, name: str, options: Any) -> None:
+    zoo_model(name, **options).save_pretrained(tmp_path)
+    cell = await try_cell(str(tmp_path), *load(str(tmp_path)), "LoRA", "inproc")
+    assert cell.verdict == EQUAL, cell.detail
+
+
+@pytest.mark.parametrize("format_", ["bitsandbytes NF4", "bitsandbytes int8"])
+async def test_a_quantized_checkpoint_of_ones_own(tmp_path: Path, format_: str) -> None:
+    """Its limits are those of the format, and its layers are as trainable as those of the table."""
+    pytest.importorskip("bitsandbytes")
+    load(f"LlamaForCausalLM in {format_}")[0].save_pretrained(tmp_path)
+    cell = await try_cell(str(tmp_path), *load(str(tmp_path)), "LoRA", "inproc")
+    assert cell.verdict == EQUAL, cell.detail
 
 
 @pytest.mark.parametrize("option", ["--method", "--transport"])
@@ -191,8 +229,8 @@ def test_the_page(tmp_path: Path) -> None:
         Cell("T5ForConditionalGeneration in bf16", "LoRA", "shm", EQUAL, "0"),
     ]
     shares = [
-        Shares("MixtralForCausalLM", "text", 0.5, ("half of it",)),
-        Shares("T5ForConditionalGeneration in bf16", "pairs", 1.0, ()),
+        Shares("MixtralForCausalLM", "text", 0.5, 10, 20, ("half of it",)),
+        Shares("T5ForConditionalGeneration in bf16", "pairs", 1.0, 10, 20, ()),
     ]
     write_page(tmp_path / "page.md", shares, cells)
     page = (tmp_path / "page.md").read_text()
