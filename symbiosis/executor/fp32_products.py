@@ -1,4 +1,4 @@
-"""Products in fp32 with a weight of a narrower dtype.
+"""Products in fp32 with a weight of a narrower dtype, and its norms.
 
 On a CPU the weight is converted block by block. A copy of the whole weight in fp32 would take twice its memory, and
 more time to write and read again than the product of a few rows.
@@ -42,6 +42,13 @@ def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y.addmm_(x[:, start:end], part.to(x.dtype))
         start = end
     return y
+
+
+def norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the norms of a weight's rows (``dim`` 1) or columns (``dim`` 0), in fp32 or in its own wider dtype."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    parts = torch.split(weight, max(1, _BLOCK // weight.shape[dim]), 1 - dim)
+    return torch.cat([torch.linalg.vector_norm(part, dim=dim, dtype=dtype) for part in parts])
 
 
 def _rows(weight: torch.Tensor) -> int:
