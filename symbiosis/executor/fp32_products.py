@@ -47,8 +47,12 @@ def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the norms of a weight's rows (``dim`` 1) or columns (``dim`` 0), in fp32 or in its own wider dtype."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    parts = torch.split(weight, max(1, _BLOCK // weight.shape[dim]), 1 - dim)
-    return torch.cat([torch.linalg.vector_norm(part, dim=dim, dtype=dtype) for part in parts])
+    found = torch.empty(weight.shape[1 - dim], dtype=dtype, device=weight.device)
+    size = max(1, _BLOCK // weight.shape[dim])
+    # Results of their own would lie in the memory that the copy of a part has left, and keep the next one out of it.
+    for part, result in zip(torch.split(weight, size, 1 - dim), torch.split(found, size), strict=True):
+        torch.linalg.vector_norm(part, dim=dim, dtype=dtype, out=result)
+    return found
 
 
 def _rows(weight: torch.Tensor) -> int:
