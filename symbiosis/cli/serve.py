@@ -20,7 +20,7 @@ from rich.table import Table
 from symbiosis.core.budget import LEAST_BYTES
 from symbiosis.core.registry import make_policy, make_transport
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console
+from symbiosis.terminal.console import console, visible
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
 
 PRODUCTS = 128
@@ -245,7 +245,7 @@ def status(
     """Show what an executor is and does. Exit status 1 if it does not answer."""
     look = make_transport(address, **options_of(key=key, insecure=insecure)).look(address)
     if json:
-        typer.echo(json_module.dumps(look.status))
+        typer.echo(json_module.dumps(look.status, default=repr))
         return
     table = Table(box=None, show_header=False)
     for name, value in look.status.items():
@@ -256,5 +256,5 @@ def status(
             if isinstance(value, float)
             else value
         )
-        table.add_row(f"[bold]{name.replace('_', ' ')}[/]", escape(str(shown)) or "none")
+        table.add_row(f"[bold]{escape(visible(name.replace('_', ' ')))}[/]", escape(visible(shown)) or "none")
     console().print(table)
