@@ -145,7 +145,7 @@ async def test_answers_count_until_the_client_has_read_them(base: Any, keys: Pat
         budget = executor.service.budget
         await until(lambda: budget.held == CONNECTION_BYTES)
         await in_thread(line.send, a_call(1, 8 * LARGE), rows(8 * LARGE))  # 16 MiB, and as many of results
-        await until(lambda: executor.statistics().batches == 1)
+        await until(lambda: executor.statistics().requests == 1)
         await asyncio.sleep(0.2)
         assert budget.held > 32 * MIB
         assert (await in_thread(receive, line))[0] is Type.RESULT
