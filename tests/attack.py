@@ -168,13 +168,13 @@ def groups(address: str, key: Path | None) -> Step:
 
     def step() -> None:
         if line.push():
-            first = random.choice(line.layers)
-            mates = [one.layer for one in line.layers if one.in_features == first.in_features]
-            chosen = Key(tuple(random.choices(mates, k=random.randint(1, 64))), random.choice(list(Pass)[:2]))
-            with suppress(Exception):  # some groups are none
-                rows, due = line.largest(chosen, random.choice([1, 10, 1000]))
-                size = spread(rows, due.call)
-                line.call(chosen, rows, size, size)
+            first = random.choice([one for one in line.layers if one.linear])
+            mates = [one.layer for one in line.layers if one.linear and one.in_features == first.in_features]
+            some = random.sample(mates, random.randint(1, min(len(mates), wire.MAX_SIBLINGS)))
+            chosen = Key(tuple(sorted(some)), random.choice([Pass.FORWARD, Pass.FORWARD_WITHOUT_BIAS, Pass.NORMS]))
+            rows, due = line.largest(chosen, random.choice([1, 10, 1000]))
+            size = spread(rows, due.call)
+            line.call(chosen, rows, size, size)
 
     return step
 

@@ -18,9 +18,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.core.budget import LEAST_BYTES
-from symbiosis.core.registry import make_policy, make_transport
+from symbiosis.core.registry import addresses_in, make_policy, make_transport
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console
+from symbiosis.terminal.console import console, visible
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
 
 PRODUCTS = 128
@@ -259,15 +259,17 @@ def status(
     """Show what an executor, or each of several, is and does. Exit status 1 if one of them does not answer."""
     shown = make_transport(address, **options_of(key=key, insecure=insecure)).look(address).status
     if json:
-        typer.echo(json_module.dumps(shown))
-    replicas = shown.get("replicas", {address: shown})
-    for each, state in {} if json else replicas.items():
-        table = Table(box=None, show_header=False, title=escape(each) if len(replicas) > 1 else None)
-        table.title_justify = "left"
+        typer.echo(json_module.dumps(shown, default=repr))
+    several = len(addresses_in(address)) > 1 or address.startswith("file://")
+    states = shown["replicas"] if several else {address: shown}
+    for each, state in {} if json else states.items():
+        table = Table(box=None, show_header=False, title=escape(each) if several else None, title_justify="left")
         for name, value in state.items():
-            table.add_row(f"[bold]{name.replace('_', ' ')}[/]", escape(_text(value)) or "none")
+            table.add_row(
+                f"[bold]{escape(visible(name.replace('_', ' ')))}[/]", escape(visible(_text(value))) or "none"
+            )
         console().print(table)
-    if any("error" in state for state in replicas.values()):
+    if several and any("error" in state for state in states.values()):
         raise typer.Exit(1)
 
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.errors import SymbiosisError, UsageError
-from symbiosis.terminal.console import console, writable
+from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import wait_passively
 
 if TYPE_CHECKING:
@@ -199,6 +199,10 @@ def generate(
 
     from symbiosis import open_model
 
+    class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is not typed
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(visible(text), stream_end)
+
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
         tokenizer = base.symbiosis.tokenizer()
@@ -212,7 +216,7 @@ def generate(
         model.generate(
             **inputs,
             max_new_tokens=max_new_tokens,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             **sampling,
         )

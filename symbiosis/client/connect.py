@@ -183,12 +183,13 @@ def tokenizer_of(files: Mapping[str, bytes], address: str) -> Any:
     if not files:
         raise UsageError(f"the executor at {address} has no tokenizer to share; load one yourself")
     with tempfile.TemporaryDirectory() as folder:
-        for name, data in files.items():
+        for name in files:
             if Path(name).suffix not in TOKENIZER_SUFFIXES:
                 raise ShareError(f"the executor at {address} sends {name!r}, which is no file of a tokenizer")
-            (Path(folder) / name).write_bytes(data)
         try:
+            for name, data in files.items():
+                (Path(folder) / name).write_bytes(data)
             with without_hub():
                 return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:  # transformers and tokenizers raise errors of all kinds for malformed files
             raise ShareError(f"the tokenizer of the executor at {address} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Products in fp32 with a weight of a narrower dtype.
+"""Products in fp32 with a weight of a narrower dtype, and its norms.
 
 On a CPU the weight is converted block by block. A copy of the whole weight in fp32 would take twice its memory, and
 more time to write and read again than the product of a few rows.
@@ -42,6 +42,17 @@ def times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y.addmm_(x[:, start:end], part.to(x.dtype))
         start = end
     return y
+
+
+def norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the norms of a weight's rows (``dim`` 1) or columns (``dim`` 0), in fp32 or in its own wider dtype."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    found = torch.empty(weight.shape[1 - dim], dtype=dtype, device=weight.device)
+    size = max(1, _BLOCK // weight.shape[dim])
+    # Results of their own would lie in the memory that the copy of a part has left, and keep the next one out of it.
+    for part, result in zip(torch.split(weight, size, 1 - dim), torch.split(found, size), strict=True):
+        torch.linalg.vector_norm(part, dim=dim, dtype=dtype, out=result)
+    return found
 
 
 def _rows(weight: torch.Tensor) -> int:

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.errors import SplitError
 from symbiosis.executor import experts, quantized
-from symbiosis.executor.fp32_products import times, times_transposed
+from symbiosis.executor.fp32_products import norms, times, times_transposed
 from symbiosis.executor.packing import PackedWeight, plain
 
 
@@ -95,7 +95,7 @@ class LinearLayer(BaseLayer):
         return (times(dy, weight) if fp32 else dy.mm(weight),)
 
     def norms(self) -> torch.Tensor:
-        return _norms(self._parameters["weight"], 1)
+        return norms(self._parameters["weight"], 1)
 
 
 class OwnForwardLayer(LinearLayer):
@@ -129,7 +129,7 @@ class QuantizedLayer(LinearLayer):
         return (times(dy, quantized.dequantized(self.module)) if fp32 else quantized.gradient(self.module, dy),)
 
     def norms(self) -> torch.Tensor:
-        return _norms(quantized.dequantized(self.module), 1)
+        return norms(quantized.dequantized(self.module), 1)
 
 
 class Conv1DLayer(BaseLayer):
@@ -150,7 +150,7 @@ class Conv1DLayer(BaseLayer):
         return (times_transposed(dy, self._weight) if fp32 else dy.mm(self._weight.t()),)
 
     def norms(self) -> torch.Tensor:
-        return _norms(self._weight, 0)
+        return norms(self._weight, 0)
 
 
 class ModuleLayer(BaseLayer):
@@ -193,12 +193,6 @@ class ExpertBank(BaseLayer):
         with torch.enable_grad():
             x, weights = x.detach().requires_grad_(), weights.detach().requires_grad_()
             return torch.autograd.grad(self.forward((x, chosen, weights), bias=True, fp32=fp32), (x, weights), dy)
-
-
-def _norms(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=dim, dtype=dtype)
-    return norms
 
 
 def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from symbiosis.core.requests import Key
+from symbiosis.core.requests import Key, Pass
 from symbiosis.executor.layers import BaseLayer
 
 _FIRST_S = 5e-11
@@ -15,6 +15,7 @@ _PART = 0.25
 """Weight of the latest measurement."""
 _LARGEST = 4.0
 """Largest measurement, in multiples of what was expected: a machine that stood still says nothing of later batches."""
+_NORMS = Pass.NORMS  # on Python 3.11 a member looked up on its class takes six times as long
 
 
 class Pace:
@@ -23,6 +24,9 @@ class Pace:
     The time of such a batch is in proportion to its rows times the weights of its layers. Few rows take longer than
     this says, so if they take less, it was too much. The policies, which depend on the exact time, learn a line for
     each key (:mod:`symbiosis.policies.latency`).
+
+    A call for norms multiplies nothing. The first one of a layer reads its weights, and later ones copy what it has
+    found. So nothing is learned from it, and it counts as if it had many rows.
     """
 
     def __init__(self, layers: Sequence[BaseLayer]) -> None:
@@ -34,10 +38,14 @@ class Pace:
 
     def expects(self, key: Key, rows: int) -> float:
         """Return the expected seconds of a batch."""
+        if key.pass_ is _NORMS and rows < _MANY:
+            rows = _MANY
         return self._work(key, rows) * self._each_s
 
     def learn(self, key: Key, rows: int, seconds: float) -> None:
         """Note how many seconds a batch took."""
+        if key.pass_ is _NORMS:
+            return
         each_s = seconds / self._work(key, rows)
         if rows >= _MANY:
             self._each_s += _PART * (min(each_s, _LARGEST * self._each_s) - self._each_s)

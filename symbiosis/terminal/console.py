@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,15 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 110  # rich assumes 80 columns for files and logs
     return made
+
+
+def visible(text: object) -> str:
+    """Return a text in which control characters, but for line breaks and tabs, are written as ``\\x1b``. A terminal
+    obeys such characters, and texts of another process may contain them."""
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", str(text))
+
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def writable(path: Path, *, folder: bool = False) -> None:
@@ -68,7 +78,7 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except SymbiosisError as error:
-            console(stderr=True).print(f"[bold red]error:[/] [red]{escape(str(error))}[/]", soft_wrap=True)
+            console(stderr=True).print(f"[bold red]error:[/] [red]{escape(visible(error))}[/]", soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as interrupt:
             console(stderr=True).print("interrupted")

@@ -60,6 +60,8 @@ class Admitted:
     """Where its results belong, in such memory."""
     call: Call | None = None
     """None while its tensors have not arrived."""
+    cancelled: bool = False
+    """Whether the client has withdrawn it before they have."""
 
 
 class Courier(ABC):

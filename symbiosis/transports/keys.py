@@ -167,7 +167,9 @@ def _settings(context: ssl.SSLContext, own: Path, trusted: list[str]) -> ssl.SSL
 class Keyring:
     """The executor's keys: its own pair and the certificates of the tenants that it admits.
 
-    The folder is read again at each connection if it has changed, so no restart is needed to add or remove a tenant.
+    No restart is needed to add or remove a tenant. Each connection looks whether files were added to the folder or
+    removed. :meth:`names` looks at every file, which takes 10 ms for 1,000 tenants: too long for each connection of a
+    peer that may have no key.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -176,6 +178,8 @@ class Keyring:
             raise UsageError(f"{folder} can be written by other users, who could admit themselves; chmod go-w it")
         self.own = load_key(self.folder / f"{SERVER}.secret")
         self._seen: dict[Path, tuple[int, int] | None] | None = None
+        self._changed = 0
+        """When files were last added or removed, at the last look at all files."""
         self._names: dict[str, str] = {}
         self._context: ssl.SSLContext
         self.broken: dict[str, str] = {}
@@ -183,6 +187,7 @@ class Keyring:
 
     def names(self) -> Mapping[str, str]:
         """Return the tenants that are admitted, by identity. Raises OSError if the folder cannot be read."""
+        changed = self.folder.stat().st_mtime_ns
         files = [path for path in self.folder.iterdir() if path.suffix == ".public" and path.stem != SERVER]
         seen = {path: _state(path) for path in sorted(files)}
         if seen != self._seen:
@@ -201,6 +206,7 @@ class Keyring:
             context.num_tickets = 0  # no session outlives the tenant's key
             self._context = _settings(context, self.own.path, trusted)
             self._seen, self._names, self.broken = seen, names, broken
+        self._changed = changed
         return self._names
 
     def tenants(self) -> Collection[str]:
@@ -214,7 +220,8 @@ class Keyring:
     def context(self) -> ssl.SSLContext:
         """Return the settings of the executor's TLS connections. Raises OSError if the folder cannot be read, and
         UsageError if the executor's own key cannot be used any more."""
-        self.names()
+        if self.folder.stat().st_mtime_ns != self._changed:
+            self.names()
         return self._context
 
 

@@ -13,7 +13,7 @@ class Limits:
         calls: outstanding calls. A client that reaches this limit, or that of rows, is not read until it is below.
         rows: outstanding rows.
         arena_bytes: bytes of the memory that carries the client's tensors.
-        clients: connections of one tenant, over ``tcp://`` and ``dist://``.
+        clients: connections of one tenant at one address, over ``tcp://`` and ``dist://``.
     """
 
     calls: int = 64

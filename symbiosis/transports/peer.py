@@ -277,8 +277,8 @@ class Peer:
 
     def arrived(self, admitted: Admitted, tensors: Results) -> None:
         """Take the tensors of a call for which :meth:`Courier.tensors` returned None."""
-        if self._calls.get(admitted.message.id) is admitted and self.session is not None:
-            del self._calls[admitted.message.id]
+        known = self._calls.pop(admitted.message.id, None) is admitted
+        if known and not admitted.cancelled and self.session is not None:
             self._submit(self.session, admitted, tensors)
         else:  # it was cancelled on its way, or the client is gone
             self._settle(admitted)
@@ -333,11 +333,13 @@ class Peer:
                 self._line.drop(f"there is no memory for its answer: {error}")
 
     def _cancel(self, session: Session, id_: int) -> None:
-        admitted = self._calls.pop(id_, None)
+        admitted = self._calls.get(id_)
         if admitted is None:
             return  # the answer is on its way
         if admitted.call is None:
-            return  # its tensors are still to arrive; it counts until then, also at the client
+            admitted.cancelled = True  # its tensors are still to arrive; it counts until then, also at the client
+            return
+        del self._calls[id_]
         in_use = session.cancel(admitted.call)
         admitted.call.reply = None  # its callback refers to `admitted`: the tensors would stay
         if in_use:

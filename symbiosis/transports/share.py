@@ -147,7 +147,11 @@ class Welcome:
     def look(self, content: Sequence[Any]) -> Look:
         """Return what the executor shows to a peer that has not joined, given the content of its STATUS. Raises
         WireError if the content is malformed."""
-        if len(content) != 1 or not isinstance(content[0], dict):
+        if (
+            len(content) != 1
+            or not isinstance(content[0], dict)
+            or not all(isinstance(name, str) for name in content[0])
+        ):
             raise WireError("the executor sent a malformed STATUS")
         return Look(content[0], self.description, self.tokenizer)
 

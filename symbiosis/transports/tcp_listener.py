@@ -76,6 +76,8 @@ class TcpListener:
         self._logged = self._unlogged = 0
         """Lines about such connections in this second, and how many were left out."""
         self._second = 0.0
+        self._broken: dict[str, str] = {}
+        """The malformed key files that were logged."""
 
     def log_stranger(self, event: str, why: str) -> None:
         """Log what happened to a peer without a key, at most LINES times in a second."""
@@ -89,6 +91,13 @@ class TcpListener:
         left_out = {"left_out": self._unlogged} if self._unlogged else {}
         log.warning(event, client=None, tenant="?", why=why, **left_out)
         self._unlogged = 0
+
+    def log_broken_keys(self) -> None:
+        """Log malformed key files, once for each change of the folder."""
+        if self.keys is not None and self.keys.broken is not self._broken:
+            self._broken = self.keys.broken
+            for file, why in self._broken.items():
+                log.warning("key file ignored", file=file, why=why)
 
     async def open(self, address: str) -> None:
         """Start to accept clients. Raises UsageError if the port is not available, and ShareError if the model cannot
@@ -123,6 +132,7 @@ class TcpListener:
         except (OSError, UsageError) as error:
             log.warning("cannot read the keys", folder=str(self.keys.folder), why=str(error))
             return
+        self.log_broken_keys()
         for line in list(self.lines):
             if line.user is not None and line.user not in known:
                 line.peer.refuse(RefusedError(f"the key of {line.tenant} was removed"))
@@ -167,8 +177,7 @@ class TcpLine(StreamLine):
         except (OSError, SymbiosisError) as error:
             self._fail(error)
             return
-        for file, why in listener.keys.broken.items():
-            log.warning("key file ignored", file=file, why=why)
+        listener.log_broken_keys()
         listener.strangers[self] = None
         self._tick(_TICKS)
 

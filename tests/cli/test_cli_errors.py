@@ -15,7 +15,11 @@ from typer.testing import CliRunner
 
 import symbiosis
 from symbiosis.cli.commands import app
+from symbiosis.errors import RefusedError
+from symbiosis.executor.service import ExecutorService
+from symbiosis.terminal.console import visible
 from symbiosis.testing import tiny_model
+from symbiosis.transports import peer
 from tests.helpers import in_thread, lora
 
 
@@ -122,3 +126,28 @@ def test_imports_can_be_interrupted() -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 130
     assert done.stderr == "interrupted\n"
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+@pytest.mark.parametrize("what", ["status", "json", "names", "refused"])
+async def test_a_terminal_obeys_no_text_of_an_executor(
+    base: Any, what: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "[/x]\x1b]0;title\x07\x1b[2J\x9b2J"
+    shown: dict[Any, Any] = {evil: evil, "clients": [evil], "bytes": b"\xff"}
+
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen("tcp://127.0.0.1:0" if scheme == "tcp" else f"shm://{tmp_path}/s.sock")
+        monkeypatch.setattr(ExecutorService, "status", lambda _: {b"\xff": 1} if what == "names" else shown)
+        if what == "refused":
+            monkeypatch.setattr(peer.Peer, "_hello", lambda self, _: self.refuse(RefusedError(evil)))
+        options = ["--json"] if what == "json" else []
+        done = await in_thread(CliRunner().invoke, app, ["status", listener.address, *options])
+    assert done.exit_code == (what in ("names", "refused")), done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert not any(character in done.output for character in "\x1b\x07\x9b")
+    assert what == "names" or "title" in done.output
+
+
+def test_control_characters_are_made_visible() -> None:
+    assert visible("a\tb\nc\r\x1b[2J é") == "a\tb\nc\\x0d\\x1b[2J é"

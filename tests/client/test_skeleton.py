@@ -57,6 +57,23 @@ def test_files_that_are_not_a_tokenizer(tokenizer: dict[str, bytes], name: str) 
         tokenizer_of({**tokenizer, name: CODE.encode()}, "shm:///x")
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"\0.json": b""},
+        {"a" * 300 + ".json": b""},
+        {"tokenizer.json": b"[" * 100_000},
+        {"tokenizer.json": b'{"normalizer": 7}'},
+        {"tokenizer_config.json": b"3"},
+        {"tokenizer_config.json": b'{"tokenizer_class": true}'},
+    ],
+    ids=["a name with NUL", "a long name", "a deep file", "another form", "a number", "a class that is none"],
+)
+def test_malformed_files_of_a_tokenizer(tokenizer: dict[str, bytes], files: dict[str, bytes]) -> None:
+    with pytest.raises(ShareError, match="cannot be read"):
+        tokenizer_of({**tokenizer, **files}, "shm:///x")
+
+
 @pytest.mark.usefixtures("no_question")
 @pytest.mark.parametrize("where", ["tokenization_evil.Evil", "someone/evil--tokenization_evil.Evil"])
 def test_a_tokenizer_that_names_code(tokenizer: dict[str, bytes], where: str) -> None:

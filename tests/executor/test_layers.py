@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.core.requests import Key, LayerSpec, Pass, expected
 from symbiosis.errors import RequestError, SplitError
 from symbiosis.executor import fp32_products
 from symbiosis.executor.layers import base_layer, is_linear
+from symbiosis.executor.packing import pack
 
 
 def conv(out_features: int, in_features: int) -> Conv1D:
@@ -49,6 +51,29 @@ def test_norms(kind: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             got.double(), wanted.expand(3, 7), rtol=1e-2 if got.dtype is torch.bfloat16 else 1e-6, atol=0
         )
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv1d", "packed"])
+def test_norms_are_computed_part_by_part(kind: str) -> None:
+    """torch converts a whole matrix to fp32 before it computes norms. A head of 2 GiB would take 4 more for one row."""
+
+    class Parts(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.linalg_vector_norm.out:
+                self.largest = max(self.largest, args[0].numel())
+            return func(*args, **(kwargs or {}))
+
+    module: Any = (conv if kind == "conv1d" else nn.Linear)(2000, 1000).to(torch.bfloat16).requires_grad_(False)
+    wanted = module.weight.double().norm(dim=0 if kind == "conv1d" else 1)
+    if kind == "packed" and not pack(module, [module]):
+        pytest.skip("weights in bf16 are not packed on this CPU")
+    layer = base_layer(0, "name", module)
+    with Parts() as parts:
+        got = only(layer.run(Key((0,), Pass.NORMS, True), (torch.zeros(1, layer.spec.in_features),)))
+    torch.testing.assert_close(got[0].double(), wanted, rtol=1e-5, atol=0)
+    assert 0 < parts.largest <= fp32_products._BLOCK
 
 
 def test_a_layer_that_is_served_whole_has_no_norms() -> None:

@@ -251,6 +251,18 @@ def test_a_pace_is_learned_from_batches_of_many_rows() -> None:
     assert pace.expects(Key((1,), Pass.BACKWARD), 1000) == pytest.approx(1.5, rel=0.01)
 
 
+def test_a_pace_learns_nothing_from_calls_for_norms() -> None:
+    """The executor copies norms that it has. If that counted as products, long batches would stop the event loop."""
+    pace = Pace([base_layer(0, "a", torch.nn.Linear(100, 10))])
+    norms, forward = Key((0,), Pass.NORMS), Key((0,), Pass.FORWARD)
+    for _ in range(100):
+        pace.learn(forward, 1000, 1.0)
+        pace.learn(norms, 1, 1e-6)
+        pace.learn(norms, 1000, 1e-6)
+    assert pace.expects(forward, 1000) == pytest.approx(1.0)
+    assert pace.expects(norms, 1) == pytest.approx(0.032), "the first one reads all weights"
+
+
 @pytest.mark.parametrize("cuts", [[(0, 5)], [(0, 2), (2, 5)]])
 @pytest.mark.parametrize("others", [0, 1])
 def test_results_go_where_the_caller_has_memory_for_them(cuts: list[tuple[int, int]], others: int) -> None:

@@ -442,6 +442,20 @@ async def test_a_cancelled_call_counts_until_its_tensors_have_come() -> None:
     assert service.budget.held == CONNECTION_BYTES
 
 
+async def test_cancelled_calls_whose_tensors_do_not_come_are_few() -> None:
+    """Over ``dist://`` the executor reads messages while tensors are under way."""
+    peer, ends, _ = a_peer(late=True, limits=Limits(calls=2))
+    for id_ in (1, 2):
+        assert ends.listening
+        peer.received(a_call(id_))
+        peer.received(wire.pack(Type.CANCEL, id_))
+    assert not ends.listening
+    for admitted in ends.admitted:
+        peer.arrived(admitted, matrices(admitted))
+    assert ends.listening
+    assert [type_ for type_, _ in ends.sent] == [Type.FAILED] * 2
+
+
 async def test_an_executor_that_closes_says_so() -> None:
     peer, ends, service = a_peer()
     peer.received(a_call(1))

@@ -135,6 +135,26 @@ async def test_a_client_is_disconnected_that_does_not(what: str, base: Any, monk
         line.socket.close()
 
 
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_answers_count_until_the_client_has_read_them(base: Any, keys: Path, encrypted: bool) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL, keys=keys if encrypted else None)
+        line = await in_thread(raw, listener.address, keys / "alice.secret" if encrypted else None)
+        await in_thread(line.send, hello("alice"))
+        await in_thread(receive, line)
+        budget = executor.service.budget
+        await until(lambda: budget.held == CONNECTION_BYTES)
+        await in_thread(line.send, a_call(1, 8 * LARGE), rows(8 * LARGE))  # 16 MiB, and as many of results
+        await until(lambda: executor.statistics().requests == 1)
+        await asyncio.sleep(0.2)
+        assert budget.held > 32 * MIB
+        assert (await in_thread(receive, line))[0] is Type.RESULT
+        await in_thread(line.send, wire.PING)
+        assert (await in_thread(receive, line))[0] is Type.PONG
+        await until(lambda: budget.held == CONNECTION_BYTES)
+        line.socket.close()
+
+
 @pytest.mark.parametrize("message", [wire.pack(Type.SHARE, 0), wire.pack(Type.STATUS)], ids=["share", "status"])
 async def test_questions_of_a_client_that_does_not_read_wait(base: Any, message: bytes) -> None:
     async with symbiosis.Executor(base) as executor:

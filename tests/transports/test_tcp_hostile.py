@@ -20,7 +20,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import RefusedError, UsageError, WireError
-from symbiosis.transports import peer, wire
+from symbiosis.transports import peer, tcp_listener, wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.sockets import resolve
 from symbiosis.transports.wire import Type
@@ -310,6 +310,25 @@ async def test_an_endless_handshake(base: Any, keys: Path, sent: bytes, caplog: 
             mallory.sendall(sent)
             await until(lambda: any("more than 1 s" in str(getattr(one, "why", "")) for one in caplog.records))
         await until(lambda: not listener.lines)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "dist"])
+async def test_a_handshake_has_64_kib(
+    base: Any, keys: Path, scheme: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TLS allows a ClientHello of 128 KiB in parts, which a peer without a key can send."""
+    monkeypatch.setattr(tcp_listener, "HANDSHAKE_S", 60.0)
+    opening = b"\x01\x01\xf0\x00" + bytes(80 << 10)
+    parts = [opening[start : start + 8192] for start in range(0, len(opening), 8192)]
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(
+            f"{scheme}://127.0.0.1:0", keys=keys, **({"insecure": True} if scheme == "dist" else {})
+        )
+        with socket.create_connection(resolve(listener.address)) as mallory:
+            with contextlib.suppress(ConnectionError):
+                mallory.sendall(b"".join(b"\x16\x03\x01" + len(part).to_bytes(2, "big") + part for part in parts))
+            await until(lambda: any("no end of the TLS handshake" in str(vars(one)) for one in caplog.records))
+        await until(lambda: not listener.lines)
 
 
 async def test_a_handshake_while_the_executor_is_busy(base: Any, keys: Path) -> None:

@@ -22,6 +22,7 @@ import symbiosis
 from symbiosis.core import budget
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import ConnectionLostError, RefusedError, UsageError
+from symbiosis.transports import keys as keys_module
 from symbiosis.transports import peer, tcp_listener, wire
 from symbiosis.transports.keys import load_key, new_key
 from symbiosis.transports.wire import Type
@@ -112,6 +113,38 @@ async def test_keys_of_tenants_are_added_and_removed_without_a_restart(base: Any
         (keys / "carol.public").unlink()
         with pytest.raises(RefusedError):
             await symbiosis.connect(listener.address, key=keys / "carol.secret").__aenter__()
+
+
+async def test_connections_do_not_look_at_every_key(
+    base: Any, keys: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer without a key must not cost the event loop time for each tenant, or a line of the log for each file."""
+    looks = 0
+    original = keys_module._state
+
+    def state(path: Path) -> Any:
+        nonlocal looks
+        looks += 1
+        return original(path)
+
+    (keys / "broken.public").write_text("x")
+    monkeypatch.setattr(tcp_listener, "SWEEP_S", 60.0)
+    monkeypatch.setattr(keys_module, "_state", state)
+    async with symbiosis.Executor(base) as executor:
+        listener: Any = await executor.listen(LOCAL, keys=keys)
+        looks = 0
+        with caplog.at_level(logging.WARNING, "symbiosis"):
+            silent = [raw(listener.address) for _ in range(30)]
+            await until(lambda: len(listener.lines) == 30)
+        assert looks == 0
+        new_key(keys, "carol")
+        async with symbiosis.connect(listener.address, key=keys / "carol.secret", retry=0) as remote:
+            assert await remote.status()
+        assert looks == 4
+        for one in silent:
+            one.socket.close()
+    ignored = [record for record in caplog.records if record.getMessage() == "key file ignored"]
+    assert len(ignored) <= 2
 
 
 async def test_a_tenant_cannot_admit_others(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
