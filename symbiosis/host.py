@@ -144,14 +144,14 @@ class Executor:
             device=device,
             dtype=dtype,
         )
-        self.engine = Engine(split.layers, split.device, policy, max_rows, split.part)
+        budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
+        self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.part)
         walked = split.token_layers()
         self._token_s = self.engine.time_layers(walked) if walked else 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
         if walked:
             tell_unloaded(policy, self._token_s / split.part)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
-        budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
         self.service = ExecutorService(split, self.engine, budget, address, source, model_name)
         log.info("%s: %s", type(model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)

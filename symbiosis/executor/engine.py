@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 
+from symbiosis.core.budget import Budget
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Call, Key, Pass, Request, Results
 from symbiosis.core.scheduler import Scheduler, WaitUntil
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 LONG_S = 0.005
 """Expected seconds from which on a batch runs on a thread of its own, where other processes are served."""
 _BACKWARD = Pass.BACKWARD
+_UNPACKED = "packed weights in the usual layout"
+"""Owner of the bytes of the budget that such weights take."""
 _Ended = tuple[float, BaseException | None]
 """The time at which a batch ended, and its error."""
 now = time.monotonic
@@ -55,6 +58,7 @@ class Engine:
         device: where they are.
         policy: chooses what runs.
         max_rows: largest number of rows in a batch.
+        budget: has the room to keep packed weights in the usual layout too.
         part: the part of a walk's work that these layers are.
 
     Attributes:
@@ -68,7 +72,13 @@ class Engine:
     """
 
     def __init__(
-        self, layers: Sequence[BaseLayer], device: torch.device, policy: Policy, max_rows: int, part: float = 1.0
+        self,
+        layers: Sequence[BaseLayer],
+        device: torch.device,
+        policy: Policy,
+        max_rows: int,
+        budget: Budget,
+        part: float = 1.0,
     ) -> None:
         self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, part=part)
         self.counters = Counters()
@@ -85,8 +95,11 @@ class Engine:
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
         self._pace = Pace(layers)
+        self._budget = budget
         self._unpacking: set[str] = set()
-        """Clients whose calls have made packed weights be kept in the usual layout too."""
+        """Clients for whose calls packed weights are kept in the usual layout too."""
+        self._unpacked_bytes = 0
+        """Bytes of these that count in the budget."""
         self._on_cpu = device.type == "cpu"  # other devices run batches beside the event loop anyway
         self._aside: ThreadPoolExecutor | None = None
         """The thread of long batches, if there is one."""
@@ -156,7 +169,25 @@ class Engine:
     def _release(self) -> None:
         if not self._unpacking:
             for layer in self.layers:
-                layer.release()
+                for weight in layer.packed:
+                    weight.release()
+            held, self._unpacked_bytes = self._unpacked_bytes, 0
+            self._budget.give_back(_UNPACKED, held)
+
+    def _keep_unpacked(self, key: Key) -> None:
+        """Let the packed weights that a batch needs in the usual layout stay in it, if there is room in the budget.
+        Otherwise each such batch makes them anew. What clients of this process need on other threads is not counted."""
+        if key.pass_ is _BACKWARD or key.fp32:
+            counted = threading.get_ident() == self._loop_thread
+            for index in key.layers:
+                for weight in self.layers[index].packed:
+                    weight.keep(self._room if counted else lambda size: True)
+
+    def _room(self, size: int) -> bool:
+        if not self._budget.take(_UNPACKED, size):
+            return False
+        self._unpacked_bytes += size
+        return True
 
     def begin_walk(self, client: str) -> None:
         """Note that a client begins to walk the model."""
@@ -299,6 +330,7 @@ class Engine:
     def _run(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> None:
         """Run a queued batch and answer its calls, or have this done on the other thread if it will take long."""
         calls = [self.calls[request.id] for request, _, _ in batch.slices]
+        self._keep_unpacked(batch.key)
         started, clock = now(), self.device_clock
         if self._is_long(batch.key, batch.rows):
             ended = loop.run_in_executor(self._aside, self._run_aside, batch, calls)
@@ -361,6 +393,7 @@ class Engine:
         Raises:
             LayerError: the base layer failed.
         """
+        self._keep_unpacked(batch.key)
         started, clock = now(), self.device_clock
         began = None if clock is None else clock.mark()
         try:

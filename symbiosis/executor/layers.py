@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -58,11 +59,10 @@ class BaseLayer(ABC):
             return (self._norms.to(x.dtype).repeat(len(x), 1),)
         return (self.forward(tensors, bias=pass_ is _FORWARD, fp32=key.fp32),)
 
-    def release(self) -> None:
-        """Free the weights in the usual layout that backward passes, and those in fp32, have made of packed ones."""
-        for parameter in self.module.parameters():
-            if isinstance(parameter, PackedWeight):
-                parameter.release()
+    @cached_property
+    def packed(self) -> list[PackedWeight]:
+        """The packed weights. Backward passes, and those in fp32, need them in the usual layout."""
+        return [parameter for parameter in self.module.parameters() if isinstance(parameter, PackedWeight)]
 
     def norms(self) -> torch.Tensor:
         """Return the norms [o] of the rows of a linear layer's weight [o, i]."""

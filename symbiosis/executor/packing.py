@@ -1,7 +1,7 @@
 """Weights in the layout in which oneDNN multiplies on this CPU.
 
 Products of few rows with a packed weight take 0.4 to 0.8 of the time (docs/decisions/0028-packed-weights.md). A packed
-weight is the only copy of its values, until :meth:`PackedWeight.plain` is asked for the usual layout. It behaves like
+weight is the only copy of its values, unless :meth:`PackedWeight.keep` lets the usual layout stay. It behaves like
 any other frozen weight: code that reads it gets the usual layout, made for that occasion.
 
 The operators are private to torch. They are used here only, and :func:`pack` tries them first.
@@ -30,11 +30,12 @@ LEAST = 1 << 16
 class _Forms:
     """The values of a weight in one or two layouts."""
 
-    __slots__ = ("packed", "plain")
+    __slots__ = ("keep", "packed", "plain")
 
     def __init__(self, packed: torch.Tensor) -> None:
         self.packed = packed
         self.plain: torch.Tensor | None = None
+        self.keep = False
 
     def unpacked(self) -> torch.Tensor:
         return self.packed.to_dense() if self.plain is None else self.plain
@@ -60,16 +61,24 @@ class PackedWeight(torch.Tensor):
         self._forms = forms
 
     def plain(self) -> torch.Tensor:
-        """Return the weight in the usual layout, and keep it until :meth:`release`."""
+        """Return the weight in the usual layout. After :meth:`keep`, it is made once."""
         forms = self._forms
-        if forms.plain is None:
-            with torch.inference_mode(False), torch.no_grad():
-                forms.plain = forms.packed.to_dense()
-        return forms.plain
+        if forms.plain is not None:
+            return forms.plain
+        with torch.inference_mode(False), torch.no_grad():
+            made = forms.packed.to_dense()
+        if forms.keep:
+            forms.plain = made
+        return made
+
+    def keep(self, room: Callable[[int], bool]) -> None:
+        """Keep the weight in the usual layout once it is made, until :meth:`release`, if its bytes find room."""
+        if not self._forms.keep:
+            self._forms.keep = room(self.numel() * self.element_size())
 
     def release(self) -> None:
         """Free the weight in the usual layout."""
-        self._forms.plain = None
+        self._forms.keep, self._forms.plain = False, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         memo[id(self)] = copy = nn.Parameter(self.clone(), requires_grad=False)

@@ -138,6 +138,28 @@ async def test_clients_of_other_processes_count_too(base: Any, tmp_path: Path) -
         await until(lambda: kept(base) == 0)
 
 
+async def test_the_usual_layout_counts_like_the_memory_of_clients(base: Any, tmp_path: Path) -> None:
+    """Where there is no room for it, each backward pass makes it anew, with the same results."""
+    batch = {"input_ids": IDS, "labels": IDS}
+    losses = []
+    async with symbiosis.Executor(base, packed=True) as executor:
+        listener = await executor.listen(f"shm://{tmp_path}/s.sock")
+        budget = executor.service.budget
+        before = budget.held
+        for room in (budget.total, before + (1 << 20) + (1 << 17)):
+            budget.total = room
+            async with symbiosis.connect(listener.address) as remote, remote.client(lora(), seed=0) as client:
+                optimizer = adamw(client.model)
+                losses.append([(await client.train_step(batch, optimizer)) for _ in range(3)])
+                weights = [p for p in base.parameters() if isinstance(p, PackedWeight) and p._forms.plain is not None]
+                assert (len(weights) == WITH_GRADIENTS) == (len(losses) == 1)
+                counted = sum(4 * weight.numel() for weight in weights)
+                assert counted == executor.engine._unpacked_bytes <= budget.held - before - (1 << 20)
+            await until(lambda: budget.held == before)
+        assert kept(base) == 0
+    assert losses[0] == losses[1]
+
+
 def test_a_weight_that_an_embedding_has_too_is_not_packed() -> None:
     model = tiny_model("llama", tie_word_embeddings=True)
     assert packing.pack(model, [module for module in model.modules() if isinstance(module, nn.Linear)]) == LINEAR - 1
