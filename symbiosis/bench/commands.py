@@ -244,6 +244,23 @@ def coserve(
 
 
 @app.command()
+def placement(
+    preset: PresetOption = PresetName.M100,
+    rounds: RoundsOption = 3,
+    policy: PolicyOption = "opportunistic",
+    base_layers: LayersOption = "linear",
+    transport: Annotated[WireName, typer.Option(help="Transport between executors and tenants: shm or tcp.")] = (
+        WireName.TCP
+    ),
+    tenants: Annotated[int, typer.Option(min=1, help="Number of tenants.")] = 4,
+    json: JsonOption = None,
+) -> None:
+    """Measure tenants of one executor, of two with a half of the layers each, and of two replicas."""
+    wait_passively()
+    _on_model("placement", json, preset, rounds, policy, base_layers, "cpu", transport=transport.value, tenants=tenants)
+
+
+@app.command()
 def loop(
     preset: PresetOption = PresetName.M100,
     rounds: RoundsOption = 3,

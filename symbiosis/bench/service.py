@@ -1,8 +1,9 @@
 """An executor and tenants in separate processes, for benchmarks over a transport.
 
-``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY LAYERS`` serves a preset until its standard input ends,
-and answers each line with the largest gap of its event loop since the last one, in milliseconds. ``python -m
-symbiosis.bench.service tenant PRESET ADDRESS SEED LENGTH`` is a tenant that follows commands on standard input.
+``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS LAYERS`` serves a preset until its standard
+input ends, and answers each line with the largest gap of its event loop since the last one, in milliseconds.
+``python -m symbiosis.bench.service tenant PRESET ADDRESS SEED LENGTH`` is a tenant that follows commands on standard
+input.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +41,7 @@ class ServingProcess:
 
     def __init__(self, address: str, process: subprocess.Popen[bytes]) -> None:
         self.address = address
+        self.pid = process.pid
         self._process = process
 
     def gap_ms(self) -> float:
@@ -52,10 +54,11 @@ class ServingProcess:
 
 
 @contextlib.contextmanager
-def served(preset: str, transport: str, policy: str, base_layers: str) -> Iterator[ServingProcess]:
-    """Yield an executor in another process that serves a preset's model."""
+def served(preset: str, transport: str, policy: str, base_layers: str, *, layers: str = "") -> Iterator[ServingProcess]:
+    """Yield an executor in another process that serves a preset's model, or some of its layers."""
     with address_for(transport) as address:
-        command = [sys.executable, "-W", "ignore", "-m", __name__, "serve", preset, address, policy, base_layers]
+        command = [sys.executable, "-W", "ignore", "-m", __name__, "serve"]
+        command += [preset, address, policy, base_layers, layers]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
@@ -100,17 +103,18 @@ class TenantProcess:
 
 @contextlib.asynccontextmanager
 async def tenant_processes(
-    preset: str, address: str, count: int, length: int | None = None
+    preset: str, address: str | Sequence[str], count: int, length: int | None = None
 ) -> AsyncIterator[list[TenantProcess]]:
-    """Yield ``count`` tenants, each with its own adapter, for prompts and training batches of ``length`` tokens, or
-    those of the preset."""
+    """Yield ``count`` tenants of one address, or one of each address, each with its own adapter, for prompts and
+    training batches of ``length`` tokens, or those of the preset."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-W", "ignore", "-m", __name__, "tenant", preset, address]
+    command = [sys.executable, "-W", "ignore", "-m", __name__, "tenant", preset]
+    addresses = [address] * count if isinstance(address, str) else address
     tenants = [
         TenantProcess(
-            await asyncio.create_subprocess_exec(*command, str(seed), str(length or 0), stdin=pipe, stdout=pipe)
+            await asyncio.create_subprocess_exec(*command, each, str(seed), str(length or 0), stdin=pipe, stdout=pipe)
         )
-        for seed in range(count)
+        for seed, each in enumerate(addresses)
     ]
     try:
         await asyncio.gather(*(tenant.prefill() for tenant in tenants))
@@ -119,7 +123,7 @@ async def tenant_processes(
         await asyncio.gather(*(tenant.end() for tenant in tenants))
 
 
-def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
+def _serve(preset: str, address: str, policy: str, base_layers: str, layers: str) -> None:
     import torch
 
     from symbiosis import Executor
@@ -127,7 +131,8 @@ def _serve(preset: str, address: str, policy: str, base_layers: str) -> None:
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
-        async with Executor(model, policy=policy, base_layers=base_layers, packed=True) as executor:
+        options = {"policy": policy, "base_layers": base_layers, "layers": layers or None}
+        async with Executor(model, packed=True, **options) as executor:
             trusting = {"insecure": True} if address.startswith("dist:") else {}
             await executor.listen(address, **trusting)
             sys.stdout.write("ready\n")

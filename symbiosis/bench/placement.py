@@ -1,0 +1,129 @@
+"""One executor, parts of a model on two executors, and replicas, each executor a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import psutil
+
+from symbiosis.bench.report import Report, ratio
+from symbiosis.bench.service import ServingProcess, TenantProcess, served, tenant_processes
+from symbiosis.bench.settings import Settings
+
+MiB = 1 << 20
+ONE = "one executor"
+
+
+class Figures(NamedTuple):
+    """One measurement of a placement."""
+
+    decode_s: float
+    """Seconds in which all tenants decode, without their prompts."""
+    train_s: float
+    """Seconds in which each tenant runs a training step."""
+    bytes: int
+    """Bytes over the loopback interface while they decoded, in both directions."""
+
+
+@dataclass
+class Placed:
+    """Executors and tenants of one placement."""
+
+    executors: Sequence[ServingProcess]
+    tenants: Sequence[TenantProcess]
+
+    def memory(self) -> str:
+        """Return the memory of each executor's process alone, in MiB."""
+        return " + ".join(f"{psutil.Process(each.pid).memory_full_info().uss / MiB:,.0f}" for each in self.executors)
+
+
+async def placement(settings: Settings, *, transport: str, tenants: int) -> Report:
+    """Measure tenants in processes of their own that decode, and train, at once: with one executor, with one half of
+    the layers on each of two, and with two replicas, where they choose by load and where half of them use each.
+
+    All processes share this machine's cores, so a second executor adds none. What is measured is what a placement
+    costs, and what sharing batches gains.
+
+    Args:
+        settings: model, policy and rounds.
+        transport: between executors and tenants.
+        tenants: number of tenants.
+    """
+    preset = settings.preset
+    report = Report("placement", preset.name, {}, transport=transport)
+    half = preset.layers // 2
+    parts = (f"0-{half - 1}", f"{half}-{preset.layers - 1},lm_head")
+    async with AsyncExitStack() as stack:
+
+        async def placed(name: str, layers: Sequence[str], order: Callable[[int], int] = lambda seed: 1) -> None:
+            settings.progress(f"starting {name} and {tenants} tenants")
+            placements[name] = await stack.enter_async_context(_placed(settings, transport, tenants, layers, order))
+
+        placements: dict[str, Placed] = {}
+        await placed(ONE, [""])
+        await placed("a half of the layers on each of 2", parts)
+        await placed("2 replicas", ["", ""])
+        await placed("2 replicas, half of the tenants on each", ["", ""], lambda seed: 1 - 2 * (seed % 2))
+        jobs = {name: partial(_measure, settings, each.tenants) for name, each in placements.items()}
+        results = await settings.interleaved(f"{tenants} tenants", jobs)
+        tokens, trained = tenants * preset.decode_steps, tenants * preset.batch * preset.sequence
+        for name, found in results.items():
+            seconds, steps, sent = zip(*found, strict=True)
+            row: dict[str, Any] = {
+                "placement": name,
+                "decoded tok/s": tokens / median(seconds),
+                "ms a token and tenant": 1e3 * median(seconds) / preset.decode_steps,
+                "trained tok/s": trained / median(steps),
+                "MiB of each executor": placements[name].memory(),
+            }
+            if transport == "tcp":
+                row["bytes a token"] = median(sent) / tokens
+            report.rows.append(row)
+            for figure, number in (("decode", 0), ("train", 1)):
+                speedup = ratio([each[number] for each in results[ONE]], [each[number] for each in found])
+                report.headline[f"{figure}: {name}"] = speedup
+    report.headline = {name: value for name, value in report.headline.items() if not name.endswith(ONE)}
+    report.notes.append(
+        f"Headlines are speeds over one executor. {tenants} tenants, each a process with its own LoRA (r8, qkvo), "
+        f"decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "
+        f"{preset.batch} × {preset.sequence}; medians of {settings.rounds} rounds; policy {settings.policy}, base "
+        f"layers {settings.base_layers!r}, {transport}://, all processes on this machine. Bytes are those of the "
+        "loopback interface, in both directions. A process without a model takes some 350 MiB."
+    )
+    return report
+
+
+@asynccontextmanager
+async def _placed(
+    settings: Settings, transport: str, tenants: int, layers: Sequence[str], order: Callable[[int], int]
+) -> AsyncIterator[Placed]:
+    """Yield executors that serve these layers (all: "") and tenants, which name them in this order or in reverse."""
+    async with AsyncExitStack() as stack:
+        options = settings.preset.name, transport, settings.policy, settings.base_layers
+        executors = [stack.enter_context(served(*options, layers=part)) for part in layers]
+        addresses = [each.address for each in executors]
+        lists = [",".join(addresses[:: order(seed)]) for seed in range(tenants)]
+        processes = await stack.enter_async_context(tenant_processes(settings.preset.name, lists, tenants))
+        yield Placed(executors, processes)
+
+
+async def _measure(settings: Settings, tenants: Sequence[TenantProcess]) -> Figures:
+    await asyncio.gather(*(tenant.prefill() for tenant in tenants))
+    sent, start = _loopback(), time.perf_counter()
+    await asyncio.gather(*(tenant.steps(settings.preset.decode_steps) for tenant in tenants))
+    decoded, bytes_ = time.perf_counter() - start, _loopback() - sent
+    start = time.perf_counter()
+    await asyncio.gather(*(tenant.train() for tenant in tenants))
+    return Figures(decoded, time.perf_counter() - start, bytes_)
+
+
+def _loopback() -> int:
+    counters = psutil.net_io_counters(pernic=True)
+    return sum(found.bytes_sent for name, found in counters.items() if name.startswith("lo"))
