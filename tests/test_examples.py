@@ -46,12 +46,10 @@ def test_example(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_placement(tmp_path: Path) -> None:
-    """The commands of the example's page, as they are but for the folder and the port. The executor that the client uses
-    is killed while it trains; its losses are those of a client that nothing happens to."""
-    text = (EXAMPLES / "placement" / "README.md").read_text()
-    text = (
-        text.replace("/tmp/", f"{tmp_path}/").replace("7010", str(free_port())).replace("python ", f"{sys.executable} ")
-    )
+    """The commands of the example's page, as they are but for the folder and the port. The executor that the client
+    uses is killed while it trains; its losses are those of a client that nothing happens to."""
+    text = (EXAMPLES / "placement" / "README.md").read_text().replace("python ", f"{sys.executable} ")
+    text = text.replace("/tmp/", f"{tmp_path}/").replace("7010", str(free_port()))
     commands = [line for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     make, *serve, train = (shlex.split(line) for line in commands)
     subprocess.run(make, check=True, capture_output=True, timeout=100)
@@ -64,14 +62,8 @@ def test_placement(tmp_path: Path) -> None:
             stack.callback(executors[-1].kill)
         addresses = train[-1]
         end = time.monotonic() + 120
-        while True:
-            try:
-                if not any(
-                    "error" in state for state in make_transport(addresses).look(addresses).status["replicas"].values()
-                ):
-                    break
-            except SymbiosisError:
-                assert time.monotonic() < end
+        while not all_answer(addresses):
+            assert time.monotonic() < end
             time.sleep(0.2)
         losses = []
         for victim in (None, executors[1]):
@@ -88,3 +80,11 @@ def test_placement(tmp_path: Path) -> None:
         assert losses[0] == losses[1]
         assert "no executor answers" in out.splitlines()[-2]
         assert "requests" in out.splitlines()[-1]
+
+
+def all_answer(addresses: str) -> bool:
+    try:
+        states = make_transport(addresses).look(addresses).status["replicas"]
+    except SymbiosisError:
+        return False
+    return not any("error" in state for state in states.values())
