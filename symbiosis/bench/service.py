@@ -131,8 +131,8 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, layers: str
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
-        options = {"policy": policy, "base_layers": base_layers, "layers": layers or None}
-        async with Executor(model, packed=True, **options) as executor:
+        executor = Executor(model, policy=policy, base_layers=base_layers, packed=True, layers=layers or None)
+        async with executor:
             trusting = {"insecure": True} if address.startswith("dist:") else {}
             await executor.listen(address, **trusting)
             sys.stdout.write("ready\n")
