@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
+
+from symbiosis.errors import UsageError
+
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+"""What a model at a hub is called."""
 
 
 def load_model(model: str | Path, model_class: type[Any] | None = None, **options: Any) -> Any:
@@ -13,9 +19,18 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
         model: folder or hub id.
         model_class: class to load it with; by default the class that its configuration names.
         **options: arguments of the class's ``from_pretrained``.
+
+    Raises:
+        UsageError: the folder does not exist, or has no configuration of a model.
     """
     import transformers
 
+    folder = Path(model)
+    if folder.is_dir():
+        if not (folder / str(options.get("subfolder", "")) / "config.json").is_file():
+            raise UsageError(f"{model} has no config.json; give a folder that save_pretrained of a model has written")
+    elif not HUB_ID.fullmatch(str(model)):  # transformers would ask the hub for it
+        raise UsageError(f"there is no folder {model}")
     if model_class is None:
         model_class = class_of(transformers.AutoConfig.from_pretrained(model, **_config_options(options)))
     return model_class.from_pretrained(model, **options)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 from symbiosis.core.share import Share, fingerprint_of
 from symbiosis.errors import ShareError
 from symbiosis.executor.fingerprint import dtype_name, layer_fingerprints, tensors_fingerprint, weights_fingerprint
+from symbiosis.executor.loading import HUB_ID
 from symbiosis.executor.packing import plain
 from symbiosis.executor.splitting import SplitModel
 
@@ -67,12 +67,9 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
     return Share(description, tensors, _tokenizer_files(source))
 
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-
-
 def public_name(source: str) -> str:
     """Return a hub id as it is, and of a folder's path the last part."""
-    if source and (Path(source).is_dir() or not _HUB_ID.fullmatch(source)):
+    if source and (Path(source).is_dir() or not HUB_ID.fullmatch(source)):
         return Path(source).resolve().name
     return source
 

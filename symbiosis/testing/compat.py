@@ -205,7 +205,7 @@ def load(name: str) -> tuple[Any, str]:
     try:
         model = _of_config(name) if _has_no_weights(Path(name)) else load_model(name, dtype=torch.float32)
         keep_trainable(model)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UsageError) as error:
         raise UsageError(
             f"{name}: no class of the table, and no model that can be loaded ({_first_line(error)})"
         ) from error

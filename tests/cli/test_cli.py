@@ -92,6 +92,8 @@ def test_keys(tmp_path: Path) -> None:
     ("command", "reason"),
     [
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "cannot be loaded"),
+        (["serve", "./nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder ./nowhere"),
+        (["serve", str(Path(__file__).parent), "--listen", "shm:///tmp/x.sock"], "has no config.json"),
         (["serve", "nowhere", "--listen", "carrier-pigeon://x"], "unknown transport"),
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--policy", "whim"], "unknown policy"),
         (
