@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from symbiosis.errors import PlaceholderError, UsageError
+from symbiosis.training.step import NOTHING_TRAINS
 
 _owned = [0]
 
@@ -153,10 +154,32 @@ def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
     and losses would not change. Serves as a pre-hook of all optimizers' steps."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if all(isinstance(parameter, SharedParameter) and not parameter.requires_grad for parameter in parameters):
-        raise UsageError(
-            "the optimizer has no trainable parameter, so training would change nothing: the base model is frozen. Add "
-            "an adapter with get_peft_model(model, config) before the optimizer or trainer is made, or unfreeze a part"
-        )
+        raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
+
+
+def explain_backward(model: nn.Module, _: object, output: Any) -> None:
+    """Have the backward pass of a model's loss raise UsageError if nothing in the model is trainable, where torch would
+    say that the loss does not require grad. Serves as a forward hook; evaluation is left alone."""
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        trigger = torch.zeros((), device=loss.device, requires_grad=True)
+        output.loss = _NothingTrains.apply(loss, trigger)  # type: ignore[no-untyped-call]
+
+
+class _NothingTrains(torch.autograd.Function):
+    """The identity of a loss. The second argument, which requires grad, makes autograd call the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:
+        raise UsageError(NOTHING_TRAINS)
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
