@@ -175,11 +175,13 @@ def make_skeleton(
     memo: dict[int, object] = {}
     shared: dict[int, SharedParameter] = {}
     linears = {id(module): (spec, module) for spec, module in layers if spec.linear}
+    wholes = {id(p): spec.name for spec, module in layers if not spec.linear for p in module.parameters()}
     for module in model.modules():
         if id(module) not in linears:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in shared:
-                    memo[id(parameter)] = shared[id(parameter)] = shared_parameter(parameter, device)
+                    whole = wholes.get(id(parameter), "")
+                    memo[id(parameter)] = shared[id(parameter)] = shared_parameter(parameter, device, whole)
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
         memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))
