@@ -6,7 +6,8 @@ refuses them before they produce NaN: initialisations by name, methods by trying
 
 PEFT has no place to register such checks. It calls ``BaseTuner.inject_adapter`` for :func:`add_adapter` and for the
 tenant's own code (``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter``), so importing this module
-wraps that method. It does nothing else for models without VirtLayers.
+wraps that method, and ``BaseTuner.__init__``, in which a few methods read weights before. It does nothing else for
+models without VirtLayers.
 """
 
 from __future__ import annotations
@@ -74,7 +75,20 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
     return model
 
 
+_init = BaseTuner.__init__
 _inject = BaseTuner.inject_adapter
+
+
+@functools.wraps(_init)
+def _init_checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Explain why a method is refused that reads base weights before it injects an adapter, as FRoD does."""
+    try:
+        _init(self, *args, **kwargs)
+    except PlaceholderError as error:
+        if error.layer is None:  # it is explained already
+            raise
+        config = self.peft_config[self.active_adapter]
+        raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
 
 
 @functools.wraps(_inject)
@@ -108,6 +122,7 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
             setattr(self, method, _refuse_to_merge)
 
 
+BaseTuner.__init__ = _init_checked
 BaseTuner.inject_adapter = _inject_checked
 
 
