@@ -100,6 +100,20 @@ async def test_plain_pefts_numbers(checkpoint: Path, kind: str, transport: str, 
     assert comparison.worst("losses") <= gradients, comparison
 
 
+ON = {"target_modules": ["q_proj", "down_proj"], "task_type": CAUSAL}
+
+
+async def test_a_method_that_writes_to_a_result(checkpoint: Path) -> None:
+    """aLoRA adds to the base layer's result in place; in the executor's process that is what the executor computed."""
+    wanted = LoraConfig(r=4, init_lora_weights=False, alora_invocation_tokens=[5], **ON)
+    expected = run_job_plain(plain(checkpoint, "torchao int8"), wanted, JOB)
+    async with (
+        symbiosis.Executor(load(checkpoint, "torchao int8")) as executor,
+        executor.client(wanted, seed=0) as client,
+    ):
+        assert Comparison.of(await run_job(client, JOB), expected).bit_equal
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_shared_in_their_small_form(checkpoint: Path, kind: str) -> None:
     executor = symbiosis.Executor(load(checkpoint, kind))
