@@ -80,12 +80,14 @@ class Requester:
 
     Attributes:
         model: the model, of layers that are not copies.
+        quantization: what has quantized the base layers, see :func:`~symbiosis.core.share.quantization_of`.
         here: what is remembered for the calling thread.
     """
 
     def __init__(self, *, masked: bool = False, before_backward: Callable[[], None] | None = None) -> None:
         self.masked = masked
         self.model = ModelCopy()
+        self.quantization: str | None = None
         self.before_backward = before_backward or (lambda: None)
         self.finetuning = False
         self.tenants: tuple[str, ...] = ()
