@@ -6,7 +6,11 @@ refuses them before they produce NaN: initialisations by name, methods by trying
 
 PEFT has no place to register such checks. It calls ``BaseTuner.inject_adapter`` for :func:`add_adapter` and for the
 tenant's own code (``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter``), so importing this module
-wraps that method. It does nothing else for models without VirtLayers.
+wraps that method, and ``BaseTuner.__init__``, in which a few methods read weights before. It does nothing else for
+models without VirtLayers.
+
+On base models that bitsandbytes has quantized, plain PEFT has layers of its own, which leave a few methods out without
+a word. In a client these methods would work, with other numbers and adapters than plain PEFT's, so they are refused.
 """
 
 from __future__ import annotations
@@ -74,7 +78,20 @@ def load_adapter(model: Any, folder: str | PathLike[str], name: str, trainable: 
     return model
 
 
+_init = BaseTuner.__init__
 _inject = BaseTuner.inject_adapter
+
+
+@functools.wraps(_init)
+def _init_checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Explain why a method is refused that reads base weights before it injects an adapter, as FRoD does."""
+    try:
+        _init(self, *args, **kwargs)
+    except PlaceholderError as error:
+        if error.layer is None:  # it is explained already
+            raise
+        config = self.peft_config[self.active_adapter]
+        raise PlaceholderError(_reads_weights(config, "when it is initialised")) from error
 
 
 @functools.wraps(_inject)
@@ -85,6 +102,7 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
         return
     config = self.peft_config[adapter_name]
     _check_config(model, config)
+    _check_quantization(config, requester.quantization)
     serve_dora(model, config)
     before = [(module._modules, dict(module._modules)) for module in model.modules()]
     try:
@@ -108,6 +126,7 @@ def _inject_checked(self: Any, model: torch.nn.Module, adapter_name: str, *args:
             setattr(self, method, _refuse_to_merge)
 
 
+BaseTuner.__init__ = _init_checked
 BaseTuner.inject_adapter = _inject_checked
 
 
@@ -135,6 +154,21 @@ def _check_config(model: torch.nn.Module, config: Any) -> None:
                     f"target_parameters has {target!r}, but the weights of base layer {name} are not with the client; "
                     f"{remedy}"
                 )
+
+
+def _check_quantization(config: Any, quantization: str | None) -> None:
+    """Raise UsageError for a method that plain PEFT leaves out on a base model with this quantization."""
+    if quantization != "bitsandbytes":
+        return
+    why = "rounds the scales of UNILORA to integers, most of them to 0, on" if config.peft_type == "UNILORA" else ""
+    for option in ("monteclora_config", "use_bdlora"):
+        if getattr(config, option, None):
+            why = f"ignores {option} on"
+    if why:
+        raise UsageError(
+            f"plain PEFT {why} the layers of a base model in bitsandbytes' int8 or NF4, so the adapter would not work "
+            "there as it does here; use plain LoRA, or another base model, such as one in torchao's int8"
+        )
 
 
 def _ends(name: str, target: str) -> bool:

@@ -20,7 +20,7 @@ import torch
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint import JointDecoder, Seat
-from symbiosis.client.parameters import check_trains
+from symbiosis.client.parameters import check_trains, explain_backward
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -29,7 +29,7 @@ from symbiosis.core.privacy import Preparing
 from symbiosis.core.transport import Channel
 from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 from symbiosis.modes import modes_aside
-from symbiosis.training.step import Backward, Forward, drive, training_step
+from symbiosis.training.step import NOTHING_TRAINS, Backward, Forward, drive, training_step
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -105,6 +105,8 @@ class Client:
                 model = model.to(device)
             elif self._joint is not None:
                 self._seat = self._joint.seat(self.name, model)
+            if self._seat is None:
+                model.register_forward_hook(explain_backward)
             if self._peft_config is not None:
                 model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()
@@ -182,6 +184,8 @@ class Client:
         """Call ``loss.backward(*args, **kwargs)`` on this client's thread."""
         if not isinstance(loss, torch.Tensor):
             raise UsageError(f"loss is {loss!r}, not a tensor; pass the model's own `out.loss`")
+        if not loss.requires_grad and not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UsageError(NOTHING_TRAINS)
         async with self._having_turn():
             await self._in_walk_on_thread(partial(loss.backward, *args, **kwargs))
 

@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from symbiosis.client.connect import new_name, tokenizer_of
-from symbiosis.client.parameters import check_trains
+from symbiosis.client.parameters import check_trains, explain_backward
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -100,6 +100,7 @@ def open_model(
             model = model.to(device)
         model.register_forward_pre_hook(walks.begin)
         model.register_forward_hook(walks.end, always_call=True)
+        model.register_forward_hook(explain_backward)
         opened = OpenedModel(
             model, requester, channel, lambda: tokenizer_of(transport.look(address).tokenizer, address)
         )

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from symbiosis.errors import PlaceholderError, UsageError
+from symbiosis.training.step import NOTHING_TRAINS
 
 _owned = [0]
 
@@ -153,10 +154,32 @@ def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
     and losses would not change. Serves as a pre-hook of all optimizers' steps."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if all(isinstance(parameter, SharedParameter) and not parameter.requires_grad for parameter in parameters):
-        raise UsageError(
-            "the optimizer has no trainable parameter, so training would change nothing: the base model is frozen. Add "
-            "an adapter with get_peft_model(model, config) before the optimizer or trainer is made, or unfreeze a part"
-        )
+        raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
+
+
+def explain_backward(model: nn.Module, _: object, output: Any) -> None:
+    """Have the backward pass of a model's loss raise UsageError if nothing in the model is trainable, where torch would
+    say that the loss does not require grad. Serves as a forward hook; evaluation is left alone."""
+    if not (model.training and torch.is_grad_enabled()):
+        return
+    loss = getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor) or loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        trigger = torch.zeros((), device=loss.device, requires_grad=True)
+        output.loss = _NothingTrains.apply(loss, trigger)  # type: ignore[no-untyped-call]
+
+
+class _NothingTrains(torch.autograd.Function):
+    """The identity of a loss. The second argument, which requires grad, makes autograd call the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:
+        raise UsageError(NOTHING_TRAINS)
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -207,15 +230,16 @@ def _make(data: torch.Tensor, fetch: Callable[[], torch.Tensor] | None) -> Share
     return parameter
 
 
-def shared_parameter(parameter: torch.Tensor, device: torch.device | None = None) -> SharedParameter:
-    """Return a frozen parameter on the memory of ``parameter``, or a placeholder on ``device`` for a meta tensor."""
+def shared_parameter(parameter: torch.Tensor, device: torch.device | None = None, whole: str = "") -> SharedParameter:
+    """Return a frozen parameter on the memory of ``parameter``, or a placeholder on ``device`` for a meta tensor.
+    ``whole`` is the name of the base layer that it is inside of, if that is served whole."""
     if parameter.is_meta and device is not None:
-        return placeholder(parameter.shape, parameter.dtype, device, fetch_of(parameter))
+        return placeholder(parameter.shape, parameter.dtype, device, partial(_refuse_inside, whole))
     values = parameter.data  # not detach(), which would share a version counter with other tenants
     return _make(values, values.clone)
 
 
-def fetch_of(parameter: torch.Tensor, layer: str = "") -> Callable[[], torch.Tensor]:
+def fetch_of(parameter: torch.Tensor, layer: str) -> Callable[[], torch.Tensor]:
     """Return how a tenant that makes a base layer's weight trainable gets a copy of it: if it is in the same process as
     the executor, or if the provider allows it."""
     if not parameter.is_floating_point() or hasattr(parameter, "__tensor_flatten__"):
@@ -230,10 +254,18 @@ def _refuse_quantized(layer: str) -> torch.Tensor:
 
 
 def _refuse(layer: str) -> torch.Tensor:
-    allow = f"to allow this weight to leave (symbiosis serve --allow-weights {layer})" if layer else "not to serve it"
     raise PlaceholderError(
-        f"{layer or 'a base layer'}: its weight stays with the executor, so it cannot be trained or written to here "
-        f"(modules_to_save, requires_grad_); adapt the layer with PEFT, or ask the provider {allow}"
+        f"{layer}: its weight stays with the executor, so it cannot be trained or written to here "
+        "(modules_to_save, requires_grad_); adapt the layer with PEFT, or ask the provider to allow this weight to "
+        f"leave (symbiosis serve --allow-weights {layer})"
+    )
+
+
+def _refuse_inside(layer: str) -> torch.Tensor:
+    raise PlaceholderError(
+        f"{layer or 'a base layer'} is served whole and its weights stay with the executor, so they cannot be trained "
+        "or written to here (modules_to_save, requires_grad_); adapt other layers with PEFT, use a client in the "
+        "executor's process, or ask the provider not to serve this layer (symbiosis serve --base-layers)"
     )
 
 

@@ -15,7 +15,7 @@ from symbiosis.client.waiting import BlockingWaiter, Waiter
 from symbiosis.core.requests import Call, Key, Results
 from symbiosis.core.terms import Kind
 from symbiosis.core.transport import Channel
-from symbiosis.errors import CannotWaitError, ClientClosedError
+from symbiosis.errors import CannotWaitError, ClientClosedError, UsageError
 
 
 class ModelCopy:
@@ -80,12 +80,14 @@ class Requester:
 
     Attributes:
         model: the model, of layers that are not copies.
+        quantization: what has quantized the base layers, see :func:`~symbiosis.core.share.quantization_of`.
         here: what is remembered for the calling thread.
     """
 
     def __init__(self, *, masked: bool = False, before_backward: Callable[[], None] | None = None) -> None:
         self.masked = masked
         self.model = ModelCopy()
+        self.quantization: str | None = None
         self.before_backward = before_backward or (lambda: None)
         self.finetuning = False
         self.tenants: tuple[str, ...] = ()
@@ -143,6 +145,8 @@ class Requester:
         channel = self._channel
         if channel is None:
             raise ClientClosedError(f"{name}: the client of this model was closed, and its base layers are gone")
+        if torch._C._is_tracing():
+            raise refuse_to_trace(name)
         # Tensors that such transforms wrap would be merged with other tenants' rows.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise CannotWaitError(f"{name}: torch.func transforms (vmap, grad, jvp…) cannot be used on this model")
@@ -153,6 +157,14 @@ class Requester:
             return self._waiter.wait(channel, Call(key, kind, tensors, self.tenants), name)
         moved = tuple(tensor.to(channel.device) for tensor in tensors)
         return tuple(result.to(home) for result in self._waiter.wait(channel, Call(key, kind, moved), name))
+
+
+def refuse_to_trace(name: str) -> UsageError:
+    """Return the error for a program that would be written down without the layer of this name."""
+    return UsageError(
+        f"{name}: this model cannot be traced or exported (torch.jit.trace, torch.export), because its base layers are "
+        "with the executor; save the adapter, and trace the model where the base model is"
+    )
 
 
 def _has_tangent(tensor: torch.Tensor) -> bool:

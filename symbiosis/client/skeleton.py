@@ -25,7 +25,7 @@ from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.share import MAX_NAME, Resident, Share, dtype_named, is_model_name, layers_of
+from symbiosis.core.share import MAX_NAME, Resident, Share, dtype_named, is_model_name, layers_of, quantization_of
 from symbiosis.core.transport import Channel
 from symbiosis.errors import PlaceholderError, ShareError
 
@@ -41,7 +41,9 @@ def skeleton_for(channel: Channel, requester: Requester) -> nn.Module:
     """
     share, device = channel.share, channel.device
     if isinstance(share, Resident):
+        requester.quantization = quantization_of(share.model.modules())
         return make_skeleton(share.model, share.layers, requester, device)
+    requester.quantization = share.description.get("quantization")
     hollows = _hollows.setdefault(share, {})
     if device not in hollows:
         hollows[device] = Hollow(share, device)
@@ -175,11 +177,13 @@ def make_skeleton(
     memo: dict[int, object] = {}
     shared: dict[int, SharedParameter] = {}
     linears = {id(module): (spec, module) for spec, module in layers if spec.linear}
+    wholes = {id(p): spec.name for spec, module in layers if not spec.linear for p in module.parameters()}
     for module in model.modules():
         if id(module) not in linears:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in shared:
-                    memo[id(parameter)] = shared[id(parameter)] = shared_parameter(parameter, device)
+                    whole = wholes.get(id(parameter), "")
+                    memo[id(parameter)] = shared[id(parameter)] = shared_parameter(parameter, device, whole)
     for id_, (spec, module) in linears.items():
         cls = VirtLinear if isinstance(module, nn.Linear) else VirtConv1D
         memo[id_] = cls(module, spec, requester, device, shared.get(id(module.weight)))

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.fibers import RandomStream
 from symbiosis.client.parameters import SharedParameter, fetch_of, placeholder, shared_parameter, values_of
 from symbiosis.client.placeholders import KeptProduct, Placeholder, introduce
-from symbiosis.client.requester import ModelCopy, Requester
+from symbiosis.client.requester import ModelCopy, Requester, refuse_to_trace
 from symbiosis.client.siblings import Member, Siblings
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.core.terms import Kind
@@ -304,6 +304,8 @@ def uncompiled(layer: VirtLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
     The compiler looks at the frames of whatever its thread runs, until a disabled function is called. A fiber that
     waited inside compiled code would have it compile the executor and other clients.
     """
+    if torch.compiler.is_exporting():
+        raise refuse_to_trace(layer.spec.name)
     return cast(torch.Tensor, layer.forward(*args, **kwargs))
 
 

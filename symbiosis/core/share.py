@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,13 @@ def is_model_name(value: object) -> bool:
     return isinstance(value, str) and len(value) <= MAX_NAME and value.isprintable()
 
 
+def quantization_of(modules: Iterable[object]) -> str | None:
+    """Return ``"bitsandbytes"`` if any of a model's modules are of that library, otherwise None. PEFT has other layers
+    for them."""
+    found = any(type(module).__module__.partition(".")[0] == "bitsandbytes" for module in modules)
+    return "bitsandbytes" if found else None
+
+
 @dataclass(frozen=True, eq=False)
 class Share:
     """A client's part of a model, as data. A tenant without a checkpoint needs nothing else.
@@ -37,8 +44,9 @@ class Share:
     ``config``, ``generation_config``, ``attention``, ``dtype``, ``layers``, ``tied``, ``buffers``, ``allowed``,
     ``layer_weights`` (a hash of each base layer), ``weights`` (of all of them), ``client_weights`` (of the tensors),
     ``fingerprint`` (of all this) and ``name``. If other executors serve other base layers of the model, it also has
-    ``order``: the names of all base layers in the model's order. ``tensors`` are embeddings, norms, biases and buffers
-    by name, and the weights of base layers that the provider allows. ``tokenizer`` maps file names to contents.
+    ``order``: the names of all base layers in the model's order. If bitsandbytes has quantized layers, it has
+    ``quantization`` (see :func:`quantization_of`). ``tensors`` are embeddings, norms, biases and buffers by name, and
+    the weights of base layers that the provider allows. ``tokenizer`` maps file names to contents.
     """
 
     description: Mapping[str, Any]

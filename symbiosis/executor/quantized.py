@@ -50,8 +50,9 @@ def run(module: Any, x: torch.Tensor) -> torch.Tensor:
     """
     if _scales(module) is not None:
         return F.linear(x, dequantized(module).to(x.dtype), module.bias)
+    # torchao's result is a view. Made without gradients, it could not be written to, as a few PEFT methods do.
     y: torch.Tensor = module(x)
-    return y
+    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
 def gradient(module: Any, dy: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.share import Share, fingerprint_of
+from symbiosis.core.share import Share, fingerprint_of, quantization_of
 from symbiosis.errors import ShareError
 from symbiosis.executor.fingerprint import dtype_name, layer_fingerprints, tensors_fingerprint, weights_fingerprint
 from symbiosis.executor.loading import HUB_ID
@@ -61,7 +61,11 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
         "layer_weights": layer_fingerprints(layers),
         "weights": weights_fingerprint(layers),
         "client_weights": tensors_fingerprint(tensors),
-    } | ({"order": split.order} if split.elsewhere else {})
+    }
+    if split.elsewhere:
+        description["order"] = split.order
+    if (quantization := quantization_of(model.modules())) is not None:
+        description["quantization"] = quantization
     description["fingerprint"] = fingerprint_of(description)
     description["name"] = public_name(config._name_or_path) if name is None else name
     return Share(description, tensors, _tokenizer_files(source))

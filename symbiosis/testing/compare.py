@@ -107,7 +107,7 @@ class Comparison:
 
     differences: Mapping[str, float]
     """Largest relative difference of each tensor, max|a - b| / max|b|. Infinite if one tensor is missing, has another
-    shape, or is not finite where the other one is."""
+    shape, or is not finite where the other one is. NaN in the same place is no difference."""
     unequal: tuple[str, ...]
     """Names of the tensors that are not bit-equal."""
 
@@ -117,8 +117,8 @@ class Comparison:
         a, b = outcome.tensors(), expected.tensors()
         names = sorted({*a, *b})
         return cls(
-            {name: _difference(a.get(name), b.get(name)) for name in names},
-            tuple(name for name in names if name not in a or name not in b or not torch.equal(a[name], b[name])),
+            {name: difference_of(a.get(name), b.get(name)) for name in names},
+            tuple(name for name in names if name not in a or name not in b or not _equal(a[name], b[name])),
         )
 
     @property
@@ -139,12 +139,21 @@ class Comparison:
         )
 
 
-def _difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are bit-equal. NaN in both is equal: some PEFT methods have a loss that is NaN."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def difference_of(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """Return the largest relative difference of a tensor from the expected one; see :class:`Comparison`."""
     if a is None or b is None or a.shape != b.shape:
         return float("inf")
-    if torch.equal(a, b):
+    if _equal(a, b):
         return 0.0
-    a, b = a.double(), b.double()
+    nan = a.isnan() & b.isnan()
+    a, b = a.double().masked_fill(nan, 0), b.double().masked_fill(nan, 0)
     difference = ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
     return min(float("inf"), difference)  # NaN too
 

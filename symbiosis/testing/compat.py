@@ -30,7 +30,7 @@ from symbiosis.executor.loading import class_of, load_model
 from symbiosis.executor.sharing import describe, sizes_text
 from symbiosis.executor.splitting import HEADS
 from symbiosis.host import Executor
-from symbiosis.testing.compare import Comparison, Job, logits_of, run_job, run_job_plain
+from symbiosis.testing.compare import Comparison, Job, difference_of, logits_of, run_job, run_job_plain
 from symbiosis.testing.formats import FORMATS, keep_trainable, limits_of, model_in, split_name
 from symbiosis.testing.zoo import GENERATING, ZOO, random_model, zoo_inputs, zoo_model
 
@@ -320,15 +320,13 @@ async def _save_and_load(
         async with make(None) as other:
             other.load_adapter(folder)
             loaded, wanted = await other.run(_example, other.model, job), _example(plain, job)
-    if not _difference(loaded, wanted) <= limit:
-        return f"the saved adapter gives other logits in a client than in plain PEFT: {_difference(loaded, wanted):.2g}"
-    if torch.equal(trained, again) and not _difference(wanted, trained) <= limit:  # some models keep a state
-        return f"the saved adapter gives other logits than the trained one: {_difference(wanted, trained):.2g}"
+    if not difference_of(loaded, wanted) <= limit:
+        return (
+            f"the saved adapter gives other logits in a client than in plain PEFT: {difference_of(loaded, wanted):.2g}"
+        )
+    if torch.equal(trained, again) and not difference_of(wanted, trained) <= limit:  # some models keep a state
+        return f"the saved adapter gives other logits than the trained one: {difference_of(wanted, trained):.2g}"
     return None
-
-
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).abs().max() / other.abs().max()).item()
 
 
 @torch.no_grad()

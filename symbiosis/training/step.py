@@ -33,6 +33,11 @@ class Backward:
     run: Callable[[], Any]
 
 
+NOTHING_TRAINS = (
+    "nothing in the model is trainable, so training would change nothing: the base model is frozen. Add an adapter "
+    "before the optimizer or trainer is made (get_peft_model(model, config), a peft_config for the client, or its "
+    "load_adapter(folder, trainable=True)), or unfreeze a part"
+)
 Step = Generator[Forward | Backward, Any, float]
 """Yields operations, and returns the loss of the batch."""
 
@@ -94,10 +99,7 @@ def _backward(loss: torch.Tensor) -> float:
 
 def _check_trainable(loss: torch.Tensor) -> None:
     if not loss.requires_grad:
-        raise UsageError(
-            "nothing in the model is trainable; give the client a peft_config, or load its adapter with "
-            "load_adapter(folder, trainable=True)"
-        )
+        raise UsageError(NOTHING_TRAINS)
 
 
 async def drive(step: Step, run: Callable[[Forward | Backward], Awaitable[Any]]) -> float:

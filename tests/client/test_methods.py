@@ -89,6 +89,7 @@ REFUSE: dict[str, Callable[[], Any]] = {
     "shira": lambda: config("Shira", r=4, **ON),
     "hira": lambda: config("Hira", **ON),
     "peanut": lambda: config("Peanut", **ON),
+    "frod": lambda: config("Frod", progressbar=False, **ON),
     "osf": lambda: config("OSF", **ON),
     "psoft": lambda: config("Psoft", r=4, **ON),
     "target-parameters": lambda: config(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
+import symbiosis
 from symbiosis.client.parameters import SharedParameter, placeholder, shared_parameter
-from symbiosis.errors import PlaceholderError
+from symbiosis.errors import PlaceholderError, UsageError
+from tests.helpers import BATCH, IDS, in_thread
+
+T = TypeVar("T")
 
 ORIGINAL = torch.arange(6.0).reshape(2, 3)
 
@@ -219,3 +227,67 @@ def test_a_shallow_copy_is_shared_too() -> None:
         copied.mul_(3)
     assert torch.equal(original, ORIGINAL)
     assert torch.equal(parameter, ORIGINAL)
+
+
+@contextlib.asynccontextmanager
+async def models(model: Any, way: str, folder: Path) -> AsyncIterator[Callable[[Callable[[Any], T]], Awaitable[T]]]:
+    """Yield what runs a function of a client's model on a thread: of a client in the executor's process that can decode
+    jointly, of one that cannot, or of an opened model."""
+    async with symbiosis.Executor(model, joint="off" if way == "alone" else "auto") as executor:
+        if way != "shm":
+            async with executor.client() as client:
+                yield lambda work: in_thread(work, client.model)
+            return
+        await executor.listen(f"shm://{folder}/s")
+
+        def opened(work: Callable[[Any], T]) -> T:
+            with symbiosis.open_model(f"shm://{folder}/s") as model:
+                return work(model)
+
+        yield lambda work: in_thread(opened, work)
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+async def test_training_with_nothing_trainable(base: Any, way: str, tmp_path: Path) -> None:
+    """The first backward pass of a trainer says what to do, also if it divides the loss before."""
+
+    def train(model: Any) -> None:
+        arguments = TrainingArguments(
+            str(tmp_path / "out"), max_steps=2, gradient_accumulation_steps=2, report_to=[], use_cpu=True
+        )
+        with pytest.raises(UsageError, match=r"^nothing in the model is trainable.*get_peft_model"):
+            Trainer(model=model, args=arguments, train_dataset=[{"input_ids": IDS[0], "labels": IDS[0]}] * 4).train()
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
+
+
+async def test_backward_of_a_client_with_nothing_trainable(base: Any) -> None:
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        with pytest.raises(UsageError, match=r"^nothing in the model is trainable.*peft_config for the client"):
+            await client.backward((await client.forward(**BATCH)).loss)
+
+
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+async def test_losses_are_left_alone(base: Any, way: str, tmp_path: Path) -> None:
+    """Evaluation, and training of anything in the model or before it, get the loss that the model has computed."""
+
+    def work(model: Any) -> list[float]:
+        plain = model(**BATCH).loss
+        assert not plain.requires_grad
+        with torch.no_grad():
+            assert not model.train()(**BATCH).loss.requires_grad
+        found = [plain.item(), model(**BATCH).loss.item(), model(**BATCH)[0].item()]
+        embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+        model(inputs_embeds=embeddings, labels=IDS).loss.backward()
+        assert embeddings.grad is not None
+        model.model.norm.weight.requires_grad_(True)
+        loss = model(**BATCH).loss
+        loss.backward()
+        assert model.model.norm.weight.grad.abs().max() > 0
+        return [*found, loss.item()]
+
+    expected = base(**BATCH).loss.item()
+    async with models(base, way, tmp_path) as run:
+        assert await run(work) == [expected] * 4

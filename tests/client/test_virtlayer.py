@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from torch import nn
 import symbiosis
 from symbiosis.client import siblings
 from symbiosis.client.virtlayer import VirtLayer, VirtLinear
-from symbiosis.errors import RequestError
+from symbiosis.errors import RequestError, UsageError
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
-from tests.helpers import BATCH, IDS, lora
+from tests.helpers import BATCH, IDS, in_thread, lora
 
 
 @pytest.fixture
@@ -439,3 +440,32 @@ async def test_own_weights_inside_a_module_that_is_served_whole(how: str) -> Non
             found = await run_job(client, job)
     assert any("mlp" in name for name in found.gradients)
     assert Comparison.of(found, expected).worst() <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning", "ignore:.*trace:Warning")
+@pytest.mark.parametrize(
+    "write_down",
+    [
+        lambda model: torch.jit.trace(model, (IDS,), strict=False),  # type: ignore[no-untyped-call]
+        lambda model: torch.export.export(model, (IDS,)),
+    ],
+    ids=["trace", "export"],
+)
+async def test_tracing_is_refused(base: Any, tmp_path: Path, write_down: Callable[[Any], object]) -> None:
+    """A trace would lack the base layers. In the executor's process it would hold those, and with them the weights."""
+    complaint = r"q_proj: this model cannot be traced or exported.*save the adapter"
+
+    def opened() -> torch.Tensor:
+        with symbiosis.open_model(f"shm://{tmp_path}/s") as model:
+            with pytest.raises(UsageError, match=complaint):
+                write_down(model)
+            logits: torch.Tensor = model(IDS).logits
+            return logits
+
+    async with symbiosis.Executor(copy.deepcopy(base)) as executor, executor.client() as client:
+        with pytest.raises(UsageError, match=complaint):
+            await client.run(write_down, client.model)
+        await executor.listen(f"shm://{tmp_path}/s")
+        expected = base(IDS).logits
+        assert torch.equal(await in_thread(opened), expected)
+        assert torch.equal((await client.forward(IDS)).logits, expected)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import symbiosis
 from symbiosis.core.requests import Key, Pass
-from symbiosis.errors import PlaceholderError, SplitError
+from symbiosis.errors import PlaceholderError, SplitError, UsageError
 from symbiosis.executor.layers import QuantizedLayer
 from symbiosis.executor.quantized import dequantized, is_quantized
 from symbiosis.executor.splitting import SplitModel
@@ -23,6 +24,7 @@ from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_mode
 from tests.helpers import CAUSAL
 
 JOB = Job(steps=3, new_tokens=4)
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def int8() -> Any:
@@ -98,6 +100,60 @@ async def test_plain_pefts_numbers(checkpoint: Path, kind: str, transport: str, 
     assert comparison.worst("logits") <= logits, comparison
     assert comparison.worst("gradient") <= gradients, comparison
     assert comparison.worst("losses") <= gradients, comparison
+
+
+ON = {"target_modules": ["q_proj", "down_proj"], "task_type": CAUSAL}
+BD = peft.BdLoraConfig(target_modules_bd_a=["q_proj"], target_modules_bd_b=["down_proj"], nblocks=2)
+UNLIKE_PLAIN: dict[str, Callable[[], Any]] = {
+    "monteclora_config": lambda: LoraConfig(monteclora_config=peft.MontecloraConfig(), **ON),
+    "use_bdlora": lambda: LoraConfig(use_bdlora=BD, **ON),
+    "UNILORA": lambda: peft.UniLoraConfig(r=4, **ON),
+}
+"""Methods that plain PEFT leaves out on layers of bitsandbytes, by what the refusal names."""
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes NF4", "bitsandbytes int8"])
+def test_methods_that_plain_peft_leaves_out(checkpoint: Path, kind: str) -> None:
+    """If this fails, plain PEFT has learnt a method, and the refusal of it can go."""
+    made = {name: peft.get_peft_model(plain(checkpoint, kind), make()) for name, make in UNLIKE_PLAIN.items()}
+    assert not any("monteclora" in name for name, _ in made["monteclora_config"].named_modules())
+    assert made["use_bdlora"].get_submodule(f"{LAYER}.lora_A.default").weight.shape == (8, 64)
+    scales = made["UNILORA"].get_submodule(LAYER).unilora_scales_A["default"]
+    assert not scales.is_floating_point()
+    assert not scales.any()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("method", UNLIKE_PLAIN)
+@pytest.mark.parametrize("kind", ["bitsandbytes NF4", "bitsandbytes int8", "torchao int8"])
+async def test_they_are_refused(checkpoint: Path, kind: str, method: str, transport: str, tmp_path: Path) -> None:
+    """They are refused on layers of bitsandbytes, and equal plain PEFT on those of torchao, which the error names."""
+    async with symbiosis.Executor(load(checkpoint, kind)) as executor:
+        await executor.listen(f"shm://{tmp_path}/s", keep_weights=True)
+
+        async def found(make: Any) -> Any:
+            async with make(UNLIKE_PLAIN[method](), seed=0) as client:
+                return await run_job(client, JOB)
+
+        async with symbiosis.connect(f"shm://{tmp_path}/s") as base:
+            make = executor.client if transport == "inproc" else base.client
+            if kind != "torchao int8":
+                with pytest.raises(UsageError, match=rf"plain PEFT .*{method}.*bitsandbytes.*use plain LoRA"):
+                    await found(make)
+                return
+            outcome = await found(make)
+    assert Comparison.of(outcome, run_job_plain(plain(checkpoint, kind), UNLIKE_PLAIN[method](), JOB)).bit_equal
+
+
+async def test_a_method_that_writes_to_a_result(checkpoint: Path) -> None:
+    """aLoRA adds to the base layer's result in place; in the executor's process that is what the executor computed."""
+    wanted = LoraConfig(r=4, init_lora_weights=False, alora_invocation_tokens=[5], **ON)
+    expected = run_job_plain(plain(checkpoint, "torchao int8"), wanted, JOB)
+    async with (
+        symbiosis.Executor(load(checkpoint, "torchao int8")) as executor,
+        executor.client(wanted, seed=0) as client,
+    ):
+        assert Comparison.of(await run_job(client, JOB), expected).bit_equal
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 
 import symbiosis
 from symbiosis.client.experts import VirtExperts
@@ -108,6 +108,25 @@ async def test_experts_are_not_adapted_from_another_process(options: dict[str, A
         with pytest.raises(PlaceholderError, match=r"mlp\.experts.*not with the client.*executor's process"):
             async with base.client(config):
                 pass
+
+
+@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+async def test_experts_are_not_saved_from_another_process(base_layers: str, tmp_path: Path) -> None:
+    """The error names the layer and what to do. A client in the executor's process, which it names, trains a copy."""
+    model = mixture("qwen3-moe")
+    config = attention_lora(modules_to_save=["mlp"])
+    async with symbiosis.Executor(copy.deepcopy(model), base_layers=base_layers) as executor:
+        await executor.listen(f"shm://{tmp_path}/socket")
+
+        def adapt() -> None:
+            with symbiosis.open_model(f"shm://{tmp_path}/socket") as opened:
+                with pytest.raises(PlaceholderError, match=r"^model\.layers\.0\.mlp.*is served whole.*--base-layers"):
+                    get_peft_model(opened, config)
+
+        await asyncio.to_thread(adapt)
+        async with executor.client(config, seed=0) as client:
+            found = await run_job(client, JOB)
+    assert Comparison.of(found, run_job_plain(model, config, JOB)).bit_equal
 
 
 async def test_an_expert_that_a_tenant_trains_is_its_own() -> None:

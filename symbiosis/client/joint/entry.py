@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from symbiosis.client.parameters import explain_backward
+
 _SEAT = "_symbiosis_seat"
 """Attribute of a tenant's model."""
 _USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
@@ -43,7 +45,9 @@ def _with_seat(cls: type[Any]) -> type[Any]:
         seat = self.__dict__.get(_SEAT)
         if seat is None or torch.compiler.is_compiling():
             return own_forward(self, *args, **kwargs)
-        return seat.forward(functools.partial(own_forward, self), args, kwargs)
+        output = seat.forward(functools.partial(own_forward, self), args, kwargs)
+        explain_backward(self, args, output)  # not as a forward hook, with which the model would walk alone
+        return output
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy the model as one of its own class, which has no seat."""
