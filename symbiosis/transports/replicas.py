@@ -41,7 +41,7 @@ CROWDED = 0.5
 PATIENCE_S = 0.5
 """Seconds for which the other replicas may still answer after the first one has."""
 SHOWN_WITHIN_S = 5.0
-"""The same, where the status of each is asked for: a replica in a long batch answers late."""
+"""The same, where the status of each is asked for or none has answered: a replica in a long batch answers late."""
 LOOK_EVERY_S = 5.0
 """Seconds between two looks at all replicas by clients of one process."""
 MAX_REPLICAS = 64
@@ -224,8 +224,8 @@ class Replicas:
             return _merge(looks), looks
 
     def looks(self, patience_s: float | None = PATIENCE_S) -> Looks:
-        """Ask all replicas at once. Those that do not answer within ``patience_s`` after the first one are left out;
-        None waits for all."""
+        """Ask all replicas at once. Those that do not answer within ``patience_s`` after the first one are left out, as
+        are all after :data:`SHOWN_WITHIN_S`; None waits for all."""
         if self._file is not None:
             try:
                 self._read(self._file)
@@ -245,15 +245,15 @@ class Replicas:
         for replica in asked:
             threading.Thread(target=ask, args=(replica,), daemon=True).start()
         found: dict[Replica, Look | SymbiosisError] = {}
-        until: float | None = None
+        until = None if patience_s is None else time.monotonic() + max(patience_s, SHOWN_WITHIN_S)
         while len(found) < len(asked):
             try:
                 replica, answer = answers.get(timeout=None if until is None else max(until - time.monotonic(), 0))
             except queue.Empty:
                 break
             found[replica] = answer
-            if isinstance(answer, Look) and patience_s is not None and until is None:
-                until = time.monotonic() + patience_s
+            if isinstance(answer, Look) and patience_s is not None and until is not None:
+                until = min(until, time.monotonic() + patience_s)
         silent = {
             replica: ConnectionLostError(f"no executor answers on {replica.address} in time")
             for replica in asked
@@ -307,13 +307,16 @@ class Choice:
 
         Raises:
             RefusedError: all of them serve another model than before.
+            SymbiosisError: no replica answers. One that is silent is not joined then, because that would last while
+                another one returns.
         """
         looks, self._looks = self._looks or self._replicas.looks(), None
-        silent = (replica for replica, look in looks.items() if not isinstance(look, Look))
-        found = [*ranked(self._loads(looks)), *silent]
-        if not found:
-            raise RefusedError(f"{', '.join(r.address for r in looks)} came back with another model; open a new client")
-        return found
+        silent = {replica: look for replica, look in looks.items() if not isinstance(look, Look)}
+        if found := ranked(self._loads(looks)):
+            return [*found, *silent]
+        others = ", ".join(replica.address for replica in looks if replica not in silent)
+        other = [RefusedError(f"{others} came back with another model; open a new client")] if others else []
+        raise _together([*other, *silent.values()])
 
     def _loads(self, looks: Looks) -> dict[Replica, float]:
         """Return the load of each executor of this model, or of this part of it."""

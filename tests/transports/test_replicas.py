@@ -256,6 +256,29 @@ async def test_a_silent_replica_delays_no_client(tmp_path: Path, monkeypatch: py
             assert time.monotonic() - began < 10
 
 
+async def test_a_silent_replica_does_not_hide_one_that_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "SHOWN_WITHIN_S", 0.5)
+    address = f"shm://{tmp_path}/one.sock"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{tmp_path}/silent.sock")
+        silent.listen(64)
+        async with symbiosis.Executor(tiny_model()) as one:
+            await one.listen(address)
+            base = symbiosis.connect(f"{address},shm://{tmp_path}/silent.sock")
+            client = base.client()
+            await base.__aenter__()
+            await client.open()
+            expected = (await client.forward(input_ids=IDS)).logits
+        began = time.monotonic()
+        forward = asyncio.create_task(client.forward(input_ids=IDS))
+        await asyncio.sleep(1)
+        async with symbiosis.Executor(tiny_model()) as again:
+            await again.listen(address)
+            torch.testing.assert_close((await forward).logits, expected)
+            assert time.monotonic() - began < 15
+            await base.close()
+
+
 async def test_replicas_of_different_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "PATIENCE_S", 20.0)
     async with two(tmp_path, (0, 1)) as (one, other, addresses):
