@@ -135,6 +135,8 @@ class Executor:
                 f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters"
             )
         policy = make_policy(policy)
+        if source is None and dtype is not None:
+            model, dtype = model.to(dtype), None
         split = SplitModel(
             *(model, base_layers),
             packed=packed,

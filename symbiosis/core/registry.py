@@ -190,7 +190,7 @@ def _number(text: str) -> Any:
 
 def addresses_in(address: str) -> list[str]:
     """Return the addresses in a list such as ``shm:///run/a.sock,tcp://b:7000``."""
-    return re.split(r",(?=\w+://)", address)
+    return re.split(r",\s*(?=\w+://)", address)
 
 
 def make_transport(address: str, **options: Any) -> Transport:

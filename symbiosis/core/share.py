@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,15 @@ class Resident:
 
     model: nn.Module
     layers: Sequence[tuple[LayerSpec, nn.Module]]
+
+
+_BLOCK = re.compile(r"(?:^|.*?\.)[0-9]+(?=\.|$)")
+
+
+def block_of(name: str) -> str:
+    """Return the block to which a layer belongs: its name up to the first number, or all of it if it has none."""
+    found = _BLOCK.match(name)
+    return found[0] if found else name
 
 
 def fingerprint_of(value: Any) -> str:

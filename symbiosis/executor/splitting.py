@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.share import Resident
+from symbiosis.core.share import Resident, block_of
 from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.experts import is_bank
 from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
@@ -45,7 +45,8 @@ class SplitModel:
         layers: which of the base layers are served here: numbers of blocks, ranges of them, and names or patterns,
             separated by commas, such as ``"0-15,lm_head"``. Other executors serve the others, whose weights are dropped
             without being read. By default all.
-        device, dtype: where the model is moved, and its precision. By default it stays as it is.
+        device, dtype: where the model is moved, and its precision, which transformers gives it as if it had loaded the
+            model in that precision. By default it stays as it is.
 
     Attributes:
         elsewhere: specs and modules of the base layers that other executors serve. Their weights are on the meta
@@ -95,7 +96,10 @@ class SplitModel:
             if allow_weights:
                 raise UsageError("allow_weights is for an executor that serves all layers; leave out layers")
             self._serve_part(layers)
-            self._move(device, dtype)
+            self._move(device)
+            if dtype is not None:
+                self._load_as(dtype)
+            self.layers = self._table([layer.spec.name for layer in self.layers], skip=False)
         self.packed = pack(model, [layer.module for layer in self.layers if layer.spec.linear]) if packed else 0
         self._refuse_unknown_quantization()
         if not self.layers:
@@ -116,31 +120,52 @@ class SplitModel:
     def _serve_part(self, layers: str) -> None:
         """Keep the base layers of these blocks and names, and drop the weights of the others."""
         served = _named(self.order, layers)
+        if divided := {block_of(name) for name in served} & {block_of(name) for name in {*self.order} - served}:
+            raise SplitError(f"layers: {layers!r} divides {min(divided)}; serve blocks whole")
         self.elsewhere = [(layer.spec, layer.module) for layer in self.layers if layer.spec.name not in served]
         sizes = {layer.spec.name: _elements(layer.module) for layer in self.layers}
         self.part = sum(sizes[name] for name in served) / sum(sizes.values())
         self._keep(served)
+        linear = {id(module) for spec, module in self.elsewhere if spec.linear}
         gone = {id(module) for _, whole in self.elsewhere for module in whole.modules()}
         tied = {id(p) for module in self.model.modules() if id(module) not in gone for p in module._parameters.values()}
-        for spec, whole in self.elsewhere:
+        for _, whole in self.elsewhere:
             for module in whole.modules():
                 for leaf, parameter in module._parameters.items():
-                    if parameter is None or id(parameter) in tied or (spec.linear and leaf == "bias"):
+                    if parameter is None or id(parameter) in tied or (id(module) in linear and leaf == "bias"):
                         continue
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                     module._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
 
-    def _move(self, device: str | torch.device | None, dtype: torch.dtype | None) -> None:
-        """Move what is left of the model, and change its precision."""
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            to = dtype if tensor.is_floating_point() else None
-            return tensor.to(dtype=to) if tensor.is_meta else tensor.to(device=device, dtype=to)
-
-        self.model._apply(moved)  # type: ignore[no-untyped-call]
-        self.layers = self._table([layer.spec.name for layer in self.layers], skip=False)
+    def _move(self, device: str | torch.device | None) -> None:
+        """Move what is left of the model."""
         if device is not None:
+            self.model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
             self.device = torch.device(device)
+
+    def _load_as(self, dtype: torch.dtype) -> None:
+        """Give what is left of the model the precision in which transformers loads it with ``dtype=``: buffers that no
+        checkpoint has, such as rotary frequencies, stay as they are, and some modules keep fp32."""
+        model: Any = self.model
+        computed = {
+            id(buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if name in module._non_persistent_buffers_set
+        }
+        fp32 = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+        fp32 |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+        wide = {id(p) for name, p in model.named_parameters() if any(re.search(part, name) for part in fp32)}
+
+        def loaded(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in computed or not tensor.is_floating_point():
+                return tensor
+            return tensor.to(torch.float32 if id(tensor) in wide else dtype)
+
+        model._apply(loaded)
+        for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
+            if config is not None:
+                config.dtype = dtype
 
     def _refuse_unknown_quantization(self) -> None:
         """Raise SplitError if clients would hold quantized weights, because no base layer can compute with them."""
@@ -232,18 +257,21 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> tuple[list[st
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)], {}
 
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_BLOCK = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def _named(names: Sequence[str], layers: str) -> set[str]:
     """Return the names of base layers that a text such as ``"0-15,lm_head"`` stands for.
 
     Raises:
+        UsageError: it is no text.
         SplitError: a part of the text stands for none of them.
     """
+    if not isinstance(layers, str):
+        raise UsageError(f"layers is {layers!r}; give a text such as '0-15,lm_head'")
     found: set[str] = set()
-    blocks = {name: int(number[1]) for name in names if (number := _BLOCK.search(name))}
+    numbers_of = {name: block_of(name).rpartition(".")[2] for name in names}
+    blocks = {name: int(number) for name, number in numbers_of.items() if number.isdecimal()}
     for part in layers.split(","):
         if numbers := _RANGE.fullmatch(part.strip()):
             first, last = int(numbers[1]), int(numbers[2] or numbers[1])

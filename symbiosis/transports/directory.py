@@ -8,20 +8,36 @@ for it.
 from __future__ import annotations
 
 import asyncio
-import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from symbiosis.core.requests import Call, LayerSpec, Results
-from symbiosis.core.share import Resident, fingerprint_of, layers_of
+from symbiosis.core.share import Resident, block_of, fingerprint_of, layers_of
 from symbiosis.core.transport import Channel, Check, Identity
 from symbiosis.errors import RefusedError, RequestError, ShareError
 from symbiosis.transports.share import common_share
 from symbiosis.transports.threads import ThreadCalls
 
+_NOT_HASHED = ("fingerprint", "name")
 _OF_A_PART = ("layers", "layer_weights", "weights", "fingerprint", "order", "name")
 """Entries of a description in which executors of one model may differ."""
-_BLOCK = re.compile(r"(?:^|.*?\.)\d+(?=\.|$)")
+
+
+def checked(address: str, description: Mapping[str, Any]) -> str:
+    """Return the fingerprint in the description of a share.
+
+    Raises:
+        ShareError: it is not the fingerprint of this description, which it may have from another executor.
+    """
+    fingerprint = description.get("fingerprint")
+    try:
+        found = fingerprint_of({name: value for name, value in description.items() if name not in _NOT_HASHED})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ShareError(f"what {address} serves cannot be read: {error!r}"[:500]) from error
+    if found != fingerprint:
+        raise ShareError(f"the fingerprint of {address} is not that of what it serves; its version may be another one")
+    return found
 
 
 def merge(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -59,21 +75,21 @@ def _merged(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for layer, weights in zip(part["layers"], part["layer_weights"], strict=True):
             name = layer[1]
             if name in served:
-                if "order" not in one or "order" not in part:
+                if weights != served[name][2]:
                     raise _different(served[name][0], address, "layer_weights", parts[served[name][0]], part)
                 raise RefusedError(
                     f"{name} is served at {served[name][0]} and at {address}, which do not serve the same layers; give "
                     "two executors the same layers, or no layer in common"
                 )
             served[name] = address, layer, weights
-            block = found[0] if (found := _BLOCK.match(name)) else name
+            block = block_of(name)
             if blocks.setdefault(block, address) != address:
                 raise RefusedError(f"{block} is divided between {blocks[block]} and {address}; serve blocks whole")
-    order = one["order"]
-    if any(part["order"] != order for part in parts.values()):
+    order = one.get("order")
+    if order is None or any(part.get("order") != order for part in parts.values()):
         raise RefusedError(f"{', '.join(parts)} serve different models: they divide them into different base layers")
     if missing := [name for name in order if name not in served]:
-        raise GapError(f"no executor of {', '.join(parts)} serves {len(missing)} base layers: {_shown(missing)}")
+        raise GapError(f"no executor of {', '.join(parts)} serves {len(missing)} base layers: {_shown(missing)}"[:2000])
     merged = {name: value for name, value in one.items() if name not in _OF_A_PART}
     merged["layers"] = [[index, *served[name][1][1:]] for index, name in enumerate(order)]
     merged["layer_weights"] = [served[name][2] for name in order]
@@ -121,9 +137,10 @@ class DirectoryChannel:
         self._channels = tuple(channels)
         self._weights = str(description["weights"])
         self._sent: dict[Call, tuple[Channel, Call]] = {}
+        self._moving = threading.Lock()
         self._in_walk = False
         self._at: Channel | None = None
-        """Where the client is in a walk."""
+        """Where the client is in a walk. Threads of synchronous code may walk at once."""
         self._threads = None if loop is None else ThreadCalls(loop, self.send, self.cancel)
 
     def identity(self) -> Identity:
@@ -143,9 +160,10 @@ class DirectoryChannel:
         if any(other is not channel for other, _ in places):
             raise RequestError(f"layers {call.key.layers} are at several executors; ask for each of them")
         if self._in_walk and channel is not self._at:
-            self._leave()
-            channel.begin_walk()
-            self._at = channel
+            with self._moving:
+                self._leave()
+                channel.begin_walk()
+                self._at = channel
         key = call.key._replace(layers=tuple([layer for _, layer in places]))
         return channel, Call(key, call.kind, call.tensors, call.tenants)
 
@@ -178,8 +196,9 @@ class DirectoryChannel:
         self._in_walk = True
 
     def end_walk(self) -> None:
-        self._in_walk = False
-        self._leave()
+        with self._moving:
+            self._in_walk = False
+            self._leave()
 
     def _leave(self) -> None:
         at, self._at = self._at, None

@@ -24,13 +24,14 @@ from symbiosis.core.registry import addresses_in, make_transport, transport_opti
 from symbiosis.core.share import Share
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Check, Listener, Look, Service
-from symbiosis.errors import ConnectionLostError, RefusedError, SymbiosisError, UsageError
+from symbiosis.errors import ConnectionLostError, RefusedError, ShareError, SymbiosisError, UsageError
 from symbiosis.log import get_logger
 from symbiosis.transports.blocking import BlockingChannel
 from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection, BlockingJoin, Join
 from symbiosis.transports.conversation import MAY_RETURN
-from symbiosis.transports.directory import DirectoryChannel, GapError, merge
+from symbiosis.transports.directory import DirectoryChannel, GapError, checked, merge
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.wire import Hello
 
 log = get_logger(__name__)
@@ -39,6 +40,8 @@ CROWDED = 0.5
 """Load from which on a replica has no room for more clients."""
 PATIENCE_S = 0.5
 """Seconds for which the other replicas may still answer after the first one has."""
+SHOWN_WITHIN_S = 5.0
+"""The same, where the status of each is asked for or none has answered: a replica in a long batch answers late."""
 LOOK_EVERY_S = 5.0
 """Seconds between two looks at all replicas by clients of one process."""
 MAX_REPLICAS = 64
@@ -89,8 +92,8 @@ class Replicas:
         if self._file is not None:
             self._read(self._file)
         self._looked = -LOOK_EVERY_S
-        self.loads: Mapping[Replica, float] = {}
-        """Load of each replica that has answered the latest look."""
+        self.seen: Looks = {}
+        """What the latest look has shown."""
 
     def _made(self, address: str) -> list[Replica]:
         addresses = addresses_in(address)
@@ -188,8 +191,7 @@ class Replicas:
         """Return what an executor shows, with the description of the whole model. The status has an entry ``replicas``,
         with the status of each address, or of one that does not answer the ``error``. Raises the errors of
         :meth:`connect`."""
-        looks = self.looks(wait_for_all=True)
-        whole = _merge(looks)
+        whole, looks = self._seen_whole(SHOWN_WITHIN_S)
         replicas = {
             replica.address: look.status if isinstance(look, Look) else {"error": str(look)}
             for replica, look in looks.items()
@@ -205,20 +207,25 @@ class Replicas:
             ConnectionLostError: the same, and an executor does not answer.
             UsageError: an address cannot be used in this way.
         """
-        looks = self.looks()
-        for error in looks.values():
-            if isinstance(error, UsageError):
-                raise error
-        try:
-            whole = _merge(looks)
-        except ConnectionLostError:
-            looks = self.looks(wait_for_all=True)
-            whole = _merge(looks)
+        whole, looks = self._seen_whole(PATIENCE_S)
         found = (str(_fingerprint(look)) for look in looks.values() if isinstance(look, Look))
         return list(dict.fromkeys(found)), whole, looks
 
-    def looks(self, wait_for_all: bool = False) -> Looks:
-        """Ask all replicas at once. Without ``wait_for_all``, those that answer late are left out."""
+    def _seen_whole(self, patience_s: float) -> tuple[dict[str, Any], Looks]:
+        """Return the description of the whole model, and what was seen. Raises like :meth:`_parts`."""
+        looks = self.looks(patience_s)
+        for error in looks.values():
+            if isinstance(error, UsageError) and not isinstance(error, ShareError):
+                raise error
+        try:
+            return _merge(looks), looks
+        except ConnectionLostError:
+            looks = self.looks(None)
+            return _merge(looks), looks
+
+    def looks(self, patience_s: float | None = PATIENCE_S) -> Looks:
+        """Ask all replicas at once. Those that do not answer within ``patience_s`` after the first one are left out, as
+        are all after :data:`SHOWN_WITHIN_S`; None waits for all."""
         if self._file is not None:
             try:
                 self._read(self._file)
@@ -229,22 +236,24 @@ class Replicas:
 
         def ask(replica: Replica) -> None:
             try:
-                answers.put((replica, replica.transport.look(replica.address)))
+                look = replica.transport.look(replica.address)
+                checked(replica.address, look.model)
+                answers.put((replica, look))
             except (SymbiosisError, OSError) as error:
                 answers.put((replica, _symbiosis(replica, error)))
 
         for replica in asked:
             threading.Thread(target=ask, args=(replica,), daemon=True).start()
         found: dict[Replica, Look | SymbiosisError] = {}
-        until: float | None = None
+        until = None if patience_s is None else time.monotonic() + max(patience_s, SHOWN_WITHIN_S)
         while len(found) < len(asked):
             try:
                 replica, answer = answers.get(timeout=None if until is None else max(until - time.monotonic(), 0))
             except queue.Empty:
                 break
             found[replica] = answer
-            if isinstance(answer, Look) and not wait_for_all and until is None:
-                until = time.monotonic() + PATIENCE_S
+            if isinstance(answer, Look) and patience_s is not None and until is not None:
+                until = min(until, time.monotonic() + patience_s)
         silent = {
             replica: ConnectionLostError(f"no executor answers on {replica.address} in time")
             for replica in asked
@@ -252,8 +261,8 @@ class Replicas:
         }
         found |= silent
         self._looked = time.monotonic()
-        self.loads = {replica: _load(look) for replica, look in found.items() if isinstance(look, Look)}
-        return {replica: found[replica] for replica in asked}
+        self.seen = {replica: found[replica] for replica in asked}
+        return self.seen
 
     def look_again(self) -> None:
         """Look at all replicas on another thread, unless that was done a short time ago."""
@@ -288,22 +297,34 @@ class Choice:
         self._chance = chance
         self._replica: Replica | None = None
         self._device: torch.device | None = None
-        self._judged: Mapping[Replica, float] = {}
+        self._limits: Limits | None = None
+        self._judged: Looks = {}
         self._checks: list[Check] = []
+        self._passed_over: set[Replica] = set()
 
     def candidates(self) -> list[Replica]:
         """Return the replicas to join, the best one first and those that did not answer last. Blocks.
 
         Raises:
             RefusedError: all of them serve another model than before.
+            SymbiosisError: no replica answers. One that is silent is not joined then, because that would last while
+                another one returns.
         """
         looks, self._looks = self._looks or self._replicas.looks(), None
-        seen = {replica: look for replica, look in looks.items() if isinstance(look, Look)}
-        same = {replica: _load(look) for replica, look in seen.items() if _fingerprint(look) == self._fingerprint}
-        found = [*ranked(same), *(replica for replica in looks if replica not in seen)]
-        if not found:
-            raise RefusedError(f"{', '.join(r.address for r in looks)} came back with another model; open a new client")
-        return found
+        silent = {replica: look for replica, look in looks.items() if not isinstance(look, Look)}
+        if found := ranked(self._loads(looks)):
+            return [*found, *silent]
+        others = ", ".join(replica.address for replica in looks if replica not in silent)
+        other = [RefusedError(f"{others} came back with another model; open a new client")] if others else []
+        raise _together([*other, *silent.values()])
+
+    def _loads(self, looks: Looks) -> dict[Replica, float]:
+        """Return the load of each executor of this model, or of this part of it."""
+        return {
+            replica: _load(look)
+            for replica, look in looks.items()
+            if isinstance(look, Look) and _fingerprint(look) == self._fingerprint
+        }
 
     def take(self, replica: Replica, connection: C, again: bool) -> C:
         """Note that the client has joined a replica.
@@ -313,17 +334,22 @@ class Choice:
             SymbiosisError: a check failed. In both cases the connection is closed.
         """
         try:
-            fingerprint, device = connection.welcome.fingerprint, connection.carrier.device
-            if fingerprint != self._fingerprint:
+            device, limits = connection.carrier.device, connection.welcome.limits
+            if checked(replica.address, connection.welcome.description) != self._fingerprint:
                 raise RefusedError(f"{replica.address} came back with another model; open a new client")
             if self._device not in (None, device):
                 raise RefusedError(f"{replica.address} takes tensors on {device}, not on {self._device}")
+            least = self._limits or limits
+            if limits.rows < least.rows or limits.arena_bytes < least.arena_bytes:
+                raise RefusedError(f"{replica.address} allows smaller calls than the executor that was joined first")
             for check in self._checks:
                 check(connection.welcome.identity)
         except SymbiosisError:
+            self._passed_over.add(replica)
             connection.close()
             raise
-        self._replica, self._device = replica, device
+        self._replica, self._device, self._limits = replica, device, least
+        self._passed_over.discard(replica)
         if self.has_share and not again:
             connection.share = Share(connection.welcome.description, {}, {})
         return connection
@@ -339,12 +365,13 @@ class Choice:
         goes with a probability that leaves half of the difference behind.
         """
         self._replicas.look_again()
-        loads = self._replicas.loads
-        if loads is self._judged or self._replica is None:
+        seen = self._replicas.seen
+        if seen is self._judged or self._replica is None:
             return False
-        self._judged = loads
+        self._judged = seen
+        loads = self._loads(seen)
         here = loads.get(self._replica, 0.0)
-        there = min(loads.values(), default=1.0)
+        there = min((load for replica, load in loads.items() if replica not in self._passed_over), default=1.0)
         return here >= CROWDED > there and self._chance() < (here - there) / (2 * here)
 
 
@@ -358,7 +385,7 @@ def ranked(loads: Mapping[Replica, float]) -> list[Replica]:
 
 def _load(look: Look) -> float:
     load = look.status.get("load")
-    return min(max(load, 0.0), 1.0) if isinstance(load, float) else 0.0
+    return min(load, 1.0) if isinstance(load, float) and load >= 0 else 0.0
 
 
 def _fingerprint(look: Look) -> object:
@@ -377,9 +404,11 @@ def _merge(looks: Looks) -> dict[str, Any]:
     try:
         return merge(dict(seen.values()))
     except GapError as error:
-        if any(isinstance(each, MAY_RETURN) for each in errors):
-            raise ConnectionLostError(f"{error}; {_together(errors)}") from error
-        raise
+        if not errors:
+            raise
+        why = _together(errors)
+        kind = ConnectionLostError if isinstance(why, MAY_RETURN) else RefusedError
+        raise kind(f"{error}; {why}") from error
 
 
 def _whole(channels: list[Channel], whole: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None) -> Channel:

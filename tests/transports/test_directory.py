@@ -24,6 +24,8 @@ from symbiosis.errors import ConnectionLostError, PrivacyError, RefusedError, Re
 from symbiosis.executor.share import client_side
 from symbiosis.privacy import LocalPads, SecretShares
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
+from symbiosis.testing.zoo import zoo_model
+from symbiosis.transports.directory import merge
 from tests.helpers import IDS, LOGITS, METHODS, SHORT, assert_close, in_thread, lora, until
 from tests.moe import mixture
 from tests.service import Service, free_port, save_model
@@ -83,6 +85,30 @@ async def test_results_are_those_of_plain_peft(architecture: str, method: str, k
             assert_close(outcome, plain)
         assert all(executor.statistics().requests for executor in executors)
         await until(lambda: not any(executor.status()["clients"] for executor in executors))
+
+
+async def test_mlps_that_are_served_whole(tmp_path: Path) -> None:
+    """The biases inside them are with every tenant too."""
+    model = tiny_model("gpt2")
+    async with divided(tmp_path, model, base_layers="mlp") as (_, addresses), symbiosis.connect(addresses) as base:
+        async with base.client(lora("gpt2"), seed=0) as client:
+            assert_close(await run_job(client, SHORT), run_job_plain(copy.deepcopy(model), lora("gpt2"), SHORT))
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "T5ForConditionalGeneration", "LlavaForConditionalGeneration"])
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [None, "auto", "float32", "bfloat16", "float16"])
+def test_precision_is_that_of_a_whole_model(name: str, saved: torch.dtype, dtype: str | None, tmp_path: Path) -> None:
+    """Rotary frequencies stay in fp32, as where transformers loads the model in that precision."""
+    zoo_model(name).to(saved).save_pretrained(tmp_path)
+    whole, one, other = [
+        symbiosis.Executor.from_pretrained(tmp_path, dtype=dtype, layers=layers).service.share()
+        for layers in (None, "0", "1-9,*lm_head,*multi_modal*" if "Llava" in name else "1-9,lm_head")
+    ]
+    assert merge({"one": one.description, "other": other.description}) == whole.description
+    for tensor, expected in zip(one.tensors.values(), whole.tensors.values(), strict=True):
+        assert tensor.dtype == expected.dtype
+        assert tensor.equal(expected)
 
 
 async def test_a_client_alone_is_bit_equal(tmp_path: Path) -> None:
@@ -247,15 +273,24 @@ async def test_gaps_and_contradictions(tmp_path: Path) -> None:
     await refused(("0", "lm_head"), RefusedError, r"serves 7 base layers: model.layers.1.self_attn.q_proj, .*, …, ")
     await refused(("0",), ConnectionLostError, r"serves 8 base layers.*no executor answers", "shm:///nobody.sock")
     await refused(("0-1", "1,lm_head"), RefusedError, r"model.layers.1.self_attn.q_proj is served at .* and at")
-    await refused(
-        ("*.mlp.*", "*.self_attn.*,lm_head"), RefusedError, r"model.layers.0 is divided between shm:.* and tcp:"
-    )
     async with symbiosis.Executor(tiny_model(seed=1), layers="1,lm_head") as strange:
         listener = await strange.listen(f"shm://{tmp_path}/strange.sock")
         await refused(("0",), RefusedError, "different models .*: their client weights differ", listener.address)
     async with symbiosis.Executor(copy.deepcopy(model)) as whole:
         listener = await whole.listen(f"shm://{tmp_path}/whole.sock")
-        await refused(("0",), RefusedError, "different models .*: their layer weights differ", listener.address)
+        await refused(("0",), RefusedError, "the same layers, or no layer in common", listener.address)
+
+
+def test_a_divided_block_is_refused() -> None:
+    """Layers that read the same rows are asked together, so one executor must have them."""
+    name = "model.layers.0.self_attn."
+    order = [f"{name}q_proj", f"{name}k_proj"]
+    parts = {
+        address: {"order": order, "layers": [[0, own, 32, 32, "float32"]], "layer_weights": [own]}
+        for address, own in zip("ab", order, strict=True)
+    }
+    with pytest.raises(RefusedError, match=r"model.layers.0 is divided between a and b; serve blocks whole"):
+        merge(parts)
 
 
 async def test_wrong_use() -> None:
@@ -263,6 +298,12 @@ async def test_wrong_use() -> None:
     for wrong, why in (("7", "no base layer belongs to '7'; there are blocks 0 to 1, and lm_head"), ("nose", "'nose'")):
         with pytest.raises(SplitError, match=why):
             symbiosis.Executor(model, layers=wrong)
+    for divided_ in ("*.mlp.*", "0,model.layers.1.mlp.up_proj"):
+        with pytest.raises(SplitError, match=r"divides model.layers.[01]; serve blocks whole"):
+            symbiosis.Executor(model, layers=divided_)
+    for no_text in (0, [0, 1]):
+        with pytest.raises(UsageError, match="give a text such as"):
+            symbiosis.Executor(model, layers=no_text)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="allow_weights is for an executor that serves all layers"):
         symbiosis.Executor(model, layers="0", allow_weights=["*.q_proj"])
     async with symbiosis.Executor(copy.deepcopy(model), layers="0") as executor:

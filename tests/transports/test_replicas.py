@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
@@ -19,6 +21,7 @@ import symbiosis
 from symbiosis.core.registry import addresses_in, make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
+from symbiosis.core.transport import Look
 from symbiosis.errors import (
     ConnectionLostError,
     PrivacyError,
@@ -32,6 +35,7 @@ from symbiosis.privacy import SecretShares
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports import replicas
 from symbiosis.transports.keys import new_key
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.replicas import Choice, Replica, Replicas, ranked
 from tests.helpers import METHODS, assert_close, command, in_thread, lora, until
 from tests.service import Service, free_port, save_model
@@ -132,7 +136,7 @@ async def test_a_client_moves_between_two_walks(kind: str, tmp_path: Path, monke
     config = lora()
     async with two(tmp_path) as (one, other, addresses):
         crowded = one.service._engine.counters.load
-        monkeypatch.setattr(Load, "at", lambda load, now: 0.9 if load is crowded else 0.0)
+        monkeypatch.setattr(Load, "at", lambda load, now: 0.9 if load is crowded and one.statistics().requests else 0.0)
         monkeypatch.setattr(Choice, "candidates", first_then_other(addresses))
         if kind == "coroutine":
             async with symbiosis.connect(addresses) as base, base.client(config, seed=0) as client:
@@ -159,6 +163,10 @@ def first_then_other(addresses: str) -> Any:
     return candidates
 
 
+def test_addresses_are_separated_by_commas_and_spaces() -> None:
+    assert addresses_in("shm:///a, tcp://b:1,shm:///c,d") == ["shm:///a", "tcp://b:1", "shm:///c,d"]
+
+
 def test_the_busiest_replica_with_room_is_preferred() -> None:
     one, two_, three, four = (Replica(name, None) for name in "abcd")  # type: ignore[arg-type]
     assert ranked({one: 0.0, two_: 0.3, three: 0.9, four: 0.6}) == [two_, one, four, three]
@@ -175,17 +183,104 @@ def test_clients_of_a_crowded_replica_divide(tmp_path: Path) -> None:
     for choice in choices:
         choice._replica = here
         assert not choice.better()
-    several.loads = {here: 0.9, there: 0.0}
+    several.seen = seen({here: 0.9, there: 0.0})
     assert [choice.better() for choice in choices] == [True, False, True, False]
     assert not any(choice.better() for choice in choices)
     for loads in ({here: 0.4, there: 0.0}, {here: 0.9, there: 0.6}, {here: 0.9}):
-        several.loads = loads
+        several.seen = seen(loads)
         choice = Choice(several, "model", {}, chance=lambda: 0.0)
         choice._replica = here
         assert not choice.better()
+    several.seen = {**seen({here: 0.9}), **seen({there: 0.0}, "another part of the model")}
+    choice = Choice(several, "model", {}, chance=lambda: 0.0)
+    choice._replica = here
+    assert not choice.better(), "executors of other parts do not count"
 
 
-async def test_replicas_of_different_models_are_refused(tmp_path: Path) -> None:
+def seen(loads: dict[Replica, float], fingerprint: str = "model") -> dict[Replica, Any]:
+    """Return what a look at replicas with these loads shows."""
+    return {replica: Look({"load": load}, {"fingerprint": fingerprint}, {}) for replica, load in loads.items()}
+
+
+@pytest.mark.parametrize("load", [math.nan, -1.0, True, "much", None, 10**400])
+def test_a_replica_with_an_impossible_load_is_used(load: Any, tmp_path: Path) -> None:
+    several = Replicas(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
+    replica, _ = several._replicas
+    assert Choice(several, "model", seen({replica: load})).candidates() == [replica]
+
+
+async def test_a_replica_with_smaller_limits_is_passed_over(tmp_path: Path) -> None:
+    """Otherwise a call that the first replica takes would end the client at the second one."""
+    model = tiny_model()
+    async with symbiosis.Executor(model) as one, symbiosis.Executor(model) as small, symbiosis.Executor(model) as other:
+        addresses = [f"shm://{tmp_path}/{name}.sock" for name in ("one", "small", "other")]
+        await one.listen(addresses[0])
+        await small.listen(addresses[1], limits=Limits(rows=8))
+        await other.listen(addresses[2])
+        async with symbiosis.connect(",".join(addresses)) as base, base.client() as client:
+            expected = (await client.forward(input_ids=IDS)).logits
+            await one.close()
+            torch.testing.assert_close((await client.forward(input_ids=IDS)).logits, expected)
+        assert not small.statistics().requests
+        async with symbiosis.connect(",".join(addresses[1:]), retry=1.0) as base, base.client() as client:
+            with pytest.raises(UsageError, match="the executor allows 8"):  # it was joined first
+                await client.forward(input_ids=IDS)
+
+
+async def test_a_fingerprint_of_another_executor_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor that states the fingerprint of another one, with another layer table, is not used."""
+    for place in (0, 1):
+        async with two(tmp_path) as (one, other, addresses):
+            liar = (one, other)[place]
+            described = liar.service.share().description
+            described["layers"][0][3] += 1  # type: ignore[index]
+            expected = (tiny_model()(IDS)).logits
+            async with symbiosis.connect(addresses) as base, base.client() as client:
+                torch.testing.assert_close((await client.forward(input_ids=IDS)).logits, expected)
+                status = (await base.status())["replicas"]
+            assert "is not that of what it serves" in status[addresses_in(addresses)[place]]["error"]
+            assert not liar.statistics().requests
+
+
+async def test_a_silent_replica_delays_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that accepts connections and never answers."""
+    monkeypatch.setattr(replicas, "SHOWN_WITHIN_S", 0.5)
+    async with two(tmp_path) as (_, _, addresses):
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.bind(f"{tmp_path}/silent.sock")
+            silent.listen()
+            began = time.monotonic()
+            async with symbiosis.connect(f"shm://{tmp_path}/silent.sock,{addresses}") as base:
+                async with base.client() as client:
+                    await client.forward(input_ids=IDS)
+            assert time.monotonic() - began < 10
+
+
+async def test_a_silent_replica_does_not_hide_one_that_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "SHOWN_WITHIN_S", 0.5)
+    address = f"shm://{tmp_path}/one.sock"
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{tmp_path}/silent.sock")
+        silent.listen(64)
+        async with symbiosis.Executor(tiny_model()) as one:
+            await one.listen(address)
+            base = symbiosis.connect(f"{address},shm://{tmp_path}/silent.sock")
+            client = base.client()
+            await base.__aenter__()
+            await client.open()
+            expected = (await client.forward(input_ids=IDS)).logits
+        began = time.monotonic()
+        forward = asyncio.create_task(client.forward(input_ids=IDS))
+        await asyncio.sleep(1)
+        async with symbiosis.Executor(tiny_model()) as again:
+            await again.listen(address)
+            torch.testing.assert_close((await forward).logits, expected)
+            assert time.monotonic() - began < 15
+            await base.close()
+
+
+async def test_replicas_of_different_models_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "PATIENCE_S", 20.0)
     async with two(tmp_path, (0, 1)) as (one, other, addresses):
         for join in (
             lambda: in_thread(make_transport(addresses).look, addresses),
