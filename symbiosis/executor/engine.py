@@ -174,14 +174,13 @@ class Engine:
             held, self._unpacked_bytes = self._unpacked_bytes, 0
             self._budget.give_back(_UNPACKED, held)
 
-    def _keep_unpacked(self, key: Key) -> None:
+    def _keep_unpacked(self, layers: Sequence[int]) -> None:
         """Let the packed weights that a batch needs in the usual layout stay in it, if there is room in the budget.
         Otherwise each such batch makes them anew. What clients of this process need on other threads is not counted."""
-        if key.pass_ is _BACKWARD or key.fp32:
-            counted = threading.get_ident() == self._loop_thread
-            for index in key.layers:
-                for weight in self.layers[index].packed:
-                    weight.keep(self._room if counted else lambda size: True)
+        counted = threading.get_ident() == self._loop_thread
+        for index in layers:
+            for weight in self.layers[index].packed:
+                weight.keep(self._room if counted else lambda size: True)
 
     def _room(self, size: int) -> bool:
         if not self._budget.take(_UNPACKED, size):
@@ -330,7 +329,8 @@ class Engine:
     def _run(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> None:
         """Run a queued batch and answer its calls, or have this done on the other thread if it will take long."""
         calls = [self.calls[request.id] for request, _, _ in batch.slices]
-        self._keep_unpacked(batch.key)
+        if batch.key.pass_ is _BACKWARD or batch.key.fp32:
+            self._keep_unpacked(batch.key.layers)
         started, clock = now(), self.device_clock
         if self._is_long(batch.key, batch.rows):
             ended = loop.run_in_executor(self._aside, self._run_aside, batch, calls)
@@ -393,7 +393,8 @@ class Engine:
         Raises:
             LayerError: the base layer failed.
         """
-        self._keep_unpacked(batch.key)
+        if batch.key.pass_ is _BACKWARD or batch.key.fp32:
+            self._keep_unpacked(batch.key.layers)
         started, clock = now(), self.device_clock
         began = None if clock is None else clock.mark()
         try:

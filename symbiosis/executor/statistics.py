@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,7 +101,7 @@ class _ClientCounts:
 
 
 LOAD_S = 5.0
-"""Seconds after which a batch counts for 1/e in the load."""
+"""Seconds over which the load is measured: at least so many, and at most twice as many."""
 FEW_ROWS = 64
 """Rows from which on most of a batch's time grows with its rows. It depends on the device; see decision 0038."""
 
@@ -115,17 +114,27 @@ class Load:
     client share it. So clients that decode add little, and those that fine-tune add much.
     """
 
-    _seconds: float = 0.0
-    _at: float = 0.0
+    seconds: float = 0.0
+    """Seconds that batches have taken for their rows so far."""
+    _last: float = 0.0
+    """When the latest batch has ended."""
+    _marks: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
+    """Two times, LOAD_S or more apart, and the seconds until then; the later first."""
 
     def ran(self, rows: int, seconds: float, now: float) -> None:
         """Count a batch that has ended at time ``now`` (seconds)."""
-        self._seconds = self._seconds * math.exp((self._at - now) / LOAD_S) + seconds * rows / (rows + FEW_ROWS)
-        self._at = now
+        if now - self._marks[0][0] >= LOAD_S:
+            self._marks = (now, self.seconds), self._marks[0]
+        self.seconds += seconds * rows / (rows + FEW_ROWS)
+        self._last = now
 
     def at(self, now: float) -> float:
         """Return the load at a time."""
-        return min(self._seconds * math.exp((self._at - now) / LOAD_S) / LOAD_S, 1.0)
+        if now - self._last >= LOAD_S:
+            return 0.0
+        later, earlier = self._marks
+        since, seconds = later if now - later[0] >= LOAD_S else earlier
+        return min((self.seconds - seconds) / max(now - since, LOAD_S), 1.0)
 
 
 @dataclass(slots=True)
