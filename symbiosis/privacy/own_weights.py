@@ -16,7 +16,7 @@ from torch import nn
 
 from symbiosis.core.requests import LayerSpec, Results
 from symbiosis.core.transport import Channel
-from symbiosis.errors import PrivacyError
+from symbiosis.errors import PrivacyError, UsageError
 from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.fp32_products import times, times_transposed
 from symbiosis.executor.layers import is_linear
@@ -155,6 +155,6 @@ def own_weights(model: str | Path | nn.Module, channel: Channel, scheme: str) ->
 def _load(model: str | Path, dtype: torch.dtype, scheme: str) -> nn.Module:
     try:
         loaded: nn.Module = load_model(model, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UsageError) as error:
         raise PrivacyError(f"{scheme}: no model could be loaded from {model}: {error}") from error
     return loaded

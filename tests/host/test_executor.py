@@ -163,8 +163,10 @@ async def test_from_pretrained(base: Any, tmp_path: Any, name: str) -> None:
 
 
 async def test_from_pretrained_without_a_model(tmp_path: Any) -> None:
-    with pytest.raises((OSError, ValueError), match=str(tmp_path)):
+    with pytest.raises(UsageError, match=f"{tmp_path} has no config.json"):
         symbiosis.Executor.from_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="there is no folder /no/such/folder"):
+        symbiosis.Executor.from_pretrained("/no/such/folder")
 
 
 @pytest.mark.parametrize(
