@@ -288,9 +288,13 @@ async def test_which_schemes_hold(tmp_path: Path) -> None:
     first_sizes = {("first sizes", "links")}  # with access to the weights, first requests show no sizes
     for scheme in ("none", pool, several, one):
         assert first_sizes <= _found(result, scheme)
-    assert _found(result, "local-pads") == set()
-    for scheme in SHARES:
-        assert _found(result, scheme) == (first_sizes if scheme == "secret-shares" else set())
+    for scheme in ("local-pads", *SHARES):
+        expected = first_sizes if scheme == "secret-shares" else set()
+        found = _found(result, scheme)
+        assert expected <= found
+        if found > expected:  # one table in a hundred has a false find, which another one does not repeat
+            found &= _found(await audit([scheme], SMALL, baselines=12, rounds=0), scheme)
+        assert found == expected
         both = next(each for each in result.observations if each.collusion and each.scheme == scheme)
         executors = [each.executor for each in result.observations if each.scheme == scheme]
         assert executors == ["executor 1", "executor 2", both.executor]
