@@ -295,6 +295,7 @@ async def test_which_schemes_hold(tmp_path: Path) -> None:
         if found > expected:  # one table in a hundred has a false find, which another one does not repeat
             found &= _found(await audit([scheme], SMALL, baselines=12, rounds=0), scheme)
         assert found == expected
+    for scheme in SHARES:
         both = next(each for each in result.observations if each.collusion and each.scheme == scheme)
         executors = [each.executor for each in result.observations if each.scheme == scheme]
         assert executors == ["executor 1", "executor 2", both.executor]
