@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from symbiosis.client.connect import new_name, tokenizer_of
-from symbiosis.client.parameters import check_trains, explain_backward
+from symbiosis.client.parameters import explain_backward
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -93,7 +92,6 @@ def open_model(
     walks = Walks(channel)
     requester = Requester(masked=scheme is not None, before_backward=walks.backward_begins)
     requester.open(channel)
-    watch = register_optimizer_step_pre_hook(check_trains)
     try:
         model: Any = skeleton_for(channel, requester)
         if device is not None:
@@ -107,7 +105,6 @@ def open_model(
         model.symbiosis, model.tokenizer, model.precompute = opened, opened.tokenizer, opened.precompute
         yield model
     finally:
-        watch.remove()
         requester.close()
         channel.close()
 

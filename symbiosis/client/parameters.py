@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from symbiosis.errors import PlaceholderError, UsageError
 from symbiosis.training.step import NOTHING_TRAINS
@@ -153,8 +154,13 @@ def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raise UsageError for an optimizer of a client's model without a trainable parameter. Its steps would do nothing,
     and losses would not change. Serves as a pre-hook of all optimizers' steps."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if all(isinstance(parameter, SharedParameter) and not parameter.requires_grad for parameter in parameters):
+    if any(parameter.requires_grad for parameter in parameters):
+        return
+    if any(isinstance(parameter, SharedParameter) for parameter in parameters):
         raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
+
+
+register_optimizer_step_pre_hook(check_trains)
 
 
 def explain_backward(model: nn.Module, _: object, output: Any) -> None:

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from peft import get_peft_model
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import symbiosis
 from symbiosis.client.parameters import SharedParameter, placeholder, shared_parameter
 from symbiosis.errors import PlaceholderError, UsageError
-from tests.helpers import BATCH, IDS, in_thread
+from tests.helpers import BATCH, IDS, in_thread, lora
 
 T = TypeVar("T")
 
@@ -258,6 +259,24 @@ async def test_training_with_nothing_trainable(base: Any, way: str, tmp_path: Pa
         )
         with pytest.raises(UsageError, match=r"^nothing in the model is trainable.*get_peft_model"):
             Trainer(model=model, args=arguments, train_dataset=[{"input_ids": IDS[0], "labels": IDS[0]}] * 4).train()
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
+
+
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+@pytest.mark.parametrize("frozen_adapter", [False, True])
+async def test_nothing_trainable_with_checkpointing(base: Any, way: str, frozen_adapter: bool, tmp_path: Path) -> None:
+    """Inputs with gradients give the loss one, so the backward pass runs; the optimizer's step says what to do."""
+
+    def train(model: Any) -> None:
+        if frozen_adapter:
+            model = get_peft_model(model, lora()).requires_grad_(False)
+        model.train().enable_input_require_grads()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(**BATCH).loss.backward()
+        with pytest.raises(UsageError, match="has no trainable parameter"):
+            optimizer.step()
 
     async with models(base, way, tmp_path) as run:
         await run(train)
