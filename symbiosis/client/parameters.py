@@ -14,6 +14,7 @@ Writes that bypass the parameter's own methods (``.data.mul_``, a view's ``w[0].
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,13 +151,18 @@ class SharedParameter(nn.Parameter):
         return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models of clients in this process."""
+
+
 def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
     """Raise UsageError for an optimizer of a client's model without a trainable parameter. Its steps would do nothing,
     and losses would not change. Serves as a pre-hook of all optimizers' steps."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter.requires_grad for parameter in parameters):
         return
-    if any(isinstance(parameter, SharedParameter) for parameter in parameters):
+    # Trainer leaves frozen parameters out, so an optimizer of a client's model may have none at all.
+    if any(isinstance(parameter, SharedParameter) for parameter in parameters) or (not parameters and MODELS):
         raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
 
 

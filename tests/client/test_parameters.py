@@ -265,18 +265,23 @@ async def test_training_with_nothing_trainable(base: Any, way: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("way", ["joint", "alone", "shm"])
-@pytest.mark.parametrize("frozen_adapter", [False, True])
-async def test_nothing_trainable_with_checkpointing(base: Any, way: str, frozen_adapter: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["a loop", "a frozen adapter", "Trainer"])
+async def test_nothing_trainable_with_checkpointing(base: Any, way: str, what: str, tmp_path: Path) -> None:
     """Inputs with gradients give the loss one, so the backward pass runs; the optimizer's step says what to do."""
 
     def train(model: Any) -> None:
-        if frozen_adapter:
+        if what == "a frozen adapter":
             model = get_peft_model(model, lora()).requires_grad_(False)
         model.train().enable_input_require_grads()
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(**BATCH).loss.backward()
+        if what == "Trainer":
+            options = {"max_steps": 2, "gradient_checkpointing": True, "report_to": [], "use_cpu": True}
+            data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+            step: Any = Trainer(model, TrainingArguments(str(tmp_path / "out"), **options), train_dataset=data).train
+        else:
+            step = torch.optim.AdamW(model.parameters()).step
+            model(**BATCH).loss.backward()
         with pytest.raises(UsageError, match="has no trainable parameter"):
-            optimizer.step()
+            step()
 
     async with models(base, way, tmp_path) as run:
         await run(train)
