@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.bounded_build import bounded_build
 from symbiosis.client.experts import may_be_bank, virtualize_experts
 from symbiosis.client.offline import without_hub
-from symbiosis.client.parameters import SharedParameter, shared_parameter
+from symbiosis.client.parameters import MODELS, SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
@@ -74,6 +74,7 @@ class Hollow:
                 self.model: Any = _build(description)
             self._fill(share.tensors, tied, buffers)
             self._layers = [(spec, self.model.get_submodule(spec.name)) for spec in specs]
+            self._check_complete()
             for spec, module in self._layers:
                 if spec.linear and sorted(module.weight.shape) != sorted(spec[2:4]):
                     raise ShareError(f"{spec.name} is {list(module.weight.shape)}, not {spec[2:4]}")
@@ -108,6 +109,17 @@ class Hollow:
             if original not in parameters:
                 parameters[original] = nn.Parameter(tensor, requires_grad=False)
             module._parameters[leaf] = parameters[original]
+
+    def _check_complete(self) -> None:
+        """Raise ShareError if a parameter has no values and is of no base layer: results would be NaN."""
+        served = {id(inside) for _, module in self._layers for inside in module.modules()}
+        for name, module in self.model.named_modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta and id(module) not in served:
+                    raise ShareError(
+                        f"{name}.{leaf} is neither served nor sent by the executor. If it serves a part of the model, "
+                        "give the addresses of all parts, separated by commas"
+                    )
 
     def skeleton(self, requester: Requester) -> nn.Module:
         """Return a new skeleton with its VirtLayers on ``requester``."""
@@ -196,6 +208,7 @@ def make_skeleton(
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
+    MODELS.add(skeleton)
     skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
     for part in skeleton.modules():
         part.register_state_dict_post_hook(_Protection(skeleton))

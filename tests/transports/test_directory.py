@@ -20,7 +20,15 @@ import symbiosis
 from symbiosis.core.registry import addresses_in, make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind, Terms
-from symbiosis.errors import ConnectionLostError, PrivacyError, RefusedError, RequestError, SplitError, UsageError
+from symbiosis.errors import (
+    ConnectionLostError,
+    PrivacyError,
+    RefusedError,
+    RequestError,
+    ShareError,
+    SplitError,
+    UsageError,
+)
 from symbiosis.executor.share import client_side
 from symbiosis.privacy import LocalPads, SecretShares
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
@@ -291,6 +299,24 @@ def test_a_divided_block_is_refused() -> None:
     }
     with pytest.raises(RefusedError, match=r"model.layers.0 is divided between a and b; serve blocks whole"):
         merge(parts)
+
+
+@pytest.mark.parametrize("connects", [True, False])
+async def test_the_address_of_one_part_is_not_enough(connects: bool, tmp_path: Path) -> None:
+    """The other part has no values in the client's process. Without an error, logits would be NaN."""
+    async with divided(tmp_path, tiny_model()) as (_, addresses):
+        address = addresses_in(addresses)[0]
+
+        def opened() -> None:
+            with symbiosis.open_model(address):
+                pass
+
+        async def connected() -> None:
+            async with symbiosis.connect(address) as base, base.client():
+                pass
+
+        with pytest.raises(ShareError, match=r"is neither served nor sent.* give the addresses of all parts"):
+            await (connected() if connects else in_thread(opened))
 
 
 async def test_wrong_use() -> None:
