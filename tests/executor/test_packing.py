@@ -232,8 +232,10 @@ def test_products_with_gradients_and_under_autocast() -> None:
 
 def test_the_usual_layout_that_was_made_in_inference_mode_can_be_trained_with() -> None:
     layer = a_layer()
+    layer.weight.keep(lambda size: True)
     with torch.inference_mode():
-        layer.weight.plain()
+        made = layer.weight.plain()
+    assert layer.weight.plain() is made
     layer(torch.ones(1, 32, requires_grad=True)).sum().backward()
 
 
