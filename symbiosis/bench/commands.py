@@ -323,7 +323,7 @@ def run_all(
     from symbiosis.bench.page import write_page
 
     folder = output.parent / "benchmarks"
-    work = {"wire": ["wire"], "schedule": ["schedule"], "loop": ["loop"]}
+    work = {"wire": ["wire"], "schedule": ["schedule"], "loop": ["loop"], "placement": ["placement"]}
     for name in preset or list(PresetName):
         size = ["--preset", name.value]
         on_device = [*size, "--device", device]

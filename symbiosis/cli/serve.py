@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.core.budget import LEAST_BYTES
-from symbiosis.core.registry import addresses_in, make_policy, make_transport
+from symbiosis.core.registry import is_several, make_policy, make_transport
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, visible
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
@@ -260,7 +260,7 @@ def status(
     shown = make_transport(address, **options_of(key=key, insecure=insecure)).look(address).status
     if json:
         typer.echo(json_module.dumps(shown, default=repr))
-    several = len(addresses_in(address)) > 1 or address.startswith("file://")
+    several = is_several(address)
     states = shown["replicas"] if several else {address: shown}
     for each, state in {} if json else states.items():
         table = Table(box=None, show_header=False, title=escape(each) if several else None, title_justify="left")

@@ -188,6 +188,11 @@ def _number(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
+def is_several(address: str) -> bool:
+    """Return whether an address stands for several executors: a list, or a file of addresses."""
+    return len(addresses_in(address)) > 1 or address.startswith("file://")
+
+
 def addresses_in(address: str) -> list[str]:
     """Return the addresses in a list such as ``shm:///run/a.sock,tcp://b:7000``."""
     return re.split(r",\s*(?=\w+://)", address)
@@ -205,7 +210,7 @@ def make_transport(address: str, **options: Any) -> Transport:
     unknown = given.keys() - transport_options(address)
     if unknown:
         raise UsageError(f"{address.partition('://')[0]}:// has no option {', '.join(sorted(unknown))}")
-    if len(addresses_in(address)) > 1 or address.startswith("file://"):
+    if is_several(address):
         return cast(Transport, importlib.import_module("symbiosis.transports.replicas").Replicas(address, **given))
     return cast(Transport, _load(TRANSPORTS, address.partition("://")[0])(**given))
 
