@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.progress import Steps
 
 if TYPE_CHECKING:
     from symbiosis.testing.compat import Cell, Shares
@@ -93,18 +93,18 @@ async def _try(
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     names = models or [*ZOO, *IN_FORMATS]
     work = {name: cells_of(name, methods, transports) for name in names}
-    shares, cells = [], []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console(stderr=True)) as bar:
-        task = bar.add_task("", total=sum(map(len, work.values())))
+    shares: list[Shares] = []
+    cells: list[Cell] = []
+    total = sum(map(len, work.values()))
+    with Steps(console(stderr=True)) as steps:
         for name, pairs in work.items():
-            bar.update(task, description=escape(name))
+            steps("cells", len(cells), total, name)
             model, reads = load(name)
             shares.append(shares_of(name, model, reads))
             for one, over in pairs:
-                bar.update(task, description=escape(f"{name}, {one}, {over}"))
+                steps("cells", len(cells), total, f"{name}, {one}, {over}")
                 cells.append(await try_cell(name, model, reads, one, over))
-                bar.advance(task)
+        steps("cells", total, total)
     return shares, cells
 
 

@@ -29,13 +29,11 @@ class Corpus:
         name: name in reports.
         documents: running text, cut into sequences.
         pairs: (prompt, completion); only the completion counts in the loss.
-        prompts: texts to continue before and after training.
     """
 
     name: str
     documents: list[str] = field(default_factory=list)
     pairs: list[tuple[str, str]] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
     shortened: int = 0
     """Number of pairs that were longer than a sequence and lost the beginning of their prompt."""
 
@@ -157,23 +155,6 @@ def read_corpus(path: Path) -> Corpus:
     return Corpus(path.name, pairs=pairs)
 
 
-def read_halves(path: Path) -> tuple[Corpus, Corpus]:
-    """Return the two halves of a file, for two tenants; raises the errors of :func:`read_corpus`."""
-    corpus = read_corpus(path)
-    return _halve_pairs(path, corpus.pairs) if corpus.pairs else _halve_text(path, corpus.documents[0])
-
-
-def _halve_pairs(path: Path, pairs: list[tuple[str, str]]) -> tuple[Corpus, Corpus]:
-    if len(pairs) < 2:
-        raise UsageError(f"{path}: {len(pairs)} pairs are too few; the two fine-tuning tenants need at least one each")
-    middle = len(pairs) // 2
-    first, second = (
-        Corpus(f"{path.name}, {which} half", pairs=half, prompts=[join(prompt)[0] for prompt, _ in half[:2]])
-        for which, half in (("first", pairs[:middle]), ("second", pairs[middle:]))
-    )
-    return first, second
-
-
 def _pair(path: Path, number: int, line: str) -> tuple[str, str]:
     wanted = 'a line looks like {"prompt": "…", "completion": "…"}'
     try:
@@ -191,20 +172,3 @@ def _pair(path: Path, number: int, line: str) -> tuple[str, str]:
         if not value[key].strip():
             raise UsageError(f"{path}, line {number}: {key!r} is empty; fill it in or delete the line")
     return value["prompt"], value["completion"]
-
-
-def _halve_text(path: Path, text: str) -> tuple[Corpus, Corpus]:
-    middle = len(text) // 2
-    middle = text.find("\n", middle) + 1 or middle
-    first, second = (
-        Corpus(f"{path.name}, {which} half", documents=[half], prompts=_openings(half))
-        for which, half in (("first", text[:middle]), ("second", text[middle:]))
-    )
-    return first, second
-
-
-def _openings(text: str) -> list[str]:
-    """Return the beginnings of two paragraphs: about 40 characters, up to the end of a word."""
-    paragraphs = [part.strip() for part in re.split(r"\n\s*\n", text)]
-    long = [part for part in paragraphs if len(part) > 60] or [text]
-    return [(part[:40].rsplit(None, 1) or [part])[0] for part in (long[0], long[len(long) // 2])]

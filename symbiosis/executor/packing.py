@@ -76,6 +76,11 @@ class PackedWeight(torch.Tensor):
         if not self._forms.keep:
             self._forms.keep = room(self.numel() * self.element_size())
 
+    @property
+    def unpacked_bytes(self) -> int:
+        """Bytes of the copy in the usual layout that it keeps now."""
+        return 0 if self._forms.plain is None else self._forms.plain.nbytes
+
     def release(self) -> None:
         """Free the weight in the usual layout."""
         self._forms.keep, self._forms.plain = False, None

@@ -198,6 +198,7 @@ class ExecutorService:
             "layers_elsewhere": len(self._split.elsewhere),
             "packed_layers": self._split.packed,
             "served_bytes": self.sharing.served,
+            "unpacked_bytes": sum(weight.unpacked_bytes for layer in self._split.layers for weight in layer.packed),
             "client_bytes": self.sharing.held,
             "addresses": [listener.address for listener in self.listeners],
             "clients": self.clients,

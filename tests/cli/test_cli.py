@@ -54,7 +54,7 @@ def test_help_needs_no_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
-    assert "--data" in result.stdout
+    assert "--policy" in result.stdout
 
 
 def run(*command: str, folder: Path, within_s: float = 100) -> subprocess.CompletedProcess[str]:
@@ -264,7 +264,7 @@ def test_unknown_policy_shows_before_any_work(runner: CliRunner) -> None:
     assert "opportunistic" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["demo", "--steps", "0"], ["demo", "--dtype", "int3"], ["dmo"]])
+@pytest.mark.parametrize("arguments", [["demo", "--seed", "-1"], ["serve", "x", "--retry"], ["dmo"]])
 def test_wrong_arguments(runner: CliRunner, arguments: list[str]) -> None:
     assert runner.invoke(app, arguments).exit_code == 2
 

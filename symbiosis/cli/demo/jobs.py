@@ -1,174 +1,243 @@
-"""What each tenant of the demo does, and what came of it. The same jobs run with symbiosis and with plain PEFT."""
+"""The four tenants' jobs: on one executor at once, and with plain transformers and PEFT in turn."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from symbiosis.cli.data import IGNORED
+from symbiosis import Client, Executor
+from symbiosis.cli.data import Batch, Corpus, docstrings, topics
+
+NEW_TOKENS = 64
+"""Length of each generated text."""
+STEPS, BATCH, LENGTH = 50, 2, 48
+"""Training steps of each tenant, sequences in a batch, and tokens in a sequence."""
+TOLERANCE = 1e-3
+"""Largest relative difference of two losses that counts as equal."""
+TIE = 1e-2
+"""Largest difference of two tokens' logits at which either may follow."""
+
+Report = Callable[["Job", "Run"], None]
+"""Called after each training step and each text."""
 
 
-@dataclass(kw_only=True)
-class Tenant:
-    """One tenant's job.
+@dataclass
+class Run:
+    """What a job gave, in one of the two ways."""
 
-    Attributes:
-        method: what to call its adapter.
-        config: makes its PEFT configuration; None where there is none, or where it is in ``adapter``.
-        adapter: folder of an adapter to load.
-        seed: of the adapter's initialisation, dropout and sampling.
-    """
+    before: list[list[int]] = field(default_factory=list)
+    """Token ids of the texts before training, prompts included."""
+    losses: list[float] = field(default_factory=list)
+    after: list[list[int]] = field(default_factory=list)
+    marks: list[float] = field(default_factory=list)
+    """Times in seconds at which it began, began to train, ended training, and ended."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes that the job needs beside the base model: adapter, gradients, optimizer, activations."""
+
+    def mark(self) -> None:
+        """Note that a part of the job begins or ends now."""
+        self.marks.append(time.monotonic())
+
+
+@dataclass
+class Job:
+    """Generates texts, trains an adapter with AdamW, and generates the texts again."""
 
     name: str
     method: str
-    config: Callable[[], Any] | None = None
-    adapter: Path | None = None
-    seed: int = 0
-    tokens: int = 0
-    """Trained on, or generated, so far."""
-    started: float = math.nan
-    ended: float = math.nan
-    memory: Footprint | None = None
-    """Of this tenant beside the base."""
-    plain_memory: Footprint | None = None
-    """Of the same job in a process of its own."""
+    """Name of the PEFT method in tables."""
+    config: Callable[[], Any]
+    learns: str
+    """Name of the training text in tables."""
+    rate: float
+    batches: list[Batch]
+    prompts: list[torch.Tensor]
+    """Token ids [1, tokens] of each prompt."""
+    seed: int
+    shared: Run = field(default_factory=Run)
+    plain: Run = field(default_factory=Run)
+    gaps: list[float] = field(default_factory=list)
+    """For each text, by how much plain PEFT prefers its first token that differs; 0 if the texts are equal."""
 
     @property
-    def seconds(self) -> float:
-        """At work so far."""
-        if math.isnan(self.started):
-            return 0.0
-        return (time.monotonic() if math.isnan(self.ended) else self.ended) - self.started
+    def tokens(self) -> int:
+        """Tokens trained on and generated."""
+        trained = sum(batch["input_ids"].numel() for batch in self.batches)
+        texts = zip(self.plain.before + self.plain.after, self.prompts * 2, strict=True)
+        return trained + sum(len(text) - prompt.shape[1] for text, prompt in texts)
 
     @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds if self.tokens else 0.0
+    def difference(self) -> float:
+        """Largest relative difference of a loss from plain PEFT's; infinite if a loss is no number."""
+        pairs = zip(self.shared.losses, self.plain.losses, strict=True)
+        differences = [abs(ours - theirs) / abs(theirs) for ours, theirs in pairs]
+        return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
-@dataclass(kw_only=True)
-class Training(Tenant):
-    """Fine-tunes an adapter with AdamW on ``batches``, one a step."""
+def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
+    """Return the jobs of four tenants, each with a PEFT method and a text of its own."""
+    from peft import IA3Config, LoraConfig, PrefixTuningConfig
 
-    learning_rate: float
-    text: str
-    """Name of what it learns from."""
-    batches: list[dict[str, torch.Tensor]]
-    prompts: list[str]
-    losses: list[float] = field(default_factory=list)
-    plain_losses: list[float] = field(default_factory=list)
-    plain_seconds: float = 0.0
-    before: list[str] = field(default_factory=list)
-    """Continuations of the prompts by the base model."""
-    after: list[str] = field(default_factory=list)
+    def lora() -> Any:
+        return LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear")
 
-    def count(self, loss: float, batch: dict[str, torch.Tensor]) -> None:
-        """One step is done."""
-        self.losses.append(loss)
-        self.tokens += int(batch["attention_mask"].sum())
+    def rslora() -> Any:
+        return LoraConfig(task_type="CAUSAL_LM", r=32, use_rslora=True, target_modules=["q_proj", "v_proj"])
 
-    def trained_tokens(self) -> int:
-        """Tokens that the loss is taken of, over all steps."""
-        return sum(int((batch["labels"] != IGNORED).sum()) for batch in self.batches)
+    def ia3() -> Any:
+        return IA3Config(task_type="CAUSAL_LM")
 
+    def prefix() -> Any:
+        return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16)
 
-@dataclass(kw_only=True)
-class Generation(Tenant):
-    """Continues its prompts, greedily, again and again until the fine-tuning tenants are done."""
-
-    prompts: list[str]
-    outputs: dict[int, list[list[int]]] = field(default_factory=dict)
-    """New tokens by the number of the prompt: every different continuation, so one unless two tokens tie."""
-    rounds: int = 0
-    """Prompts continued, repetitions included."""
-    current: list[int] = field(default_factory=list)
-    """New tokens of the text that is being written."""
-    cache_bytes: int = 0
-    """Of the largest KV cache."""
-    plain_outputs: dict[int, list[int]] = field(default_factory=dict)
-    plain_gaps: dict[int, float] = field(default_factory=dict)
-    """Where an output differs from plain: how far apart the plain scores of the first two different tokens are."""
-    plain_tokens: int = 0
-    plain_seconds: float = 0.0
-
-    def finished(self, number: int, tokens: list[int]) -> None:
-        """A prompt was continued."""
-        self.rounds += 1
-        texts = self.outputs.setdefault(number, [])
-        if tokens not in texts:
-            texts.append(tokens)
+    plans = [
+        ("alice", "LoRA", lora, "turtle", 3e-3, ["Move the turtle", "Return the"]),
+        ("bob", "IA3", ia3, "_pydecimal", 3e-2, ["Returns the", ">>> ExtendedContext"]),
+        ("carol", "rsLoRA", rslora, "tkinter", 3e-3, ["Return the", "Set the"]),
+        ("dave", "prefix tuning", prefix, "argparse", 1e-1, ["The argument", "Return"]),
+    ]
+    jobs = []
+    for number, (name, method, config, module, rate, own) in enumerate(plans, seed):
+        corpus = Corpus(f"docstrings of {module.strip('_')}", documents=docstrings(module) or topics())
+        batches = corpus.batches(tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
+        texts = [*own, "A list is", 'The "with" statement', "When an exception is raised"]
+        prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+        jobs.append(Job(name, method, config, corpus.name, rate, batches, prompts, number))
+    return jobs
 
 
-@dataclass
-class Footprint:
-    """Bytes, each storage counted once. ``activations``: what autograd keeps for backward, or the KV cache."""
-
-    base: int = 0
-    adapter: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.base + self.adapter + self.gradients + self.optimizer + self.activations
-
-    @property
-    def own(self) -> int:
-        """All but the base."""
-        return self.total - self.base
+async def run_shared(folder: Path, policy: str, jobs: list[Job], report: Report) -> tuple[int, float]:
+    """Run all jobs at once on one executor. Return the bytes of the base model, and the mean requests of a batch."""
+    async with Executor.from_pretrained(folder, policy=policy) as executor, AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(job.config(), name=job.name, seed=job.seed)) for job in jobs
+        ]
+        executor.reset_statistics()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for client, job in zip(clients, jobs, strict=True):
+                    group.create_task(_work(client, job, report))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the other jobs were cancelled because of it
+        # Weights that are packed for decoding are in memory a second time while clients train.
+        base = executor.sharing.served + executor.sharing.held + executor.status()["unpacked_bytes"]
+        return base, executor.statistics().mean_batch
 
 
-@dataclass
-class Plan:
-    """The whole demo: one base model and its tenants."""
+async def _work(client: Client, job: Job, report: Report) -> None:
+    run, model = job.shared, client.model
+    run.mark()
 
-    model: str
-    label: str
-    """What to call the model."""
-    tokenizer: Any
-    trainings: list[Training]
-    generations: list[Generation]
-    new_tokens: int
-    """Length of every text that is generated."""
-    longest_prompt: int
-    """Tokens of a prompt that are kept, the last ones."""
-    policy: str
-    device: torch.device
-    dtype: torch.dtype
-    notes: list[str] = field(default_factory=list)
+    async def write(texts: list[list[int]]) -> None:
+        for prompt in job.prompts:
+            texts.append((await client.generate(input_ids=prompt, **_options(prompt)))[0].tolist())
+            report(job, run)
 
-    @property
-    def tenants(self) -> list[Tenant]:
-        return [*self.trainings, *self.generations]
+    await write(run.before)
+    run.mark()
+    optimizer = torch.optim.AdamW(_trainable(model), lr=job.rate)
+    for batch in job.batches:
+        run.losses.append(await client.train_step(batch, optimizer))
+        report(job, run)
+    run.mark()
+    await write(run.after)
+    run.mark()
+    run.memory = await client.run(_memory, model, optimizer, job.batches[-1])
 
-    @property
-    def tolerance(self) -> float:
-        """Largest relative difference of two losses that counts as agreement, step by step."""
-        return {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}.get(self.dtype, 1e-3)
 
-    def encode(self, prompt: str) -> torch.Tensor:
-        """[1, tokens] of a prompt."""
-        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        return torch.as_tensor(ids[:, -self.longest_prompt :]).to(self.device)
+def run_plain(folder: Path, job: Job, report: Report) -> int:
+    """Run a job on a base model of its own, with nothing of symbiosis. Return the bytes of that model."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
 
-    def decode(self, tokens: list[int]) -> str:
-        """Text of new tokens."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    size = sum(_storages([*base.parameters(), *base.buffers()]).values())
+    torch.manual_seed(job.seed)
+    run, model = job.plain, get_peft_model(base, job.config())
+    run.mark()
 
-    def generation_options(self) -> dict[str, Any]:
-        """For ``generate``: greedy, without going round in circles."""
-        pad = next((t for t in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if t is not None), 0)
-        return {
-            "max_new_tokens": self.new_tokens,
-            "do_sample": False,
-            "num_beams": 1,
-            "repetition_penalty": 1.15,
-            "pad_token_id": pad,
-        }
+    def write(texts: list[list[int]]) -> None:
+        for prompt in job.prompts:
+            texts.append(model.generate(input_ids=prompt, **_options(prompt))[0].tolist())
+            report(job, run)
+
+    model.eval()
+    write(run.before)
+    run.mark()
+    job.gaps += [_gap(model, *pair) for pair in zip(job.shared.before, run.before, strict=True)]
+    model.train()
+    optimizer = torch.optim.AdamW(_trainable(model), lr=job.rate)
+    for batch in job.batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+        report(job, run)
+    run.mark()
+    model.eval()
+    write(run.after)
+    run.mark()
+    job.gaps += [_gap(model, *pair) for pair in zip(job.shared.after, run.after, strict=True)]
+    run.memory = _memory(model, optimizer, job.batches[-1])
+    return size
+
+
+def _gap(model: Any, ours: list[int], plain: list[int]) -> float:
+    if ours == plain:
+        return 0.0
+    differ = [position for position, pair in enumerate(zip(ours, plain, strict=False)) if pair[0] != pair[1]]
+    if not differ:
+        return math.inf  # one text is longer
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([plain[: differ[0]]])).logits[0, -1]
+    return float(logits[plain[differ[0]]] - logits[ours[differ[0]]])
+
+
+def _options(prompt: torch.Tensor) -> dict[str, Any]:
+    """Return options of ``generate``: greedy, and without loops."""
+    return {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "no_repeat_ngram_size": 4,
+        "pad_token_id": 0,
+    }
+
+
+def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _memory(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, int]:
+    """Return the bytes of a job's tensors beside the base model. Runs a forward pass, as in training."""
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    saved: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    model.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(**batch).loss  # has to live until the tensors are counted
+    mine = {*_storages(model.parameters()), *_storages(model.buffers())}
+    activations = sum(size for address, size in _storages(saved).items() if address not in mine)
+    del loss
+    adapter = sum(_storages(_trainable(model)).values())
+    optimizer_state = sum(_storages(state).values())
+    return {"adapter": adapter, "gradients": adapter, "optimizer": optimizer_state, "activations": activations}
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the bytes of each storage behind some tensors, by its address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
