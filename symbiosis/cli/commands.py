@@ -12,10 +12,11 @@ from symbiosis.bench.simulate import simulate
 from symbiosis.cli.audit import audit
 from symbiosis.cli.compat import compat
 from symbiosis.cli.demo.command import demo
+from symbiosis.cli.finetune import finetune
+from symbiosis.cli.generate import generate
 from symbiosis.cli.keys import app as keys
 from symbiosis.cli.policies import policies
 from symbiosis.cli.serve import serve, status
-from symbiosis.cli.tenant import finetune, generate
 from symbiosis.terminal.console import CommandGroup
 
 app = typer.Typer(

@@ -1,174 +1,291 @@
-"""Training texts, and how they become batches."""
+"""Training data in files, and how examples and prompts become tokens: the same way in training and in generation."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import csv
 import json
-import random
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from symbiosis.errors import UsageError
 
-Batch = dict[str, torch.Tensor]
 IGNORED = -100
 """Label of a token that does not count in the loss."""
+LOG_FILE = "log.jsonl"
+"""File in the output folder of a run with a line for each step and each evaluation."""
+FORMAT_FILE = "prompt_format.json"
+"""File in an adapter's folder that says how prompts were made in training."""
+_ALPACA = (
+    "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+_FIELDS = {
+    "chat": ("messages",),
+    "pairs": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+_WANTED = (
+    'give each record "prompt" and "completion", "messages" (each with "role" and "content"), "instruction" and '
+    '"output" (and "input"), or "text"'
+)
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the tokens before a completion are made.
+
+    Attributes:
+        name: ``"pairs"``, ``"alpaca"``, ``"chat"`` or ``"text"``; empty for what the tokenizer does with a plain text.
+        separator: what is between prompt and completion of pairs, unless the prompt ends in white space.
+    """
+
+    name: str = ""
+    separator: str = ""
+
+    def prompt(self, tokenizer: Any, prompt: str) -> list[int]:
+        """Return the token ids of a prompt, to which a completion is appended.
+
+        Raises:
+            UsageError: the tokenizer has no chat template, and the format needs one.
+        """
+        if self.name == "chat":
+            return chat_prompt(tokenizer, [{"role": "user", "content": prompt}], True)
+        if self.name == "alpaca":
+            prompt = alpaca(prompt)
+        elif self.name == "pairs" and not prompt[-1:].isspace():
+            prompt += self.separator
+        if self.name in ("alpaca", "pairs"):
+            return [*_beginning(tokenizer), *_encode(tokenizer, prompt)]
+        return _encode(tokenizer, prompt, special=not self.name)
+
+    def save(self, folder: Path) -> None:
+        """Write it to a folder of an adapter."""
+        values = {"format": self.name, "separator": self.separator}
+        (folder / FORMAT_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Format:
+        """Return the format of an adapter's folder; the tokenizer's own if it has none.
+
+        Raises:
+            UsageError: the file is damaged.
+        """
+        file = folder / FORMAT_FILE
+        if not file.is_file():
+            return cls()
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            made = cls(str(values["format"]), str(values["separator"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{file}: cannot be read ({error}); delete it to use prompts as they are") from error
+        if made.name not in _FIELDS:
+            raise UsageError(f"{file}: the format {made.name!r} is unknown; delete the file to use prompts as they are")
+        return made
+
+
+def alpaca(instruction: str, context: str = "") -> str:
+    """Return the prompt of the Alpaca data set for an instruction."""
+    paired = ", paired with an input that provides further context" if context else ""
+    given = f"### Input:\n{context}\n\n" if context else ""
+    return _ALPACA.format(paired=paired, instruction=instruction, input=given)
 
 
 @dataclass
-class Corpus:
-    """The training data of one tenant: documents, or pairs of prompt and completion.
+class Data:
+    """Examples for training, as tokens.
 
     Attributes:
-        name: name in reports.
-        documents: running text, cut into sequences.
-        pairs: (prompt, completion); only the completion counts in the loss.
+        examples: ``input_ids`` and ``labels``, of at most the wanted length.
+        format: how prompts of such examples are made.
+        cut: number of records that were longer and were cut.
+        skipped: number of records of which nothing counted in the loss.
     """
 
-    name: str
-    documents: list[str] = field(default_factory=list)
-    pairs: list[tuple[str, str]] = field(default_factory=list)
-    shortened: int = 0
-    """Number of pairs that were longer than a sequence and lost the beginning of their prompt."""
+    format: Format
+    examples: list[dict[str, list[int]]] = field(default_factory=list)
+    cut: int = 0
+    skipped: int = 0
 
-    def batches(self, tokenizer: Any, *, steps: int, size: int, length: int, seed: int) -> list[Batch]:
-        """Yield one batch per step: ``input_ids``, ``attention_mask`` and ``labels``, each [size, at most length].
-
-        Raises:
-            UsageError: the text is too short.
-        """
-        make = self._pair_batches if self.pairs else self._window_batches
-        return make(tokenizer, steps, size, length, random.Random(seed))
-
-    def _window_batches(self, tokenizer: Any, steps: int, size: int, length: int, rng: random.Random) -> list[Batch]:
-        ids = self._stream(tokenizer)
-        if len(ids) < 2 * length:
-            raise UsageError(
-                f"{self.name}: {len(ids)} tokens are too few to train on; at least {2 * length} are needed "
-                f"(two sequences of {length}); give more text, or shorter sequences with --sequence"
-            )
-        batches = []
-        for _ in range(steps):
-            starts = [rng.randrange(len(ids) - length + 1) for _ in range(size)]
-            rows = torch.tensor([ids[start : start + length] for start in starts])
-            batches.append({"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": rows.clone()})
-        return batches
-
-    def _stream(self, tokenizer: Any) -> list[int]:
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return [token for text in self.documents for token in (*_encode(tokenizer, text), *end)]
-
-    def _pair_batches(self, tokenizer: Any, steps: int, size: int, length: int, rng: random.Random) -> list[Batch]:
-        examples = [_example(tokenizer, *pair, length) for pair in self.pairs]
-        self.shortened = sum(cut for _, _, cut in examples)
-        order: list[int] = []
-        while len(order) < steps * size:
-            epoch = list(range(len(examples)))
-            rng.shuffle(epoch)
-            order += epoch
-        chosen = [order[step * size : (step + 1) * size] for step in range(steps)]
-        return [_pad([examples[index][:2] for index in indices], tokenizer) for indices in chosen]
+    def add(self, ids: list[int], labels: list[int], length: int) -> None:
+        """Add an example. One that is too long loses the beginning of what does not count, and then its end."""
+        if len(ids) > length:
+            self.cut += 1
+            before = next((index for index, label in enumerate(labels) if label != IGNORED), len(labels))
+            start = min(len(ids) - length, max(before - 1, 0))
+            ids, labels = ids[start : start + length], labels[start : start + length]
+        if all(label == IGNORED for label in labels[1:]):
+            self.skipped += 1
+        else:
+            self.examples.append({"input_ids": ids, "labels": labels})
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
-def join(prompt: str, completion: str = "") -> tuple[str, str]:
-    """Return prompt and completion for the model, on separate lines unless white space separates them."""
-    apart = prompt[-1:].isspace() or completion[:1].isspace()
-    return (prompt if apart else f"{prompt}\n"), completion
-
-
-def _example(tokenizer: Any, prompt: str, completion: str, length: int) -> tuple[list[int], list[int], bool]:
-    """Return token ids, labels, and whether they were shortened. The prompt is shortened before the completion."""
-    prompt, completion = join(prompt, completion)
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    before, after = _encode(tokenizer, prompt), [*_encode(tokenizer, completion), *end]
-    if tokenizer.bos_token_id not in (None, tokenizer.eos_token_id):
-        before = [tokenizer.bos_token_id, *before]
-    cut = len(before) + len(after) > length
-    after = after[: length - 1]  # the loss of a token needs a token before it
-    before = before[max(0, len(before) + len(after) - length) :]
-    return [*before, *after], [IGNORED] * len(before) + after, cut
-
-
-def _pad(examples: Sequence[tuple[list[int], list[int]]], tokenizer: Any) -> Batch:
-    width = max(len(ids) for ids, _ in examples)
-    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
-    return {
-        "input_ids": torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in examples]),
-        "attention_mask": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in examples]),
-        "labels": torch.tensor([labels + [IGNORED] * (width - len(labels)) for _, labels in examples]),
-    }
-
-
-def topics() -> list[str]:
-    """Return the topics of ``help()``: some 420,000 characters of English, without underlines and drawn tables."""
-    from pydoc_data.topics import topics as texts
-
-    drawn = re.compile(r"\s*[+|]|[*=~^-]{3,}$")
-    return [
-        "\n".join(line for line in texts[name].split("\n") if not drawn.match(line)).strip() for name in sorted(texts)
-    ]
-
-
-def docstrings(module: str, contains: str = "") -> list[str]:
-    """Return a module's docstrings that contain a string, read from its source; none if the module is missing."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or not spec.has_location or not str(spec.origin).endswith(".py"):
-        return []
-    tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
-    return [text for text in found if text and contains in text]
-
-
-def read_corpus(path: Path) -> Corpus:
-    """Return the data in a file of pairs (``.jsonl``) or text (``.txt``).
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a ``.jsonl``, ``.csv``, ``.parquet`` or ``.txt`` file, all of one format.
 
     Raises:
-        UsageError: the file cannot be read, or a line is wrong. The message says which line, and what to do.
+        UsageError: the file cannot be read, or a record is wrong. The message says which, and what to do.
     """
-    if path.suffix.lower() not in (".jsonl", ".txt"):
-        raise UsageError(f"{path}: --data takes a .jsonl file of prompt and completion, or a .txt file")
+    readers = {".jsonl": _json_lines, ".csv": _csv_rows, ".parquet": _parquet_rows, ".txt": _whole_text}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(f"{path}: --data takes a file that ends in {', '.join(readers)}")
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        numbered = list(reader(path))
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise UsageError(f"{path}, line {line}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
-    if path.suffix.lower() == ".txt":
-        return Corpus(path.name, documents=[text.strip()])
+    if not numbered:
+        raise UsageError(f"{path}: there is nothing in it; {_WANTED}")
+    name = _format_name(*numbered[0])
+    for place, record in numbered:
+        _check(place, record, name)
+    return [record for _, record in numbered]
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     # Not splitlines(), which would also break a line at a U+2028 inside a string.
-    pairs = [_pair(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not pairs:
-        raise UsageError(f"{path}: no pairs of prompt and completion in it")
-    return Corpus(path.name, pairs=pairs)
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UsageError(
+                    f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); {_WANTED}"
+                ) from error
 
 
-def _pair(path: Path, number: int, line: str) -> tuple[str, str]:
-    wanted = 'a line looks like {"prompt": "…", "completion": "…"}'
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file)
+        for row in rows:
+            yield f"{path}, line {rows.line_num}", {name: value or "" for name, value in row.items() if name}
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); {wanted}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}, line {number}: a {type(value).__name__}, not an object; {wanted}")
-    for key in ("prompt", "completion"):
-        if key not in value:
-            known = ", ".join(map(repr, value)) or "nothing"
-            raise UsageError(f"{path}, line {number}: no {key!r}, only {known}; {wanted}")
-        if not isinstance(value[key], str):
-            raise UsageError(f"{path}, line {number}: {key!r} is a {type(value[key]).__name__}, not a string; {wanted}")
-        if not value[key].strip():
-            raise UsageError(f"{path}, line {number}: {key!r} is empty; fill it in or delete the line")
-    return value["prompt"], value["completion"]
+        from datasets import Dataset
+    except ImportError as error:
+        raise UsageError(f"{path}: Parquet files need the package datasets; pip install datasets") from error
+    try:
+        rows = Dataset.from_parquet(str(path))
+    except Exception as error:  # pyarrow has errors of its own
+        raise UsageError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number}", row
+
+
+def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
+    text = path.read_text(encoding="utf-8-sig").strip()
+    if text:
+        yield str(path), {"text": text}
+
+
+def _format_name(place: str, record: Any) -> str:
+    if not isinstance(record, dict):
+        raise UsageError(f"{place}: a {type(record).__name__}, not an object; {_WANTED}")
+    for name, fields in _FIELDS.items():
+        if all(one in record for one in fields):
+            return name
+    known = ", ".join(map(repr, record)) or "nothing"
+    raise UsageError(f"{place}: only {known}; {_WANTED}")
+
+
+def _check(place: str, record: Any, name: str) -> None:
+    if _format_name(place, record) != name:
+        raise UsageError(f"{place}: the fields differ from those of the first record; {_WANTED}")
+    if name == "chat":
+        messages = record["messages"]
+        if not isinstance(messages, list) or not all(
+            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+            for one in messages
+        ):
+            raise UsageError(f'{place}: "messages" is no list of objects with "role" and "content" as texts')
+        if not any(one["role"] == "assistant" for one in messages):
+            raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
+        return
+    for one in _FIELDS[name]:
+        if not isinstance(record[one], str):
+            raise UsageError(f"{place}: {one!r} is a {type(record[one]).__name__}, not a string")
+        if not record[one].strip():
+            raise UsageError(f"{place}: {one!r} is empty; fill it in or delete the record")
+
+
+def tokenize(records: list[Record], tokenizer: Any, length: int, source: str) -> Data:
+    """Return the examples of records. The loss is on completions, or on what the assistant says; of texts on all.
+
+    Pairs end with the end token. Texts are joined, with the end token between them, and cut into sequences.
+
+    Raises:
+        UsageError: the tokenizer has no chat template, or nothing is left to train on.
+    """
+    name = _format_name(source, records[0])
+    separator = "" if name != "pairs" or all(one["completion"][:1].isspace() for one in records) else "\n"
+    data = Data(Format(name, separator))
+    if name == "text":
+        ids = [token for one in records for token in (*_encode(tokenizer, one["text"]), *_end(tokenizer))]
+        for start in range(0, len(ids), length):
+            part = ids[start : start + length]
+            data.add(part, part, length)
+    for one in [] if name == "text" else records:
+        if name == "chat":
+            data.add(*_conversation(tokenizer, one["messages"], source), length)
+            continue
+        if name == "alpaca":
+            text = alpaca(one["instruction"], one.get("input") or "")
+            before = [*_beginning(tokenizer), *_encode(tokenizer, text)]
+        else:
+            before = data.format.prompt(tokenizer, one["prompt"])
+        after = [*_encode(tokenizer, one["completion" if name == "pairs" else "output"]), *_end(tokenizer)]
+        data.add([*before, *after], [IGNORED] * len(before) + after, length)
+    if not data.examples:
+        raise UsageError(f"{source}: nothing is left to train on with --sequence {length}; give more or longer texts")
+    return data
+
+
+def _conversation(tokenizer: Any, messages: list[dict[str, str]], source: str) -> tuple[list[int], list[int]]:
+    """Return ids and labels of a conversation. Only what the assistant says has labels."""
+    ids = chat_prompt(tokenizer, messages, False)
+    labels = [IGNORED] * len(ids)
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = chat_prompt(tokenizer, messages[:index], True)
+            through = chat_prompt(tokenizer, messages[: index + 1], False)
+            if ids[: len(before)] != before or ids[: len(through)] != through:
+                raise UsageError(
+                    f"{source}: the model's chat template changes earlier messages of a conversation, so what the "
+                    "assistant says cannot be found; give conversations with one answer each"
+                )
+            labels[len(before) : len(through)] = ids[len(before) : len(through)]
+    return ids, labels
+
+
+def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], prompt: bool = True) -> list[int]:
+    """Return the token ids of a conversation, by default with the beginning of the assistant's next message.
+
+    Raises:
+        UsageError: the tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("the model's tokenizer has no chat template; give prompts and completions, not messages")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    return _encode(tokenizer, text)
+
+
+def _encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+    return ids
+
+
+def _beginning(tokenizer: Any) -> list[int]:
+    return [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
+
+
+def _end(tokenizer: Any) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -75,7 +75,7 @@ async def test_unusable_adapters(tmp_path: Path) -> None:
 
 
 def _with_adapter(address: str, folder: Path) -> str:
-    from symbiosis.cli.tenant import _with_adapter as load
+    from symbiosis.cli.generate import _with_adapter as load
 
     with symbiosis.open_model(address) as base, pytest.raises(symbiosis.errors.UsageError) as error:
         load(base, folder)

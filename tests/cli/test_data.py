@@ -1,36 +1,38 @@
-"""Training texts: what is read from files, which errors name the line, and what batches hold."""
+"""Training data: what is read from files, which errors name the line, what examples hold, and how prompts are made."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from symbiosis.cli.data import IGNORED, Corpus, docstrings, read_corpus, topics
+from symbiosis.cli.data import FORMAT_FILE, IGNORED, Format, alpaca, chat_prompt, read_records, tokenize
 from symbiosis.errors import UsageError
-from symbiosis.testing import tiny_model
+from tests.cli.chat_model import chat_tokenizer
 
-PAIRS = [{"prompt": f"What is {n} plus one?", "completion": f"{n} plus one is {n + 1}."} for n in range(12)]
+TOKENIZER = chat_tokenizer()
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model of random weights, and a tokenizer of bytes whose only special token is an end token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def write(folder: Path, *records: Any, name: str = "data.jsonl") -> Path:
+    file = folder / name
+    file.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in records), encoding="utf-8")
+    return file
 
-    folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={token: n for n, token in enumerate(["<end>", *alphabet])}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
-    tokenizer.save_pretrained(folder)
-    model = tiny_model(vocab_size=len(tokenizer), eos_token_id=0, bos_token_id=None, max_position_embeddings=128)
-    model.save_pretrained(folder)
-    return folder
+
+def texts(example: dict[str, list[int]]) -> tuple[str, str]:
+    """Return an example, and the part of it that counts in the loss."""
+    learned = [label for label in example["labels"] if label != IGNORED]
+    assert all(label in (IGNORED, token) for token, label in zip(example["input_ids"], example["labels"], strict=True))
+    return TOKENIZER.decode(example["input_ids"]), TOKENIZER.decode(learned)
 
 
 @pytest.mark.parametrize(
@@ -38,26 +40,41 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ('{"prompt": "a", "completion": ', "line 2: not JSON (Expecting value at column 31)"),
         ('["a", "b"]', "line 2: a list, not an object"),
-        ('{"prompt": "a", "answer": "b"}', "line 2: no 'completion', only 'prompt', 'answer'"),
+        ('{"prompt": "a", "answer": "b"}', "line 2: only 'prompt', 'answer'"),
         ('{"prompt": "a", "completion": 3}', "line 2: 'completion' is a int, not a string"),
         ('{"prompt": " ", "completion": "b"}', "line 2: 'prompt' is empty"),
+        ('{"text": "b"}', "line 2: the fields differ from those of the first record"),
     ],
 )
 def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
-    file = tmp_path / "pairs.jsonl"
-    file.write_text(f"{json.dumps(PAIRS[0])}\n{line}\n{json.dumps(PAIRS[1])}\n", encoding="utf-8")
+    file = write(tmp_path, {"prompt": "a", "completion": "b"}, line, {"prompt": "c", "completion": "d"})
     with pytest.raises(UsageError) as caught:
-        read_corpus(file)
+        read_records(file)
     assert f"{file}, {complaint}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ("hi", "no list of objects"),
+        ([{"role": "user", "content": 3}], "no list of objects"),
+        ([{"role": "user", "content": "hi"}], "no message of the assistant"),
+    ],
+)
+def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        read_records(write(tmp_path, {"messages": messages}))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
         ("missing.jsonl", None, "cannot be read (No such file or directory)"),
-        ("data.csv", b"a,b\n", "--data takes a .jsonl file"),
+        ("data.json", b"{}", "--data takes a file that ends in .jsonl, .csv, .parquet, .txt"),
         ("latin.txt", b"one\ntwo caf\xe9\n", "line 2: not UTF-8"),
-        ("empty.jsonl", b"\n", "no pairs of prompt and completion"),
+        ("empty.jsonl", b"\n", "there is nothing in it"),
+        ("empty.txt", b"\n", "there is nothing in it"),
+        ("fields.csv", b"a,b\n1,2\n", "line 2: only 'a', 'b'"),
     ],
 )
 def test_wrong_files(tmp_path: Path, name: str, content: bytes | None, complaint: str) -> None:
@@ -65,70 +82,131 @@ def test_wrong_files(tmp_path: Path, name: str, content: bytes | None, complaint
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read_corpus(file)
+        read_records(file)
     assert str(file) in str(caught.value)
     assert complaint in str(caught.value)
-
-
-def test_too_little_text(tiny: Path) -> None:
-    from transformers import AutoTokenizer
-
-    corpus = Corpus("little.txt", documents=["Just this."])
-    with pytest.raises(UsageError, match="are too few to train on; at least 192 are needed"):
-        corpus.batches(AutoTokenizer.from_pretrained(tiny), steps=1, size=1, length=96, seed=0)
-
-
-def test_the_loss_covers_the_completion_only(tiny: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    corpus = Corpus("pairs", pairs=[("ask", "answer"), ("ask ", "ab")])
-    (batch,) = corpus.batches(tokenizer, steps=1, size=2, length=32, seed=0)
-    rows = sorted(
-        zip(*(batch[name].tolist() for name in ("input_ids", "labels", "attention_mask")), strict=True), key=str
-    )
-    texts = set()
-    for ids, labels, mask in rows:
-        seen = [token for token, here in zip(ids, mask, strict=True) if here]
-        learned = [token for token in labels if token != IGNORED]
-        texts.add((tokenizer.decode(seen), tokenizer.decode(learned)))
-        assert all(label in (IGNORED, token) for token, label in zip(ids, labels, strict=True))
-    assert texts == {("ask\nanswer<end>", "answer<end>"), ("ask ab<end>", "ab<end>")}
-    assert corpus.shortened == 0
-
-
-def test_long_pairs_lose_the_beginning_of_the_prompt(tiny: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    corpus = Corpus("pairs", pairs=[("x" * 20, "yes"), ("q", "z" * 20)])
-    batches = corpus.batches(tokenizer, steps=2, size=1, length=10, seed=0)
-    assert corpus.shortened == 2
-    texts = {tokenizer.decode(batch["input_ids"][0]) for batch in batches}
-    assert texts == {"xxxxx\nyes<end>", "\n" + "z" * 9}
-    assert all((batch["labels"] != IGNORED).any() for batch in batches)
-
-
-def test_batches_depend_on_the_seed_alone(tiny: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny)
-    corpus = Corpus("topics", documents=topics()[:3])
-    first, again, other = (corpus.batches(tokenizer, steps=3, size=2, length=16, seed=seed) for seed in (1, 1, 2))
-    assert all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, again, strict=True))
-    assert not all(torch.equal(a["input_ids"], b["input_ids"]) for a, b in zip(first, other, strict=True))
-    assert first[0]["labels"].shape == (2, 16)
 
 
 def test_line_separators_inside_strings_do_not_break_lines(tmp_path: Path) -> None:
     file = tmp_path / "pairs.jsonl"
     file.write_text('{"prompt": "a\u2028b", "completion": "c"}\r\n{"prompt": "d", "completion": "e"}', encoding="utf-8")
-    assert read_corpus(file).pairs == [("a\u2028b", "c"), ("d", "e")]
+    assert [one["prompt"] for one in read_records(file)] == ["a\u2028b", "d"]
 
 
-def test_shipped_texts() -> None:
-    assert sum(map(len, topics())) > 200_000
-    assert any("Turtle" in text for text in docstrings("turtle"))
-    assert all(">>>" in text for text in docstrings("_pydecimal", ">>>"))
-    assert docstrings("no_such_module") == []
-    assert docstrings("sys") == []
+def test_csv_has_the_same_fields(tmp_path: Path) -> None:
+    file = write(tmp_path, 'prompt,completion,id\n"a, b",c,1\n', name="pairs.csv")
+    (example,) = tokenize(read_records(file), TOKENIZER, 32, "pairs").examples
+    assert texts(example) == ("<begin>a, b\nc<end>", "c<end>")
+
+
+def test_parquet_without_datasets_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    file = write(tmp_path, "PAR1", name="pairs.parquet")
+    with pytest.raises(UsageError, match="pip install datasets"):
+        read_records(file)
+
+
+def test_pairs_count_in_the_loss_after_the_prompt(tmp_path: Path) -> None:
+    records = read_records(write(tmp_path, *({"prompt": p, "completion": c} for p, c in (("ask", "one"), ("a ", "b")))))
+    data = tokenize(records, TOKENIZER, 32, "pairs")
+    assert [*map(texts, data.examples)] == [("<begin>ask\none<end>", "one<end>"), ("<begin>a b<end>", "b<end>")]
+    assert (data.cut, data.skipped, data.format) == (0, 0, Format("pairs", "\n"))
+
+
+def test_completions_that_begin_with_a_space_need_no_separator(tmp_path: Path) -> None:
+    data = tokenize([{"prompt": "ask", "completion": " one"}], TOKENIZER, 32, "pairs")
+    assert texts(data.examples[0])[0] == "<begin>ask one<end>"
+    assert data.format == Format("pairs", "")
+
+
+def test_alpaca_has_its_own_prompt() -> None:
+    records = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Name a colour.", "input": "", "output": "red"},
+    ]
+    first, second = map(texts, tokenize(records, TOKENIZER, 500, "alpaca").examples)
+    assert "paired with an input" in first[0]
+    assert "### Input:\n1 2\n\n### Response:\n3<end>" in first[0]
+    assert second == (f"<begin>{alpaca('Name a colour.')}red<end>", "red<end>")
+    assert "Input" not in second[0]
+
+
+def test_only_what_the_assistant_says_counts() -> None:
+    (example,) = tokenize([{"messages": CHAT}], TOKENIZER, 200, "chat").examples
+    assert texts(example) == (
+        "<system>Be brief.<user>hi<assistant>hello<end><user>more<assistant>no<end>",
+        "hello<end>no<end>",
+    )
+
+
+def test_a_tokenizer_without_chat_template_is_refused() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UsageError, match="no chat template"):
+        tokenize([{"messages": CHAT}], tokenizer, 200, "chat")
+
+
+def test_a_template_that_changes_earlier_messages_is_refused() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+    with pytest.raises(UsageError, match="changes earlier messages"):
+        tokenize([{"messages": CHAT}], tokenizer, 200, "chat")
+
+
+def test_what_is_too_long_is_cut_and_counted() -> None:
+    records = [{"prompt": "x" * 20, "completion": "yes"}, {"prompt": "q", "completion": "z" * 20}]
+    data = tokenize(records, TOKENIZER, 10, "pairs")
+    assert data.cut == 2
+    assert [*map(texts, data.examples)] == [("xxxxx\nyes<end>", "yes<end>"), ("\n" + "z" * 9, "z" * 9)]
+
+
+def test_records_without_a_loss_are_skipped_and_counted() -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% for one in messages %}{% if one.role != 'assistant' %}{{ one.content }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(UsageError, match="nothing is left to train on with --sequence 20"):
+        tokenize([{"messages": CHAT}], tokenizer, 20, "chat")
+
+
+def test_texts_are_joined_and_divided_without_loss() -> None:
+    data = tokenize([{"text": "abcdefg"}, {"text": "hij"}], TOKENIZER, 4, "text")
+    assert [texts(one)[0] for one in data.examples] == ["abcd", "efg<end>", "hij<end>"]
+    assert data.cut == 0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "Name a colour.", "completion": "red"},
+        {"prompt": "Name a colour.", "completion": " red"},
+        {"instruction": "Name a colour.", "output": "red"},
+        {"messages": [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "red"}]},
+        {"text": "Name a colour."},
+    ],
+)
+def test_prompts_are_made_as_in_training(tmp_path: Path, record: dict[str, Any]) -> None:
+    data = tokenize([record], TOKENIZER, 500, "data")
+    data.format.save(tmp_path)
+    prompt = Format.load(tmp_path).prompt(TOKENIZER, "Name a colour.")
+    (example,) = data.examples
+    assert example["input_ids"][: len(prompt)] == prompt
+    if "text" not in record:
+        assert example["labels"][: len(prompt)] == [IGNORED] * len(prompt)
+        assert example["labels"][len(prompt)] != IGNORED
+
+
+def test_without_a_format_the_tokenizer_decides(tmp_path: Path) -> None:
+    assert Format.load(tmp_path) == Format()
+    assert Format().prompt(TOKENIZER, "hi") == TOKENIZER("hi")["input_ids"]
+
+
+@pytest.mark.parametrize("content", ["{", '{"format": "poem", "separator": ""}', "[]", '{"format": "pairs"}'])
+def test_damaged_formats(tmp_path: Path, content: str) -> None:
+    (tmp_path / FORMAT_FILE).write_text(content, encoding="utf-8")
+    with pytest.raises(UsageError, match="delete"):
+        Format.load(tmp_path)
+
+
+def test_chat_prompts_end_with_the_beginning_of_an_answer() -> None:
+    assert TOKENIZER.decode(chat_prompt(TOKENIZER, CHAT[:2])) == "<system>Be brief.<user>hi<assistant>"

@@ -309,9 +309,9 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
         "generate", service.address, "--adapter", str(adapter), "--prompt", prompt, "--max-new-tokens", str(count)
     )
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    prompted = tokenizer(f"<s>{prompt}", return_tensors="pt", return_token_type_ids=False)  # as in training
     tuned: Any = PeftModel.from_pretrained(plain(checkpoint), str(adapter))
-    ids = tuned.generate(**inputs, max_new_tokens=count, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    ids = tuned.generate(**prompted, max_new_tokens=count, do_sample=False)[0, prompted["input_ids"].shape[1] :]
     assert done.stdout.split() == tokenizer.decode(ids, skip_special_tokens=True).split()
     done = command("status", service.address, "--json")
     assert json.loads(done.stdout)["model"] == "LlamaForCausalLM"

@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import os
 import platform
-import random
 import shutil
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from symbiosis.cli.data import Batch, Corpus, topics
+from symbiosis.cli.demo.texts import Batch, make_batches, topics
 from symbiosis.errors import UsageError
 
 Progress = Callable[[int, int, float], None]
@@ -96,8 +95,7 @@ def _train(folder: Path, progress: Progress) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**CONFIG)).train()
-    corpus = Corpus("topics", documents=random.Random(0).sample(texts, len(texts)))
-    fit(model, corpus.batches(tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=0), progress)
+    fit(model, make_batches(texts, tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=0), progress)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from symbiosis import Client, Executor
-from symbiosis.cli.data import Batch, Corpus, docstrings, topics
+from symbiosis.cli.demo.texts import Batch, docstrings, make_batches, topics
 
 NEW_TOKENS = 64
 """Length of each generated text."""
@@ -106,11 +106,11 @@ def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
     ]
     jobs = []
     for number, (name, method, config, module, rate, own) in enumerate(plans, seed):
-        corpus = Corpus(f"docstrings of {module.strip('_')}", documents=docstrings(module) or topics())
-        batches = corpus.batches(tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
+        documents = docstrings(module) or topics()
+        batches = make_batches(documents, tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
         texts = [*own, "A list is", 'The "with" statement', "When an exception is raised"]
         prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
-        jobs.append(Job(name, method, config, corpus.name, rate, batches, prompts, number))
+        jobs.append(Job(name, method, config, f"docstrings of {module.strip('_')}", rate, batches, prompts, number))
     return jobs
 
 

@@ -1,0 +1,368 @@
+"""``symbiosis finetune``: train an adapter on a base model that another process serves."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
+from symbiosis.errors import UsageError
+from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.loop import wait_passively
+
+if TYPE_CHECKING:
+    from symbiosis.cli.data import Data
+
+PrivacyOption = Annotated[
+    str,
+    typer.Option(
+        help="How rows are masked before they leave this process: none, noise-pool, local-pads:model=FOLDER or "
+        "secret-shares:with=ADDRESS, with options such as noise-pool:size=64,accuracy=1e-4."
+    ),
+]
+RetryOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for an executor that was lost.")]
+
+OPTIONS_FILE = "finetune.json"
+"""File in the output folder with the options of the run, for ``--resume``."""
+_METHOD, _TRAINING, _CHECKPOINTS = "PEFT method", "Training", "Evaluation and checkpoints"
+
+
+def finetune(
+    address: AddressArgument,
+    data: Annotated[
+        Path,
+        typer.Option(
+            help="Training data: .jsonl, .csv or .parquet with prompt and completion, messages, instruction and output "
+            "(Alpaca) or text; or a .txt file.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for adapter, checkpoints and log.", show_default=False)],
+    lora: Annotated[
+        str,
+        typer.Option(
+            help="A LoRA: r, alpha, dropout, targets (names joined with +, or all-linear).", rich_help_panel=_METHOD
+        ),
+    ] = "r=8,alpha=16",
+    peft: Annotated[
+        Path | None,
+        typer.Option(
+            help='Any PEFT method in place of a LoRA: a JSON file like an adapter_config.json, such as {"peft_type": '
+            '"IA3"}.',
+            rich_help_panel=_METHOD,
+        ),
+    ] = None,
+    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over the data.", rich_help_panel=_TRAINING)] = 3.0,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Optimizer steps, in place of --epochs.", rich_help_panel=_TRAINING),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.", rich_help_panel=_TRAINING)] = 4,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Batches whose gradients are added for a step.", rich_help_panel=_TRAINING)
+    ] = 1,
+    sequence: Annotated[
+        int, typer.Option(min=8, help="Largest number of tokens in a sequence.", rich_help_panel=_TRAINING)
+    ] = 256,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train in windows of this many tokens: the same gradients with less memory and more time.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float, typer.Option(min=0, help="Learning rate of AdamW.", rich_help_panel=_TRAINING)
+    ] = 1e-4,
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="Schedule of the learning rate: constant, linear, cosine, or another one of transformers.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = "linear",
+    warmup: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Steps in which the rate rises; below 1, part of all steps.", rich_help_panel=_TRAINING
+        ),
+    ] = 0.0,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.", rich_help_panel=_TRAINING)] = 0.0,
+    clip: Annotated[
+        float,
+        typer.Option(min=0, help="Largest norm of the gradients; 0 does not clip.", rich_help_panel=_TRAINING),
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the adapter, dropout and data order.", rich_help_panel=_TRAINING)
+    ] = 0,
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            help="Validation data: a file, or a part of the data such as 0.1. The best checkpoint becomes the adapter.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    every: Annotated[
+        int, typer.Option(min=1, help="Steps between checkpoints, and evaluations.", rich_help_panel=_CHECKPOINTS)
+    ] = 50,
+    patience: Annotated[
+        int | None,
+        typer.Option(min=1, help="End after so many evaluations without a better one.", rich_help_panel=_CHECKPOINTS),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue from the last checkpoint in --output.", rich_help_panel=_CHECKPOINTS),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace what is in --output.", rich_help_panel=_CHECKPOINTS),
+    ] = False,
+    log_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Logger that transformers supports, such as tensorboard or wandb; repeat for several.",
+            rich_help_panel=_CHECKPOINTS,
+        ),
+    ] = None,
+    key: KeyOption = None,
+    insecure: InsecureOption = False,
+    retry: RetryOption = 60.0,
+    privacy: PrivacyOption = "none",
+    json: Annotated[Path | None, typer.Option(help="Also write losses and results to this file, as JSON.")] = None,
+) -> None:
+    """Fine-tune an adapter on a base model that another process serves, and save it as a standard PEFT adapter.
+
+    Ctrl-C and SIGTERM save a checkpoint after the running step; --resume continues from it. The folder gets log.jsonl,
+    with a line for each step.
+
+    Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
+    """
+    from symbiosis.cli.data import read_records
+
+    if window is not None and accumulate > 1:
+        raise UsageError("--window and --accumulate do not go together; a window needs no accumulation, raise --batch")
+    if patience is not None and validation is None:
+        raise UsageError("--patience needs --validation")
+    records, held_out = read_records(data), _part(validation)
+    others = None if validation is None or held_out is not None else read_records(Path(validation))
+    config = lora_config(lora) if peft is None else read_config(peft)
+    writable(output, folder=True)
+    if json is not None:
+        writable(json)
+    if address.startswith("shm://"):
+        wait_passively()
+    kept = {"peft": config.to_dict(), "data": [str(data), validation], "seed": seed}
+    kept |= {"batch": batch, "accumulate": accumulate, "sequence": sequence, "window": window, "schedule": schedule}
+    kept |= {"learning_rate": learning_rate, "warmup": warmup, "weight_decay": weight_decay, "clip": clip}
+    kept = json_module.loads(json_module.dumps(kept, default=sorted))
+    trainer_module = _trainer_module()
+    with _owned(output):
+        checkpoint = _checkpoint(output, kept) if resume else None
+        if not resume:
+            _make_room(output, overwrite)
+        (output / OPTIONS_FILE).write_text(json_module.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+        from symbiosis import open_model
+        from symbiosis.cli.data import tokenize
+        from symbiosis.core.terms import Kind
+
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+        options = options_of(key=key, insecure=insecure, retry=retry)
+        with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
+            tokenizer = base.symbiosis.tokenizer()
+            examples = tokenize(records, tokenizer, sequence, str(data))
+            test = None if others is None else tokenize(others, tokenizer, sequence, str(validation))
+            if held_out is not None:
+                test = _split(examples, held_out, seed, data)
+            _tell(examples, test)
+            examples.format.save(output)
+            run = trainer_module.Run(
+                *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
+                option=f"--peft {peft}" if peft is not None else f"--lora {lora}",
+                patience=patience,
+                arguments={
+                    "num_train_epochs": epochs,
+                    "max_steps": steps or -1,
+                    "per_device_train_batch_size": batch,
+                    "per_device_eval_batch_size": batch,
+                    "gradient_accumulation_steps": accumulate,
+                    "learning_rate": learning_rate,
+                    "lr_scheduler_type": schedule,
+                    "warmup_steps": warmup,
+                    "weight_decay": weight_decay,
+                    "max_grad_norm": clip,
+                    "save_steps": every,
+                    "eval_steps": every,
+                    "report_to": log_to or [],
+                    "seed": seed,
+                },
+            )
+            stopped = run.train()
+    if json is not None:
+        write_json(json, {"address": address, "adapter": str(output), **run.results()})
+    if stopped:
+        raise typer.Exit(128 + stopped)
+
+
+def _trainer_module() -> Any:
+    try:
+        import accelerate  # noqa: F401  # transformers' Trainer needs it, and says so in a long error
+    except ImportError as error:
+        raise UsageError("finetune needs accelerate; pip install 'symbiosis-peft[trainer]'") from error
+    from symbiosis.cli import training
+
+    return training
+
+
+def _part(validation: str | None) -> float | None:
+    """Return the part of the data to hold out, or None if the option names a file or is not given."""
+    try:
+        part = float(validation or "")
+    except ValueError:
+        return None
+    if not 0 < part < 1:
+        raise UsageError(f"--validation {validation}: a part of the data is more than 0 and less than 1")
+    return part
+
+
+def _split(examples: Data, part: float, seed: int, path: Path) -> Data:
+    """Move a random part of the examples to validation data, and return it."""
+    import random
+
+    from symbiosis.cli.data import Data
+
+    count = round(part * len(examples.examples))
+    if not 0 < count < len(examples.examples):
+        raise UsageError(f"--validation {part}: {path} has {len(examples.examples)} examples, too few for this")
+    order = random.Random(seed).sample(examples.examples, len(examples.examples))
+    examples.examples = order[count:]
+    return Data(examples.format, order[:count])
+
+
+def _tell(examples: Data, test: Data | None) -> None:
+    text = f"{len(examples.examples)} examples" + ("" if test is None else f", {len(test.examples)} for validation")
+    for count, what in ((examples.cut, "longer than --sequence and cut"), (examples.skipped, "skipped: no loss left")):
+        text += f"; {count} {what}" if count else ""
+    console(stderr=True).print(text)
+
+
+# ------------------------------------------------------------------------------------------------- the output folder
+
+
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder."""
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
+    try:
+        yield
+    finally:
+        (folder / ".lock").unlink(missing_ok=True)
+        lock.release()
+
+
+def _make_room(folder: Path, overwrite: bool) -> None:
+    """Remove an earlier run from a folder.
+
+    Raises:
+        UsageError: there is one, and it may not be overwritten.
+    """
+    import shutil
+
+    from symbiosis.cli.data import LOG_FILE
+
+    earlier = [*folder.glob("checkpoint-*"), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
+    if earlier and not overwrite:
+        raise UsageError(
+            f"--output {folder}: there is a {earlier[0].name} of an earlier run; choose another folder, --resume that "
+            "run, or --overwrite it"
+        )
+    for one in earlier:
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
+
+
+def _checkpoint(folder: Path, kept: dict[str, Any]) -> Path:
+    """Return the last complete checkpoint of a run with the same options.
+
+    Raises:
+        UsageError: there is none, or options differ.
+    """
+    # The trainer's state is written last.
+    found = [one for one in folder.glob("checkpoint-*") if (one / "trainer_state.json").is_file()]
+    if not found:
+        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
+    try:
+        before = json_module.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
+    different = [name for name in kept if kept[name] != before.get(name)]
+    if different:
+        text = ", ".join(f"{name} was {before.get(name)!r} and is {kept[name]!r}" for name in different)
+        raise UsageError(f"--resume: the options differ from those of the run ({text}); give the same ones")
+    return max(found, key=lambda one: int(one.name.partition("-")[2]))
+
+
+# --------------------------------------------------------------------------------------------------- the PEFT method
+
+
+def read_config(file: Path) -> Any:
+    """Return the PEFT configuration of a JSON file.
+
+    Raises:
+        UsageError: the file cannot be read, or PEFT does not take it.
+    """
+    from peft import PeftConfig
+
+    try:
+        values = json_module.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--peft {file}: cannot be read as JSON ({error})") from error
+    if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
+        raise UsageError(f'--peft {file}: give an object with "peft_type", such as {{"peft_type": "IA3"}}')
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Unexpected keyword arguments")  # PEFT only warns of a misspelt option
+            return PeftConfig.from_peft_type(**{"task_type": "CAUSAL_LM", **values})
+    except (KeyError, TypeError, ValueError, UserWarning) as error:
+        raise UsageError(f"--peft {file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def lora_config(text: str) -> Any:
+    """Return the configuration for a text such as ``"r=8,alpha=16,targets=q_proj+v_proj"``.
+
+    Raises:
+        UsageError: an option is unknown, or its value is not a number.
+    """
+    from peft import LoraConfig
+
+    options: dict[str, Any] = {}
+    known = {"r": ("r", int), "alpha": ("lora_alpha", int), "dropout": ("lora_dropout", float)}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        try:
+            if name == "targets":
+                options["target_modules"] = value if value == "all-linear" else value.split("+")
+            else:
+                option, kind = known[name]
+                options[option] = kind(value)
+        except (KeyError, ValueError) as error:
+            raise UsageError(
+                f"--lora {part!r}: write r=8, alpha=16, dropout=0.05 or targets=q_proj+v_proj, joined with commas"
+            ) from error
+    if options.get("r", 1) < 1 or options.get("lora_alpha", 1) < 1:
+        raise UsageError(f"--lora {text}: r and alpha are 1 or more")
+    if not 0 <= options.get("lora_dropout", 0.0) < 1:
+        raise UsageError(f"--lora {text}: dropout is a probability, at least 0 and less than 1")
+    return LoraConfig(task_type="CAUSAL_LM", **options)

@@ -1,0 +1,182 @@
+"""``symbiosis generate``: generate text on a base model that another process serves."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from symbiosis.cli.finetune import PrivacyOption, RetryOption
+from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
+from symbiosis.errors import SymbiosisError, UsageError
+from symbiosis.terminal.console import console, visible, writable
+from symbiosis.terminal.loop import wait_passively
+
+
+def generate(
+    address: AddressArgument,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; - reads standard input.", show_default=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="File of prompts: one a line, or .jsonl with a prompt in each object.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk with the model, by its chat template; an empty line ends.")
+    ] = False,
+    adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the likeliest token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this total probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Sample from so many likeliest tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; repeat for several.")] = None,
+    number: Annotated[int, typer.Option("--n", min=1, help="Texts for each prompt.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the texts to this file, as JSON lines, in place of printing them.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling.")] = None,
+    key: KeyOption = None,
+    insecure: InsecureOption = False,
+    retry: RetryOption = 60.0,
+    privacy: PrivacyOption = "none",
+) -> None:
+    """Generate text on a base model that another process serves, and print tokens as they arrive.
+
+    Prompts are made as `symbiosis finetune` made them for the adapter.
+
+    Example: symbiosis generate shm:///run/symbiosis.sock --adapter adapters/alice --prompt "The quick brown fox"
+    """
+    if [prompt is not None, prompts is not None, chat].count(True) != 1:
+        raise UsageError("give one of --prompt, --prompts and --chat")
+    if (top_p or top_k or number > 1) and not temperature:
+        raise UsageError("--top-p, --top-k and --n need --temperature; without it, each text is the same")
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json)")
+    texts = _texts(prompt, prompts)
+    if output is not None:
+        writable(output)
+    if address.startswith("shm://"):
+        wait_passively()
+    import torch
+
+    from symbiosis import open_model
+    from symbiosis.cli.data import Format
+
+    form = Format() if adapter is None else Format.load(adapter)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
+        model = base if adapter is None else _with_adapter(base, adapter)
+        if seed is not None:
+            torch.manual_seed(seed)
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
+        writer = _Writer(model, base.symbiosis.tokenizer(), {**options, "stop_strings": stop or None})
+        if chat:
+            _chat(writer)
+        elif output is None:
+            for text in texts:
+                for _ in range(number):
+                    writer.write(form.prompt(writer.tokenizer, text), shown=True)
+        else:
+            _to_file(writer, form, texts, number, output)
+
+
+def _texts(prompt: str | None, file: Path | None) -> list[str]:
+    if file is None:
+        return [] if prompt is None else [sys.stdin.read() if prompt == "-" else prompt]
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+        texts = [json_module.loads(line)["prompt"] for line in lines] if file.suffix == ".jsonl" else lines
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--prompts {file}: cannot be read ({type(error).__name__}: {error})") from error
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"--prompts {file}: there are no prompts in it, or some are no texts")
+    return texts
+
+
+class _Writer:
+    """Generates texts with one model and fixed options."""
+
+    def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
+        self.tokenizer = tokenizer
+        self._model = model
+        ends = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self._options = {name: value for name, value in options.items() if value is not None}
+        self._options["pad_token_id"] = next((one for one in ends if one is not None), None)
+        if "stop_strings" in self._options:
+            self._options["tokenizer"] = tokenizer
+
+    def write(self, ids: list[int], shown: bool) -> str:
+        """Continue a prompt, print tokens as they arrive if they are to be shown, and return the text."""
+        import torch
+        from transformers import TextStreamer
+
+        class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is not typed
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                super().on_finalized_text(visible(text), stream_end)
+
+        if not ids:
+            raise UsageError("the prompt is empty; give the model something to continue")
+        prompt = torch.tensor([ids])
+        streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
+        made = self._model.generate(
+            input_ids=prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **self._options
+        )
+        return str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
+
+
+def _to_file(writer: _Writer, form: Any, texts: list[str], number: int, output: Path) -> None:
+    from symbiosis.terminal.progress import Steps
+
+    total = len(texts) * number
+    with output.open("w", encoding="utf-8") as file, Steps(console(stderr=True)) as steps:
+        for index in range(total):
+            text = texts[index // number]
+            made = writer.write(form.prompt(writer.tokenizer, text), shown=False)
+            file.write(json_module.dumps({"prompt": text, "completion": made}, ensure_ascii=False) + "\n")
+            file.flush()
+            steps("texts", index + 1, total)
+
+
+def _chat(writer: _Writer) -> None:
+    from symbiosis.cli.data import chat_prompt
+
+    messages: list[dict[str, str]] = []
+    out = console(stderr=True)
+    while True:
+        out.print("[bold]you:[/] ", end="")
+        line = sys.stdin.readline().strip()
+        if not line:
+            return
+        messages.append({"role": "user", "content": line})
+        answer = writer.write(chat_prompt(writer.tokenizer, messages), shown=True)
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _with_adapter(base: Any, folder: Path) -> Any:
+    """Return the model with the adapter of a PEFT folder.
+
+    Raises:
+        UsageError: the folder has no adapter, or one for another model.
+    """
+    from peft import PeftModel
+
+    if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise UsageError(f"--adapter {folder}: there are no weights in it (adapter_model.safetensors)")
+    try:
+        return PeftModel.from_pretrained(base, str(folder))
+    except SymbiosisError:
+        raise
+    except Exception as error:  # PEFT, safetensors and json raise various errors for a broken file
+        reason = " ".join(str(error).split())[:500]
+        raise UsageError(
+            f"--adapter {folder}: cannot be loaded onto this model ({type(error).__name__}: {reason})"
+        ) from error

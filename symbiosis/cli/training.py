@@ -1,0 +1,242 @@
+"""One run of ``symbiosis finetune``: transformers' Trainer with windows, progress, a log, and a clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
+
+from symbiosis import backward_in_windows
+from symbiosis.cli.data import IGNORED, LOG_FILE, Data
+from symbiosis.errors import SymbiosisError, UsageError
+from symbiosis.terminal.console import console
+from symbiosis.terminal.progress import Steps
+
+
+class Run:
+    """Trains one adapter.
+
+    Args:
+        base: the opened model.
+        config: the PEFT configuration.
+        test: validation data, or None.
+        output: folder of adapter, checkpoints and log.
+        checkpoint: folder to continue from, or None.
+        window: tokens in a window, or None for whole sequences.
+        option: the option that chose the PEFT method, for errors.
+        arguments: of transformers' ``TrainingArguments``.
+    """
+
+    def __init__(
+        self,
+        base: Any,
+        config: Any,
+        tokenizer: Any,
+        train: Data,
+        test: Data | None,
+        output: Path,
+        checkpoint: Path | None,
+        window: int | None,
+        seed: int,
+        *,
+        option: str,
+        patience: int | None,
+        arguments: dict[str, Any],
+    ) -> None:
+        logging.set_verbosity_error()
+        self._output = output
+        self._checkpoint = checkpoint
+        torch.manual_seed(seed)
+        try:
+            model: Any = get_peft_model(base, config)
+        except (ValueError, TypeError) as error:  # the model has no such layers
+            raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
+        self._model = model
+        self._watch = _Watch(output)
+        callbacks = [self._watch, *([] if patience is None else [EarlyStoppingCallback(patience)])]
+        try:
+            self._trainer = _Trainer(
+                window,
+                model=model,
+                args=_arguments(output, test is not None, arguments),
+                train_dataset=train.examples,
+                eval_dataset=None if test is None else test.examples,
+                data_collator=_Padding(tokenizer),
+                callbacks=callbacks,
+            )
+        except (ImportError, RuntimeError, ValueError) as error:  # an unknown schedule, or a logger that is missing
+            raise UsageError(f"an option is refused: {' '.join(str(error).split())}") from error
+        self._trainer.remove_callback(PrinterCallback)
+
+    def train(self) -> int:
+        """Train, and save the adapter. Return the signal that ended training early, or 0."""
+        out = console(stderr=True)
+        try:
+            with self._watch.shown(), _quiet_saves():
+                self._trainer.train(resume_from_checkpoint=None if self._checkpoint is None else str(self._checkpoint))
+        except SymbiosisError:
+            if self._watch.losses:
+                step = self._trainer.state.global_step
+                out.print(f"ended in an error after step {step}; adapter in {self._output}", soft_wrap=True)
+                self._save()
+            raise
+        state = self._trainer.state
+        if self._watch.stopped:
+            out.print(
+                f"stopped after step {state.global_step}; checkpoint in "
+                f"{self._output / f'checkpoint-{state.global_step}'}; the same command with --resume continues",
+                soft_wrap=True,
+            )
+        self._save()
+        losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+        text = f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {state.global_step} steps"
+        if state.best_metric is not None:
+            text += f"; best validation loss {state.best_metric:.3f} at step {state.best_global_step}"
+        out.print(f"{text}; adapter in {self._output}", soft_wrap=True)
+        return self._watch.stopped
+
+    def _save(self) -> None:
+        """Write the adapter to a new folder, and then move its files into place."""
+        with tempfile.TemporaryDirectory(dir=self._output, prefix=".partial-") as folder, _quiet_saves():
+            self._model.save_pretrained(folder)
+            for file in Path(folder).iterdir():
+                file.replace(self._output / file.name)
+
+    def results(self) -> dict[str, Any]:
+        """Return losses and evaluations as plain data."""
+        history, state = self._trainer.state.log_history, self._trainer.state
+        tests = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
+        return {
+            "losses": [entry["loss"] for entry in history if "loss" in entry],
+            "steps": state.global_step,
+            "validation": [
+                {"step": step, "loss": loss, "perplexity": math.exp(min(loss, 700))} for step, loss in tests
+            ],
+            "best_step": state.best_global_step,
+            "stopped": bool(self._watch.stopped),
+        }
+
+
+def _arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(output),
+        save_strategy="steps",
+        eval_strategy="steps" if tested else "no",
+        load_best_model_at_end=tested,
+        metric_for_best_model="loss" if tested else None,
+        save_total_limit=2,
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        **options,
+    )
+
+
+class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
+    """Trains in windows, if there is one."""
+
+    def __init__(self, window: int | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._window = window
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Run forward and backward of one batch, and return the loss."""
+        if self._window is None:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        model.train()
+        return torch.tensor(backward_in_windows(model, self._prepare_inputs(inputs), self._window))
+
+
+class _Padding:
+    """Makes a batch of examples: ``input_ids``, ``attention_mask`` and ``labels``, each [examples, longest]."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._pad = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+
+    def __call__(self, examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        width = max(len(one["input_ids"]) for one in examples)
+
+        def padded(name: str, value: int) -> torch.Tensor:
+            return torch.tensor([one[name] + [value] * (width - len(one[name])) for one in examples])
+
+        mask = [[1] * len(one["input_ids"]) + [0] * (width - len(one["input_ids"])) for one in examples]
+        return {
+            "input_ids": padded("input_ids", self._pad),
+            "attention_mask": torch.tensor(mask),
+            "labels": padded("labels", IGNORED),
+        }
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Shows progress, writes the log, and ends training with a checkpoint when a signal comes."""
+
+    def __init__(self, output: Path) -> None:
+        self.stopped = 0
+        self.losses = 0
+        self._file = output / LOG_FILE
+        self._steps: Steps | None = None
+        self._note = ""
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show progress and heed signals meanwhile. A second signal ends the process at once."""
+
+        def stop(number: int, frame: Any) -> None:
+            self.stopped = number
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            console(stderr=True).print("\nstopping after this step, with a checkpoint; again to stop at once")
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            with Steps(console(stderr=True)) as self._steps:
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        lines = [json.dumps(entry) + "\n" for entry in state.log_history]  # of the checkpoint that is continued
+        self._file.write_text("".join(lines), encoding="utf-8")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        if "loss" in logs:
+            self.losses += 1
+            self._note = f"loss {logs['loss']:.3f}"
+        if "eval_loss" in logs:
+            self._note += f"; validation {logs['eval_loss']:.3f}"
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**logs, "step": state.global_step, "time": time.time()}) + "\n")
+        assert self._steps is not None
+        self._steps("fine-tuning", state.global_step, state.max_steps, self._note)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.stopped:
+            control.should_save = control.should_training_stop = True
+
+
+@contextlib.contextmanager
+def _quiet_saves() -> Iterator[None]:
+    """Silence PEFT, which looks for the base model under its name when it saves, and advice for other machines."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Could not find a config file|Unable to fetch remote file")
+        warnings.filterwarnings("ignore", ".*pin_memory.*", UserWarning)
+        yield

@@ -1,0 +1,277 @@
+"""``symbiosis finetune`` and ``generate`` against a served model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from symbiosis.cli.data import Format, read_records, tokenize
+from symbiosis.cli.training import Run
+from tests.cli.chat_model import save_chat_model
+from tests.helpers import command
+from tests.service import Service
+
+COLOURS = ("red", "green", "blue")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_chat_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module")
+def service(checkpoint: Path) -> Iterator[Service]:
+    with Service(checkpoint, f"shm://{checkpoint.parent}/s.sock") as running:
+        yield running
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "train.jsonl"
+    pairs = [{"prompt": f"thing {n % 3}", "completion": COLOURS[n % 3]} for n in range(24)]
+    file.write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    return file
+
+
+def options(service: Service, data: Path, output: Path, *more: Any) -> list[str]:
+    lora = "--lora", "r=8,alpha=16,dropout=0.1,targets=all-linear", "--learning-rate", "0.02", "--every", "5"
+    return ["finetune", service.address, "--data", str(data), "--output", str(output), *lora, *map(str, more)]
+
+
+def log_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_losses_are_those_of_plain_peft(service: Service, data: Path, checkpoint: Path, tmp_path: Path) -> None:
+    done = command(*options(service, data, tmp_path / "a", "--steps", 8, "--json", tmp_path / "a.json"))
+    assert done.exit_code == 0, done.stderr
+    assert "24 examples" in done.stderr
+    told = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+    (tmp_path / "plain").mkdir()
+    run = Run(
+        *(plain, config, tokenizer, tokenize(read_records(data), tokenizer, 256, "data"), None, tmp_path / "plain"),
+        *(None, None, 0),
+        option="",
+        patience=None,
+        arguments={"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 0.02, "seed": 0, "report_to": []},
+    )
+    assert run.train() == 0
+    assert told["losses"] == pytest.approx(run.results()["losses"], rel=1e-4)
+    assert len(told["losses"]) == 8
+    assert [entry["step"] for entry in log_of(tmp_path / "a") if "loss" in entry] == [*range(1, 9)]
+    assert not [*(tmp_path / "a").glob(".*")], "no temporary files are left"
+
+
+def test_a_stopped_run_resumes_as_if_nothing_had_happened(service: Service, data: Path, tmp_path: Path) -> None:
+    whole, halted = tmp_path / "whole", tmp_path / "halted"
+    more = "--steps", 40, "--schedule", "cosine", "--warmup", 0.1, "--weight-decay", 0.01
+    assert command(*options(service, data, whole, *more)).exit_code == 0
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "symbiosis.cli.main", *options(service, data, halted, *more)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    deadline = time.monotonic() + 90
+    while not (halted / "log.jsonl").exists() or len(log_of(halted)) < 7:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, text
+    stopped = log_of(halted)[-2]["step"]
+    assert 7 <= stopped < 40
+    assert f"checkpoint-{stopped}; the same command with --resume continues" in text
+    done = command(*options(service, data, halted, *more, "--resume"))
+    assert done.exit_code == 0, done.stderr
+    losses = [[entry["loss"] for entry in log_of(folder) if "loss" in entry] for folder in (whole, halted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(losses[1]) == 40
+
+
+def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_path: Path) -> None:
+    made = tmp_path / "a"
+    assert command(*options(service, data, made, "--steps", 1)).exit_code == 0
+    weights = (made / "adapter_model.safetensors").read_bytes()
+    done = command(*options(service, data, made, "--steps", 2))
+    assert done.exit_code == 1
+    assert "of an earlier run" in done.stderr
+    done = command(*options(service, data, made, "--steps", 2, "--resume", "--batch", 2))
+    assert done.exit_code == 1
+    assert "batch was 4 and is 2" in done.stderr
+    assert (made / "adapter_model.safetensors").read_bytes() == weights
+    assert command(*options(service, data, made, "--steps", 2, "--overwrite")).exit_code == 0
+    assert (made / "adapter_model.safetensors").read_bytes() != weights
+    assert not (made / "checkpoint-1").exists()
+
+
+def test_two_runs_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "a").mkdir()
+    with FileLock(tmp_path / "a" / ".lock"):
+        done = command(*options(service, data, tmp_path / "a", "--steps", 1))
+    assert done.exit_code == 1
+    assert "another run writes to it" in done.stderr
+
+
+def test_the_best_checkpoint_becomes_the_adapter(service: Service, data: Path, tmp_path: Path) -> None:
+    result = tmp_path / "a.json"
+    rate = "--learning-rate", 0.5, "--schedule", "constant"  # so large that the loss does not only fall
+    done = command(
+        *options(service, data, tmp_path / "a", "--steps", 30, "--validation", 0.25, *rate, "--patience", 2),
+        *("--json", str(result)),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "18 examples, 6 for validation" in done.stderr
+    told = json.loads(result.read_text(encoding="utf-8"))
+    best = min(told["validation"], key=lambda one: one["loss"])
+    assert told["best_step"] == best["step"]
+    assert best["perplexity"] == pytest.approx(torch.tensor(best["loss"]).exp().item(), rel=1e-4)
+    chosen = (tmp_path / "a" / f"checkpoint-{best['step']}" / "adapter_model.safetensors").read_bytes()
+    assert (tmp_path / "a" / "adapter_model.safetensors").read_bytes() == chosen
+
+
+def test_any_peft_method_from_a_file(service: Service, data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "ia3.json"
+    file.write_text('{"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}', encoding="utf-8")
+    done = command(*options(service, data, tmp_path / "a", "--steps", 2, "--peft", file))
+    assert done.exit_code == 0, done.stderr
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))["peft_type"] == "IA3"
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["--schedule", "zigzag"], "zigzag"),
+        (["--log-to", "nologger"], "nologger is not supported"),
+        (["--window", "8", "--accumulate", "2"], "--window and --accumulate do not go together"),
+        (["--patience", "2"], "--patience needs --validation"),
+        (["--validation", "1.5"], "more than 0 and less than 1"),
+        (["--validation", "0.001"], "too few for this"),
+        (["--validation", "absent.jsonl"], "cannot be read"),
+        (["--peft", "absent.json"], "cannot be read as JSON"),
+        (["--resume"], "there is no checkpoint"),
+        (["--lora", "targets=absent"], "--lora targets=absent"),
+    ],
+)
+def test_wrong_options(service: Service, data: Path, tmp_path: Path, given: list[str], complaint: str) -> None:
+    done = command(*options(service, data, tmp_path / "a", "--steps", 1, *given))
+    assert done.exit_code == 1
+    assert complaint in " ".join(done.stderr.split())
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "{", '{"r": 8}', '{"peft_type": "NOTHING"}', '{"peft_type": "LORA", "s": 1}']
+)
+def test_wrong_peft_files(data: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "peft.json").write_text(content, encoding="utf-8")
+    done = command(
+        *("finetune", "shm:///nowhere.sock", "--data", str(data), "--output", str(tmp_path / "a")),
+        *("--peft", str(tmp_path / "peft.json")),
+    )
+    assert done.exit_code == 1
+    assert f"--peft {tmp_path / 'peft.json'}" in done.stderr.replace("\n", "")
+
+
+# ------------------------------------------------------------------------------------------------------------ generate
+
+
+@pytest.fixture(scope="module")
+def adapter(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that has learned three answers."""
+    folder = tmp_path_factory.mktemp("adapter")
+    pairs = [{"prompt": f"thing {n % 3}", "completion": COLOURS[n % 3]} for n in range(24)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    plain = "--lora", "r=8,alpha=16,targets=all-linear", "--learning-rate", 0.01
+    done = command(*options(service, folder / "data.jsonl", folder / "a", "--steps", 120, "--batch", 12, *plain))
+    assert done.exit_code == 0, done.stderr
+    return folder / "a"
+
+
+def test_an_adapter_answers_as_it_has_learned(service: Service, adapter: Path, checkpoint: Path) -> None:
+    done = command(
+        "generate", service.address, "--adapter", str(adapter), "--prompt", "thing 1", "--max-new-tokens", "9"
+    )
+    assert done.stdout.strip() == "green"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapter))
+    ids = torch.tensor([Format.load(adapter).prompt(tokenizer, "thing 1")])
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True) == "green"
+
+
+def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("thing 0\n\nthing 2\n", encoding="utf-8")
+    output = tmp_path / "texts.jsonl"
+    done = command(
+        *("generate", service.address, "--adapter", str(adapter), "--prompts", str(tmp_path / "prompts.txt")),
+        *("--max-new-tokens", "9", "--output", str(output), "--temperature", "0.01", "--n", "2", "--top-k", "5"),
+        *("--top-p", "0.9", "--seed", "1"),
+    )
+    assert done.exit_code == 0, done.stderr
+    made = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    wanted = [("thing 0", "red")] * 2 + [("thing 2", "blue")] * 2
+    assert [(one["prompt"], one["completion"]) for one in made] == wanted
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "thing 0"}), encoding="utf-8")
+    done = command(
+        *("generate", service.address, "--adapter", str(adapter), "--prompts", str(tmp_path / "prompts.jsonl")),
+        *("--max-new-tokens", "9", "--stop", "re"),
+    )
+    assert done.stdout.strip() == "re"
+
+
+def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    from symbiosis.cli import generate
+
+    write = generate._Writer.write
+
+    def watched(self: Any, ids: list[int], shown: bool) -> str:
+        seen.append(ids)
+        return write(self, ids, shown)
+
+    monkeypatch.setattr(generate._Writer, "write", watched)
+    from typer.testing import CliRunner
+
+    from symbiosis.cli.commands import app
+
+    done = CliRunner().invoke(
+        app, ["generate", service.address, "--chat", "--max-new-tokens", "3"], input="hi\nmore\n\n"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert len(seen) == 2
+    assert len(seen[1]) > len(seen[0])
+    assert seen[1][: len(seen[0])] == seen[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ([], "give one of --prompt, --prompts and --chat"),
+        (["--prompt", "x", "--chat"], "give one of --prompt, --prompts and --chat"),
+        (["--prompt", "x", "--n", "2"], "need --temperature"),
+        (["--prompts", "absent.txt"], "--prompts absent.txt: cannot be read"),
+    ],
+)
+def test_wrong_options_of_generate(given: list[str], complaint: str) -> None:
+    done = command("generate", "shm:///nowhere.sock", *given)
+    assert done.exit_code == 1
+    assert complaint in done.stderr
