@@ -295,7 +295,8 @@ def _refuse(layer: str) -> torch.Tensor:
     raise PlaceholderError(
         f"{layer}: its weight stays with the executor, so it cannot be trained or written to here "
         "(modules_to_save, requires_grad_); adapt the layer with PEFT, or ask the provider to allow this weight to "
-        f"leave (symbiosis serve --allow-weights {layer})"
+        f"leave (symbiosis serve --allow-weights {layer}), which is possible unless the weight is quantized or the "
+        "executor serves a part of the model"
     )
 
 
