@@ -99,8 +99,8 @@ async def _try(
         task = bar.add_task("", total=sum(map(len, work.values())))
         for name, pairs in work.items():
             bar.update(task, description=escape(name))
+            shares.append(shares_of(name, *load(name, dtype=None)))  # sizes are those of the checkpoint's precision
             model, reads = load(name)
-            shares.append(shares_of(name, model, reads))
             for one, over in pairs:
                 bar.update(task, description=escape(f"{name}, {one}, {over}"))
                 cells.append(await try_cell(name, model, reads, one, over))
