@@ -311,6 +311,17 @@ async def test_nothing_trainable_and_another_loss(base: Any, way: str, what: str
 
 
 @pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+@pytest.mark.parametrize("training", [False, True])
+async def test_windows_with_nothing_trainable(base: Any, way: str, training: bool, tmp_path: Path) -> None:
+    def train(model: Any) -> None:
+        with pytest.raises(UsageError, match=r"^nothing in the model is trainable"):
+            symbiosis.backward_in_windows(model.train(training), BATCH, 4)
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
+
+
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
 async def test_a_head_of_the_tenant_learns_from_a_frozen_model(base: Any, way: str, tmp_path: Path) -> None:
     head = nn.Linear(base.config.hidden_size, 1)
 
