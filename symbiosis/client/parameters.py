@@ -14,6 +14,7 @@ Writes that bypass the parameter's own methods (``.data.mul_``, a view's ``w[0].
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -181,7 +182,8 @@ def explain_training(model: nn.Module, _: object, output: Any) -> Any:
     """
     if not (model.training and torch.is_grad_enabled()):
         return output
-    return (_uncompiled if torch.compiler.is_compiling() else _explained)(model, output)
+    compiler = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules  # which takes a second to import
+    return (_uncompiled if compiler else _explained)(model, output)
 
 
 def _explained(model: nn.Module, output: Any) -> Any:
