@@ -99,8 +99,8 @@ async def _try(
     with Steps(console(stderr=True)) as steps:
         for name, pairs in work.items():
             steps("cells", len(cells), total, name)
+            shares.append(shares_of(name, *load(name, dtype=None)))  # sizes are those of the checkpoint's precision
             model, reads = load(name)
-            shares.append(shares_of(name, model, reads))
             for one, over in pairs:
                 steps("cells", len(cells), total, f"{name}, {one}, {over}")
                 cells.append(await try_cell(name, model, reads, one, over))

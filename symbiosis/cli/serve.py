@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from rich.table import Table
+from safetensors import SafetensorError
 
 from symbiosis.core.budget import LEAST_BYTES
 from symbiosis.core.registry import is_several, make_policy, make_transport
@@ -26,6 +27,9 @@ from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
 PRODUCTS = 128
 """Products whose code oneDNN keeps. A product is one layer's shape, one pass and one number of rows
 (docs/decisions/0025-kept-products.md)."""
+
+LOADING_ERRORS = (OSError, ValueError, RuntimeError, ImportError, AssertionError, SafetensorError)
+"""What transformers raises for a checkpoint that it cannot load. torch asserts that there is CUDA."""
 
 
 class LogFormat(StrEnum):
@@ -229,7 +233,7 @@ async def _serve(
     with out.status(f"loading {escape(model)}"):
         try:
             executor = Executor.from_pretrained(model, **settings)
-        except (OSError, ValueError, RuntimeError, AssertionError) as error:  # torch asserts that there is CUDA
+        except LOADING_ERRORS as error:
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id, and a device that "

@@ -20,7 +20,7 @@ import torch
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint import JointDecoder, Seat
-from symbiosis.client.parameters import check_trains, explain_backward
+from symbiosis.client.parameters import check_trains, explain_training
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -106,7 +106,7 @@ class Client:
             elif self._joint is not None:
                 self._seat = self._joint.seat(self.name, model)
             if self._seat is None:
-                model.register_forward_hook(explain_backward)
+                model.register_forward_hook(explain_training)
             if self._peft_config is not None:
                 model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from symbiosis.client.connect import new_name, tokenizer_of
-from symbiosis.client.parameters import explain_backward
+from symbiosis.client.parameters import explain_training
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.virtlayer import in_training_step, rehearse
@@ -98,7 +98,7 @@ def open_model(
             model = model.to(device)
         model.register_forward_pre_hook(walks.begin)
         model.register_forward_hook(walks.end, always_call=True)
-        model.register_forward_hook(explain_backward)
+        model.register_forward_hook(explain_training)
         opened = OpenedModel(
             model, requester, channel, lambda: tokenizer_of(transport.look(address).tokenizer, address)
         )

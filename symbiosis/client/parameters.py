@@ -14,6 +14,7 @@ Writes that bypass the parameter's own methods (``.data.mul_``, a view's ``w[0].
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis.errors import PlaceholderError, UsageError
 from symbiosis.training.step import NOTHING_TRAINS
@@ -151,8 +154,8 @@ class SharedParameter(nn.Parameter):
         return nn.Parameter(self.data, requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models of clients in this process."""
+_idle: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models of clients whose last forward pass of training had nothing to train."""
 
 
 def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -162,36 +165,61 @@ def check_trains(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if any(parameter.requires_grad for parameter in parameters):
         return
     # Trainer leaves frozen parameters out, so an optimizer of a client's model may have none at all.
-    if any(isinstance(parameter, SharedParameter) for parameter in parameters) or (not parameters and MODELS):
+    if any(isinstance(parameter, SharedParameter) for parameter in parameters) or (not parameters and _idle):
+        _idle.clear()
         raise UsageError(f"the optimizer has no trainable parameter: {NOTHING_TRAINS}")
 
 
 register_optimizer_step_pre_hook(check_trains)
 
 
-def explain_backward(model: nn.Module, _: object, output: Any) -> None:
-    """Have the backward pass of a model's loss raise UsageError if nothing in the model is trainable, where torch would
-    say that the loss does not require grad. Serves as a forward hook; evaluation is left alone."""
+def explain_training(model: nn.Module, _: object, output: Any) -> Any:
+    """Return a model's output in training so that training says what to do if nothing in the model is trainable, where
+    torch would say that the loss does not require grad. Serves as a forward hook; evaluation is left alone.
+
+    The backward pass of the model's own loss raises UsageError. Other results may also be the inputs of what the tenant
+    trains, such as a head, so their backward pass ends here, and :func:`check_trains` raises at the optimizer's step.
+    """
     if not (model.training and torch.is_grad_enabled()):
-        return
+        return output
+    compiler = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules  # which takes a second to import
+    return (_uncompiled if compiler else _explained)(model, output)
+
+
+def _explained(model: nn.Module, output: Any) -> Any:
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        _idle.discard(model)
+        return output
+    _idle.add(model)
+    if any(isinstance(result, torch.Tensor) and result.requires_grad for result in tree_leaves(output)):
+        return output
     loss = getattr(output, "loss", None)
-    if not isinstance(loss, torch.Tensor) or loss.requires_grad:
-        return
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        trigger = torch.zeros((), device=loss.device, requires_grad=True)
-        output.loss = _NothingTrains.apply(loss, trigger)  # type: ignore[no-untyped-call]
+
+    def explained(result: Any) -> Any:
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return result
+        trigger = torch.zeros((), device=result.device, requires_grad=True)
+        return _NothingTrains.apply(result, trigger, result is loss)  # type: ignore[no-untyped-call]
+
+    return tree_map(explained, output)
+
+
+_uncompiled = _disable_dynamo(_explained)  # the compiler cannot read shared parameters
 
 
 class _NothingTrains(torch.autograd.Function):
-    """The identity of a loss. The second argument, which requires grad, makes autograd call the backward pass."""
+    """The identity of a result. The second argument, which requires grad, makes autograd call the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return loss.clone()
+    def forward(ctx: Any, result: torch.Tensor, _: torch.Tensor, is_loss: bool) -> torch.Tensor:
+        ctx.is_loss = is_loss
+        return result.clone()
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None]:
-        raise UsageError(NOTHING_TRAINS)
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[None, None, None]:
+        if ctx.is_loss:
+            raise UsageError(NOTHING_TRAINS)
+        return None, None, None
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -269,7 +297,8 @@ def _refuse(layer: str) -> torch.Tensor:
     raise PlaceholderError(
         f"{layer}: its weight stays with the executor, so it cannot be trained or written to here "
         "(modules_to_save, requires_grad_); adapt the layer with PEFT, or ask the provider to allow this weight to "
-        f"leave (symbiosis serve --allow-weights {layer})"
+        f"leave (symbiosis serve --allow-weights {layer}), which is possible unless the weight is quantized or the "
+        "executor serves a part of the model"
     )
 
 

@@ -162,8 +162,8 @@ class Requester:
 def refuse_to_trace(name: str) -> UsageError:
     """Return the error for a program that would be written down without the layer of this name."""
     return UsageError(
-        f"{name}: this model cannot be traced or exported (torch.jit.trace, torch.export), because its base layers are "
-        "with the executor; save the adapter, and trace the model where the base model is"
+        f"{name}: this model cannot be traced or exported (torch.jit, torch.export), because its base layers are with "
+        "the executor; save the adapter, and trace the model where the base model is"
     )
 
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.bounded_build import bounded_build
 from symbiosis.client.experts import may_be_bank, virtualize_experts
 from symbiosis.client.offline import without_hub
-from symbiosis.client.parameters import MODELS, SharedParameter, shared_parameter
+from symbiosis.client.parameters import SharedParameter, shared_parameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.virtlayer import VirtConv1D, VirtLayer, VirtLinear, is_missing, virtualize
 from symbiosis.core.requests import LayerSpec
@@ -208,7 +208,6 @@ def make_skeleton(
     if (generation := getattr(skeleton, "generation_config", None)) is not None:
         # On a GPU, ``generate`` would compile with CUDA graphs, whose results another tenant's graphs overwrite.
         generation.disable_compile = True
-    MODELS.add(skeleton)
     skeleton._ddp_params_and_buffers_to_ignore = _ignored_by_ddp(skeleton)
     for part in skeleton.modules():
         part.register_state_dict_post_hook(_Protection(skeleton))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -152,6 +152,9 @@ class VirtLayer(nn.Module):
         state = {name: value for name, value in self.__dict__.items() if name not in ("spec", "siblings")}
         copied.__dict__.update(copy.deepcopy(state, memo), spec=self.spec, siblings=None)
         return copied
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise refuse_to_trace(self.spec.name)  # torch.jit.script asks for what it compiles in place of a module
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

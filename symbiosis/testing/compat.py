@@ -18,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -27,7 +29,7 @@ from symbiosis.client.connect import connect
 from symbiosis.errors import PeerError, UsageError
 from symbiosis.executor.experts import is_bank
 from symbiosis.executor.loading import class_of, load_model
-from symbiosis.executor.sharing import describe, sizes_text
+from symbiosis.executor.sharing import describe, size_text, sizes_text
 from symbiosis.executor.splitting import HEADS
 from symbiosis.host import Executor
 from symbiosis.testing.compare import Comparison, Job, difference_of, logits_of, run_job, run_job_plain
@@ -38,6 +40,8 @@ EQUAL, REFUSED, NOT_PLAIN, WRONG = "equal", "refused", "not in plain PEFT", "wro
 VERDICTS = (EQUAL, REFUSED, NOT_PLAIN, WRONG)
 WITHIN_S = 120.0
 """Seconds after which a cell counts as hanging."""
+COPIES = 3
+"""Copies of a model in fp32 that a trial has at once: one is served, one is plain, and one loads what was saved."""
 TRANSPORTS = ("inproc", "shm")
 
 
@@ -171,7 +175,7 @@ class Shares:
     served: float
     """Part of the linear and expert weights that is served, from 0 to 1."""
     served_bytes: int
-    """Bytes that are served once for all tenants, in the dtype of the trial."""
+    """Bytes that are served once for all tenants."""
     held_bytes: int
     """Bytes that are with each tenant."""
     unserved: tuple[str, ...]
@@ -188,9 +192,13 @@ def cells_of(name: str, methods: list[str] | None, transports: list[str]) -> lis
     return [(method, transport) for method in chosen for transport in transports]
 
 
-def load(name: str) -> tuple[Any, str]:
+def load(name: str, dtype: torch.dtype | None = torch.float32) -> tuple[Any, str]:
     """Return a model and what it reads: a class of the zoo, also in a format (``LlamaForCausalLM in bf16``), or a model
     in a folder or at a hub id. Of a configuration without weights, the model is random.
+
+    Args:
+        name: the model's name, folder, hub id or configuration.
+        dtype: precision of a model of one's own; None for that of the checkpoint, in which an executor serves it.
 
     Raises:
         UsageError: there is no such model, or it is not known what it reads.
@@ -203,9 +211,9 @@ def load(name: str) -> tuple[Any, str]:
             raise UsageError(f"{name}: a library of this format is missing ({_first_line(error)})") from error
         return model, ZOO[known].reads
     try:
-        model = _of_config(name) if _has_no_weights(Path(name)) else load_model(name, dtype=torch.float32)
+        model = _of_config(name, dtype) if _has_no_weights(Path(name)) else load_model(name, dtype=dtype or "auto")
         keep_trainable(model)
-    except (OSError, ValueError, UsageError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError, UsageError) as error:
         raise UsageError(
             f"{name}: no class of the table, and no model that can be loaded ({_first_line(error)})"
         ) from error
@@ -230,13 +238,27 @@ def _has_no_weights(path: Path) -> bool:
     )
 
 
-def _of_config(name: str) -> Any:
+def _of_config(name: str, dtype: torch.dtype | None) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name)
+    if given := getattr(config, "quantization_config", None):
+        method = given.get("quant_method") if isinstance(given, dict) else given
+        raise UsageError(
+            f"its quantization ({method}) needs weights; give a folder with the checkpoint, or leave "
+            "quantization_config out to try the model without it"
+        )
     model_class = class_of(config)
-    make = getattr(model_class, "from_config", None) or model_class._from_config
-    return random_model(partial(make, dtype=torch.float32), config)
+    make = partial(getattr(model_class, "from_config", None) or model_class._from_config)
+    with torch.device("meta"):
+        needed = COPIES * sum(parameter.numel() for parameter in make(config).parameters()) * 4
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise UsageError(
+            f"a trial takes {size_text(needed)} of memory, and {size_text(free)} are free; lower num_hidden_layers in "
+            "a copy of the configuration"
+        )
+    return random_model(partial(make, dtype=dtype or config.dtype or torch.float32), config)
 
 
 async def try_cell(name: str, model: Any, reads: str, method: str, transport: str) -> Cell:

@@ -59,6 +59,8 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
         check_window(window)
     prune = window is not None if prune is None else prune
     if window is not None and window < tokens(batch):
+        if not any(getattr(one, "requires_grad", False) for one in (*model.parameters(), *batch.values())):
+            raise UsageError(NOTHING_TRAINS)
         return _windows(WindowedStep(model, batch, window, prune))
     return _whole(model, batch, prune)
 
@@ -73,7 +75,8 @@ def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
     del output
     if loss is None:
         raise UsageError(f"the model gave no loss for a batch of {', '.join(batch)}; add labels")
-    _check_trainable(loss)
+    if not loss.requires_grad:
+        raise UsageError(NOTHING_TRAINS)
     return (yield Backward(lambda: _backward(loss)))  # type: ignore[no-any-return]
 
 
@@ -83,7 +86,6 @@ def _windows(step: WindowedStep) -> Step:
         yield Forward(lambda index=index: step.look(index))  # type: ignore[misc]
     for index in reversed(range(len(step))):
         loss: torch.Tensor = yield Forward(lambda index=index: step.loss(index))  # type: ignore[misc]
-        _check_trainable(loss)
         total += yield Backward(lambda loss=loss: _backward(loss))  # type: ignore[misc]
     tensors, gradients = step.rest()
     if tensors:
@@ -95,11 +97,6 @@ def _backward(loss: torch.Tensor) -> float:
     """Run the backward pass of a loss and return the loss. On a GPU this waits until the pass has run there."""
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
-
-
-def _check_trainable(loss: torch.Tensor) -> None:
-    if not loss.requires_grad:
-        raise UsageError(NOTHING_TRAINS)
 
 
 async def drive(step: Step, run: Callable[[Forward | Backward], Awaitable[Any]]) -> float:

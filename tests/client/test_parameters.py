@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -282,6 +283,79 @@ async def test_nothing_trainable_with_checkpointing(base: Any, way: str, what: s
             model(**BATCH).loss.backward()
         with pytest.raises(UsageError, match="has no trainable parameter"):
             step()
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+@pytest.mark.parametrize("what", ["a tuple", "logits", "label smoothing"])
+async def test_nothing_trainable_and_another_loss(base: Any, way: str, what: str, tmp_path: Path) -> None:
+    """A loss that is not the model's own has a backward pass, and the optimizer's step says what to do."""
+
+    def train(model: Any) -> None:
+        if what == "label smoothing":
+            options = {"max_steps": 2, "label_smoothing_factor": 0.1, "report_to": [], "use_cpu": True}
+            data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 4
+            step: Any = Trainer(model, TrainingArguments(str(tmp_path / "out"), **options), train_dataset=data).train
+        else:
+            output = model.train()(**BATCH, return_dict=what != "a tuple")
+            (output[0] if what == "a tuple" else output.logits.mean()).backward()
+            step = torch.optim.AdamW(model.parameters()).step
+        with pytest.raises(UsageError, match="has no trainable parameter"):
+            step()
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
+
+
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+@pytest.mark.parametrize("training", [False, True])
+async def test_windows_with_nothing_trainable(base: Any, way: str, training: bool, tmp_path: Path) -> None:
+    def train(model: Any) -> None:
+        with pytest.raises(UsageError, match=r"^nothing in the model is trainable"):
+            symbiosis.backward_in_windows(model.train(training), BATCH, 4)
+
+    async with models(base, way, tmp_path) as run:
+        await run(train)
+
+
+@pytest.mark.parametrize("way", ["joint", "alone", "shm"])
+async def test_a_head_of_the_tenant_learns_from_a_frozen_model(base: Any, way: str, tmp_path: Path) -> None:
+    head = nn.Linear(base.config.hidden_size, 1)
+
+    def gradient(model: Any) -> torch.Tensor:
+        hidden = model.train()(IDS, output_hidden_states=True).hidden_states[-1]
+        (found,) = torch.autograd.grad(head(hidden).square().mean(), head.weight)
+        return found
+
+    expected = gradient(copy.deepcopy(base).requires_grad_(False))
+    async with models(base, way, tmp_path) as run:
+        assert torch.equal(await run(gradient), expected)
+
+
+async def test_optimizers_of_other_models(base: Any) -> None:
+    """An optimizer without parameters steps beside a client's model, unless that model trains without any."""
+    gc.collect()  # models of earlier tests
+    other = torch.optim.SGD([{"params": []}])
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        await client.forward(IDS)
+        other.step()
+
+
+@pytest.mark.parametrize("way", ["joint", "shm"])
+async def test_nothing_trainable_in_compiled_code(base: Any, way: str, tmp_path: Path) -> None:
+    """The compiler looks at each function by itself once it has compiled the outer one too often."""
+
+    def train(model: Any) -> None:
+        torch.compiler.reset()
+        compiled = torch.compile(model.train(), backend="eager")
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for length in (9, 5, 3):
+                loss = compiled(input_ids=IDS[:, :length], labels=IDS[:, :length]).loss
+                with pytest.raises(UsageError, match=r"^nothing in the model is trainable"):
+                    loss.backward()
 
     async with models(base, way, tmp_path) as run:
         await run(train)

@@ -442,14 +442,15 @@ async def test_own_weights_inside_a_module_that_is_served_whole(how: str) -> Non
     assert Comparison.of(found, expected).worst() <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning", "ignore:.*trace:Warning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning", "ignore:.*trace:Warning")
 @pytest.mark.parametrize(
     "write_down",
     [
         lambda model: torch.jit.trace(model, (IDS,), strict=False),  # type: ignore[no-untyped-call]
         lambda model: torch.export.export(model, (IDS,)),
+        lambda model: torch.jit.script(model.model.layers[0].self_attn.q_proj),
     ],
-    ids=["trace", "export"],
+    ids=["trace", "export", "script"],
 )
 async def test_tracing_is_refused(base: Any, tmp_path: Path, write_down: Callable[[Any], object]) -> None:
     """A trace would lack the base layers. In the executor's process it would hold those, and with them the weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import symbiosis
 from symbiosis.errors import UnknownNameError
 from symbiosis.testing import tiny_model
 from symbiosis.testing.compat import (
@@ -188,6 +190,45 @@ def test_the_command_with_a_configuration(tmp_path: Path, what: str) -> None:
     result = command("compat", str(given), "--method", "LoRA", "--transport", "inproc")
     assert result.exit_code == 0, result.output
     assert "1 equal" in result.output
+
+
+def test_sizes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """An executor serves a checkpoint in its own precision; the trial is in fp32."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "weights")
+    model.config.save_pretrained(tmp_path / "configuration")
+    for what in ("weights", "configuration"):
+        arguments = ("compat", str(tmp_path / what), "--method", "none", "--transport", "inproc")
+        result = command(*arguments, "--json", str(tmp_path / "found.json"))
+        assert result.exit_code == 0, result.output
+        sizes = json.loads((tmp_path / "found.json").read_text())["shares"][0]
+        assert sizes["served_bytes"] == symbiosis.Executor(copy.deepcopy(model)).sharing.served
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization (gptq) needs weights; give"),
+        ({"num_hidden_layers": 10**4, "hidden_size": 16384}, "lower num_hidden_layers"),
+    ],
+)
+def test_configurations_that_cannot_be_tried(tmp_path: Path, options: dict[str, Any], complaint: str) -> None:
+    config = tiny_model("llama").config.to_dict() | options
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = command("compat", str(tmp_path), "--method", "LoRA")
+    assert result.exit_code == 1
+    assert complaint in " ".join(result.output.split())
+
+
+def test_a_truncated_checkpoint(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    for arguments in (("compat", str(tmp_path)), ("serve", str(tmp_path), "--listen", f"shm://{tmp_path}/s")):
+        result = command(*arguments)
+        assert result.exit_code == 1
+        assert "error: " in result.output
+        assert "deserializing header" in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from symbiosis.client.parameters import explain_backward
+from symbiosis.client.parameters import explain_training
 
 _SEAT = "_symbiosis_seat"
 """Attribute of a tenant's model."""
@@ -44,10 +44,10 @@ def _with_seat(cls: type[Any]) -> type[Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         seat = self.__dict__.get(_SEAT)
         if seat is None or torch.compiler.is_compiling():
-            return own_forward(self, *args, **kwargs)
-        output = seat.forward(functools.partial(own_forward, self), args, kwargs)
-        explain_backward(self, args, output)  # not as a forward hook, with which the model would walk alone
-        return output
+            output = own_forward(self, *args, **kwargs)
+        else:
+            output = seat.forward(functools.partial(own_forward, self), args, kwargs)
+        return explain_training(self, args, output)  # not as a forward hook, with which the model would walk alone
 
     def reduce(self: Any, protocol: Any) -> Any:
         """Copy the model as one of its own class, which has no seat."""
