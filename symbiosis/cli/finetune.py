@@ -34,6 +34,7 @@ _METHOD, _TRAINING, _CHECKPOINTS = "PEFT method", "Training", "Evaluation and ch
 
 
 def finetune(
+    context: typer.Context,
     address: AddressArgument,
     data: Annotated[
         Path,
@@ -124,6 +125,14 @@ def finetune(
         bool,
         typer.Option("--overwrite", help="Replace what is in --output.", rich_help_panel=_CHECKPOINTS),
     ] = False,
+    sweep: Annotated[
+        Path | None,
+        typer.Option(
+            help="Several runs side by side: a TOML file with a table for each, such as [small] with lora = 'r=4'. "
+            "Each gets a folder of its name in --output.",
+            rich_help_panel=_TRAINING,
+        ),
+    ] = None,
     log_to: Annotated[
         list[str] | None,
         typer.Option(
@@ -144,6 +153,14 @@ def finetune(
 
     Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
     """
+    if sweep is not None:
+        from symbiosis.cli.sweep import sweep as run_sweep
+
+        writable(output, folder=True)
+        found = run_sweep(context, sweep, output)
+        if json is not None:
+            write_json(json, {"address": address, "runs": found})
+        return
     from symbiosis.cli.data import read_records
 
     if window is not None and accumulate > 1:

@@ -223,7 +223,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         if "eval_loss" in logs:
             self._note += f"; validation {logs['eval_loss']:.3f}"
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**logs, "step": state.global_step, "time": time.time()}) + "\n")
+            line = {**logs, "step": state.global_step, "max_steps": state.max_steps, "time": time.time()}
+            file.write(json.dumps(line) + "\n")
         assert self._steps is not None
         self._steps("fine-tuning", state.global_step, state.max_steps, self._note)
 

@@ -275,3 +275,45 @@ def test_wrong_options_of_generate(given: list[str], complaint: str) -> None:
     done = command("generate", "shm:///nowhere.sock", *given)
     assert done.exit_code == 1
     assert complaint in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- sweep
+
+
+def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.toml"
+    file.write_text('[small]\nlora = "r=2"\n[fast]\nlearning-rate = 0.05\nlog-to = []\n', encoding="utf-8")
+    output, told = tmp_path / "out", tmp_path / "out.json"
+    done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--json", told))
+    assert done.exit_code == 0, done.output
+    runs = json.loads(told.read_text(encoding="utf-8"))["runs"]
+    assert {name: run["steps"] for name, run in runs.items()} == {"small": 4, "fast": 4}
+    ranks = [json.loads((output / name / "adapter_config.json").read_text("utf-8"))["r"] for name in ("small", "fast")]
+    assert ranks == [2, 8]
+    assert "small" in done.stdout
+    assert "fast" in done.stdout
+    done = command(*options(service, data, output, "--steps", 4, "--sweep", file))
+    assert done.exit_code == 1
+    assert "2 of 2 runs ended early" in done.stderr
+    assert "of an earlier run" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[", "cannot be read as TOML"),
+        ("", "there is no run in it"),
+        ("lora = 3", "'lora' is no table"),
+        ("[a]\nrank = 3", "[a] has no option 'rank'"),
+        ("[a]\noutput = 'x'", "[a] has no option 'output'"),
+        ("['../a']\nseed = 3", "is no table"),
+    ],
+)
+def test_wrong_sweeps(data: Path, tmp_path: Path, content: str, complaint: str) -> None:
+    (tmp_path / "sweep.toml").write_text(content, encoding="utf-8")
+    done = command(
+        *("finetune", "shm:///nowhere.sock", "--data", str(data), "--output", str(tmp_path / "a")),
+        *("--sweep", str(tmp_path / "sweep.toml")),
+    )
+    assert done.exit_code == 1
+    assert complaint in " ".join(done.stderr.split())
