@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,9 +53,14 @@ class ShmTransport:
     Args:
         retry: seconds for which a client tries to reach an executor that was lost; 0 gives up at once.
         limits: limits of each client, for a listener.
+
+    Raises:
+        UsageError: this system is not Linux.
     """
 
     def __init__(self, retry: float = 60.0, limits: Limits | None = None) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise UsageError(f"shm:// needs Linux, and this system is {sys.platform}; use tcp://127.0.0.1:7000")
         self._retry_s = retry
         self._limits = limits or Limits()
 
