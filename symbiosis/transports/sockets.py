@@ -52,6 +52,14 @@ def resolve(address: str) -> Endpoint:
     return Endpoint(str(found[0][4][0]), int(port))
 
 
+def bind(address: str, endpoint: Endpoint) -> socket.socket:
+    """Return a socket that listens. Raises UsageError: the port is in use, or not this host's."""
+    try:
+        return socket.create_server(endpoint, family=endpoint.family)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
+
+
 def carries_tensors(address: str) -> bool:
     """Return whether tensors travel over the connection itself. Over ``dist://`` they do not, so keys do not protect
     them."""
