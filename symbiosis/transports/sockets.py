@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 from typing import NamedTuple
 
@@ -57,7 +58,8 @@ def bind(address: str, endpoint: Endpoint) -> socket.socket:
     try:
         return socket.create_server(endpoint, family=endpoint.family)
     except OSError as error:
-        raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
+        why = os.strerror(error.errno) if error.errno else error  # strerror also names the address, in Python's terms
+        raise UsageError(f"cannot listen on {address}: {why}") from error
 
 
 def carries_tensors(address: str) -> bool:

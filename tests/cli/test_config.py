@@ -137,7 +137,7 @@ def test_the_example_is_valid(tmp_path: Path, served: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--listen", "tcp://127.0.0.1:BUSY"], "cannot listen on tcp://127.0.0.1:"),
+        (["--listen", "tcp://127.0.0.1:BUSY"], "cannot listen on tcp://127.0.0.1:BUSY: Address already in use"),
         (["--listen", "shm://FOLDER/none/s.sock"], "cannot listen on shm://"),
         (["--listen", "shm://FOLDER/file"], "is no socket"),
         (["--listen", "shm://relative.sock"], "write shm:///absolute"),
@@ -169,7 +169,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(
             arguments = [*arguments, "--listen", "tcp://127.0.0.1:0"]
         result = CliRunner().invoke(app, ["serve", "model", *arguments])
     assert result.exit_code == 1, result.output
-    assert reason.replace("FOLDER", str(tmp_path)) in result.output.replace("\n", " ")
+    assert reason.replace("FOLDER", str(tmp_path)).replace("BUSY", names["BUSY"]) in result.output.replace("\n", " ")
 
 
 def test_a_socket_in_use_is_reported(tmp_path: Path) -> None:
