@@ -4,10 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ECOSYSTEM := .venv-ecosystem
+# A notice of mkdocs-material about versions to come.
+export NO_MKDOCS_2_WARNING := 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test thorough check bench compat ecosystem clean
+.PHONY: demo test site thorough check bench compat ecosystem clean
 .DEFAULT_GOAL := test
 
 # torch first and alone: with it installed, nothing else asks for another build of it.
@@ -21,7 +23,11 @@ demo: $(STAMP)
 	$(BIN)/symbiosis demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 -m "not thorough"
+	$(BIN)/python -m pytest --numprocesses 2 -m "not thorough" $(TESTS)
+
+# The documentation, with changes while files change.
+site: $(STAMP)
+	$(BIN)/mkdocs serve
 
 # What `make test` does less of or leaves out: property tests with all examples, in place of a quarter, and long tests.
 thorough: $(STAMP)
@@ -32,6 +38,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/symbiosis bench all --output docs/benchmarks.md
@@ -52,4 +59,4 @@ ecosystem: $(ECOSYSTEM)/.installed
 	$(ECOSYSTEM)/bin/python -m tests.ecosystem
 
 clean:
-	rm -rf $(VENV) $(ECOSYSTEM) build dist *.egg-info
+	rm -rf $(VENV) $(ECOSYSTEM) build dist site *.egg-info

@@ -101,6 +101,7 @@ class Executor:
         name: str | None = None,
         model_name: str | None = None,
     ) -> None:
+        _check(device, max_rows, max_bytes, model_name)
         self._build(
             *(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
             *(layers, name, model_name, None),
@@ -126,14 +127,6 @@ class Executor:
         if not isinstance(model, nn.Module):
             raise UsageError(f"model is {model!r}, not a module; for a folder or hub id use Executor.from_pretrained")
         dtype = _dtype(dtype)
-        if type(max_rows) is not int:
-            raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
-        if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
-            raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
-        if model_name is not None and not is_model_name(model_name):
-            raise UsageError(
-                f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters"
-            )
         policy = make_policy(policy)
         if source is None and dtype is not None:
             model, dtype = model.to(dtype), None
@@ -189,6 +182,8 @@ class Executor:
 
         The other arguments are those of :class:`Executor`. Weights are packed by default.
         """
+        _check(device, max_rows, max_bytes, model_name)
+        policy = make_policy(policy)
         if dtype is not None and layers is None:
             options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
         loaded = load_model(model, model_class, **options)
@@ -358,6 +353,22 @@ class Executor:
         finally:
             self.engine.record(None)
             timeline.close()
+
+
+def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, model_name: Any) -> None:
+    """Raise UsageError for an argument of :class:`Executor` that can be checked before a model is loaded."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that there is CUDA
+        raise UsageError(
+            f"device is {str(device)!r}, which this machine does not have; name one such as 'cpu' ({error})"
+        ) from error
+    if type(max_rows) is not int:
+        raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
+    if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
+        raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
+    if model_name is not None and not is_model_name(model_name):
+        raise UsageError(f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters")
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

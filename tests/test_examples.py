@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -88,3 +89,18 @@ def all_answer(addresses: str) -> bool:
     except SymbiosisError:
         return False
     return not any("error" in state for state in states.values())
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd")
+def test_the_unit_is_valid(tmp_path: Path) -> None:
+    unit = (EXAMPLES / "deploy" / "symbiosis.service").read_text()
+    command = str(Path(sys.executable).with_name("symbiosis"))  # which has to exist
+    (tmp_path / "symbiosis.service").write_text(unit.replace("/opt/symbiosis/bin/symbiosis", command))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(tmp_path / "symbiosis.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")

@@ -18,10 +18,11 @@ from rich.markup import escape
 from rich.table import Table
 from safetensors import SafetensorError
 
+from symbiosis.cli.config import ConfigOption
 from symbiosis.core.budget import LEAST_BYTES
 from symbiosis.core.registry import is_several, make_policy, make_transport
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, visible
+from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
 
 PRODUCTS = 128
@@ -148,12 +149,15 @@ def serve(
         typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
     ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="Format of events on standard error.")] = LogFormat.CONSOLE,
+    config: ConfigOption = None,
 ) -> None:
     """Serve a base model to tenants in other processes, until Ctrl-C or SIGTERM.
 
     Tenants receive the model's configuration, tokenizer, embeddings and norms, and need no checkpoint.
 
     Example: symbiosis serve ./llama --listen shm:///run/symbiosis.sock --policy opportunistic
+
+    Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
     if any(address.startswith("shm://") for address in listen):
         wait_passively()
@@ -165,7 +169,9 @@ def serve(
     options = {"shm": limits, "tcp": network, "dist": {**network, "backend": dist_backend}}
     addresses = {address: options_of(**options.get(address.partition(":")[0], {})) for address in listen}
     for address, given in addresses.items():
-        make_transport(address, **given)  # report most mistakes before the model is loaded
+        make_transport(address, **given).check(address)
+    if trace is not None:
+        writable(trace)
     from symbiosis.log import render
 
     render(log_format is LogFormat.JSON)
@@ -236,8 +242,7 @@ async def _serve(
         except LOADING_ERRORS as error:
             reason = " ".join(str(error).split())
             raise UsageError(
-                f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id, and a device that "
-                f"exists here ({reason})"
+                f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id ({reason})"
             ) from error
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -45,6 +45,7 @@ class Wait:
 
 
 Decision = Run | Wait
+"""What a policy decides: rows to run now, or a time to wait until."""
 
 
 class QueueView(Protocol):

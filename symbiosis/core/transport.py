@@ -203,6 +203,12 @@ class Look(NamedTuple):
 class Transport(Protocol):
     """One address scheme. Options of a transport are arguments of its constructor."""
 
+    def check(self, address: str) -> None:
+        """Raise UsageError if :meth:`listen` cannot open the address, as far as that shows without an executor.
+
+        Commands call it before they load a model. Blocks.
+        """
+
     async def listen(self, address: str, service: Service) -> Listener: ...
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         """Join an executor, for coroutines.

@@ -31,9 +31,15 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
             raise UsageError(f"{model} has no config.json; give a folder that save_pretrained of a model has written")
     elif not HUB_ID.fullmatch(str(model)):  # transformers would ask the hub for it
         raise UsageError(f"there is no folder {model}")
-    if model_class is None:
-        model_class = class_of(transformers.AutoConfig.from_pretrained(model, **_config_options(options)))
-    return model_class.from_pretrained(model, **options)
+    try:
+        if model_class is None:
+            model_class = class_of(transformers.AutoConfig.from_pretrained(model, **_config_options(options)))
+        return model_class.from_pretrained(model, **options)
+    except OSError as error:
+        if folder.is_dir():
+            raise
+        reason = " ".join(str(error).split())
+        raise UsageError(f"there is no folder {model}, and the hub gives no model of this name ({reason})") from error
 
 
 def class_of(config: Any) -> Any:

@@ -10,7 +10,6 @@ is damaged nevertheless is refused, and the folder cannot be used any more.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 import threading
@@ -60,6 +59,8 @@ class PadFolder:
             raise
 
     def _acquire(self) -> None:
+        import fcntl  # not on Windows
+
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -116,6 +117,8 @@ class PadFolder:
 
     def close(self) -> None:
         """Release the folder."""
+        import fcntl
+
         fcntl.flock(self._lock, fcntl.LOCK_UN)  # closing the file is not enough: a forked child shares the lock
         self._lock.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -31,5 +30,7 @@ def wait_passively() -> None:
 
 def allow_descriptors() -> None:
     """Let this process open as many files and connections as the system allows it."""
+    import resource  # not on Windows
+
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

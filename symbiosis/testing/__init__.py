@@ -1,4 +1,4 @@
-"""Public test kits. They need pytest and the extra ``symbiosis[testing]``.
+"""Public test kits. They need pytest and the extra ``symbiosis-peft[testing]``.
 
 * :class:`PolicyConformance` checks a batching policy. :class:`World` and :class:`FakeClock` are its parts.
 * :func:`compare` compares a model, or a PEFT method, with plain ``transformers`` + PEFT.

@@ -9,7 +9,6 @@ Each call says where its matrices are and where its results belong, and the exec
 from __future__ import annotations
 
 import bisect
-import fcntl
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -78,6 +77,8 @@ class Arena(Memory):
     @classmethod
     def create(cls, size: int) -> tuple[Arena, int]:
         """Return a new arena of ``size`` bytes of address space or a few more, and its descriptor."""
+        import fcntl  # not on Windows
+
         size = align(size)  # a segment of the GPU's memory begins where it ends
         descriptor = os.memfd_create("symbiosis-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

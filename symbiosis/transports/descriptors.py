@@ -5,8 +5,6 @@ The kernel gives each new descriptor the lowest number that is free. So the numb
 
 from __future__ import annotations
 
-import resource
-
 SPARE = 128
 """Descriptors that connections leave to the rest of the process. Half of them serve to tell clients that the executor
 is busy."""
@@ -15,5 +13,7 @@ is busy."""
 def left(descriptor: int) -> int:
     """Return about how many descriptors connections may still take, given the one that was opened last. At -SPARE there
     are none at all."""
+    import resource  # not on Windows
+
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return SPARE if limit == resource.RLIM_INFINITY else limit - SPARE - descriptor

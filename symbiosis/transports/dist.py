@@ -31,7 +31,7 @@ from symbiosis.transports.courier import Admitted
 from symbiosis.transports.lanes import BACKENDS, EXECUTOR, TENANT, Lanes
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Progress, bar_unless
-from symbiosis.transports.sockets import resolve
+from symbiosis.transports.sockets import Endpoint, resolve
 from symbiosis.transports.tcp import TcpTransport
 from symbiosis.transports.tcp_client import MAX_CALL_BYTES, AsyncTcpConnection, join
 from symbiosis.transports.tcp_listener import TcpCourier, TcpLine, TcpListener
@@ -72,15 +72,18 @@ class DistTransport(TcpTransport):
             raise UsageError("this build of torch has no torch.distributed; use tcp://")
         self._backend = backend
 
-    async def listen(self, address: str, service: Service) -> Listener:
+    def _endpoint(self, address: str) -> Endpoint:
         if not self._insecure:
             raise UsageError(
                 f"{address}: torch.distributed encrypts nothing, keys or not, and does not authenticate its peers; "
                 "give insecure=True (--insecure) if every host on this network is trusted, or use tcp://"
             )
+        return resolve(address)
+
+    async def listen(self, address: str, service: Service) -> Listener:
+        endpoint = await asyncio.to_thread(self._endpoint, address)
         backend = self._backend or ("nccl" if service.device.type == "cuda" else "gloo")
         courier = partial(LaneCourier, backend)
-        endpoint = await asyncio.to_thread(resolve, address)
         listener = TcpListener(endpoint, service, self._limits, self._keys, courier)
         await listener.open(address)
         return listener

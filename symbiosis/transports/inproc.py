@@ -21,9 +21,12 @@ _listeners: dict[str, InProcListener] = {}
 class InProcTransport:
     """Listen on, or connect to, a name in this process."""
 
-    async def listen(self, address: str, service: Service) -> InProcListener:
+    def check(self, address: str) -> None:
         if address in _listeners:
             raise UsageError(f"{address} is in use in this process; choose another name")
+
+    async def listen(self, address: str, service: Service) -> InProcListener:
+        self.check(address)
         listener = _listeners[address] = InProcListener(address, service)
         return listener
 

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -127,8 +127,13 @@ class Replicas:
         self._replicas = [known.get(replica.address, replica) for replica in self._made(found)]
         self._state = state
 
+    def check(self, address: str) -> NoReturn:
+        raise UsageError(
+            f"{address}: an executor listens at one address at a time; call listen for each (repeat --listen)"
+        )
+
     async def listen(self, address: str, service: Service) -> Listener:
-        raise UsageError(f"{address}: an executor listens at one address at a time; call listen for each")
+        self.check(address)
 
     async def connect(self, address: str, client: str, terms: Terms = NO_TERMS) -> Channel:
         parts, whole, looks = await asyncio.to_thread(self._parts)

@@ -9,12 +9,12 @@ all clients of a process until one of them writes.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -32,40 +32,53 @@ CHUNK = 1 << 18
 _SHOW_FROM = 8 << 20
 """Bytes of a share from which a bar is shown: smaller ones arrive in less than a second."""
 
+OPEN_FILES = Path("/proc/self/fd")
+"""Where Linux has names for open files. Other systems have none."""
+
 Progress = Callable[[int, int], None]
 """Called with the number of bytes received, and the total."""
 
 
 class ServedShare:
-    """The executor's side of a listener: a sealed memfd, which is made when the first client joins."""
+    """The executor's side of a listener: a file, which is made when the first client joins. Clients over ``shm://`` map
+    it from a sealed memfd, which Linux alone has; others receive chunks of it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._file: int | None = None
+        self._content = b""
+
+    def _make(self) -> bytes:
+        return safetensors.torch.save(
+            {name: tensor.cpu().contiguous() for name, tensor in self._service.share().tensors.items()}
+        )
 
     def descriptor(self) -> int:
-        """Return the descriptor of the file."""
+        """Return the descriptor of the memfd."""
         if self._file is None:
-            tensors = {name: tensor.cpu().contiguous() for name, tensor in self._service.share().tensors.items()}
+            import fcntl  # not on Windows
+
             self._file = os.memfd_create("symbiosis-share", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             with open(self._file, "wb", closefd=False) as file:
-                file.write(safetensors.torch.save(tensors))
+                file.write(self._make())
             seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
         return self._file
 
     def size(self) -> int:
         """Return the size of the file in bytes."""
-        return os.fstat(self.descriptor()).st_size
+        self._content = self._content or self._make()
+        return len(self._content)
 
     def chunk(self, start: int) -> bytes:
         """Return the chunk that begins at ``start``. Raises WireError if no chunk begins there."""
         if start % CHUNK or not 0 <= start < self.size():
             raise WireError(f"no chunk of the share starts at {start}")
-        return os.pread(self.descriptor(), CHUNK, start)
+        return self._content[start : start + CHUNK]
 
     def close(self) -> None:
         """Close the file. Clients that have mapped it keep it."""
+        self._content = b""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -113,9 +126,15 @@ class ReceivedShare:
 
 
 def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of an open file, mapped privately. Raises WireError if the file is malformed."""
+    """Return the tensors of an open file, mapped privately; on systems other than Linux they are copied. Raises
+    WireError if the file is malformed."""
+    name = OPEN_FILES / str(descriptor)
     try:
-        with safe_open(f"/proc/self/fd/{descriptor}", "pt") as file:
+        if not name.exists():
+            with open(descriptor, "rb", closefd=False) as opened:
+                opened.seek(0)
+                return safetensors.torch.load(opened.read())
+        with safe_open(str(name), "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except SafetensorError as error:
         raise WireError(f"the executor's share cannot be read: {error}") from error

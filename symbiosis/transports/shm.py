@@ -16,6 +16,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,11 +53,21 @@ class ShmTransport:
     Args:
         retry: seconds for which a client tries to reach an executor that was lost; 0 gives up at once.
         limits: limits of each client, for a listener.
+
+    Raises:
+        UsageError: this system is not Linux.
     """
 
     def __init__(self, retry: float = 60.0, limits: Limits | None = None) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise UsageError(f"shm:// needs Linux, and this system is {sys.platform}; use tcp://127.0.0.1:7000")
         self._retry_s = retry
         self._limits = limits or Limits()
+
+    def check(self, address: str) -> None:
+        path = socket_path(address)
+        _bind(path, address).close()
+        path.unlink()
 
     async def listen(self, address: str, service: Service) -> ShmListener:
         listener = ShmListener(address, service, self._limits)
@@ -101,14 +112,8 @@ class ShmListener:
         """Start to accept clients. Raises UsageError if another process listens there, a file is in the way, or the
         folder does not exist, and ShareError if the model cannot be served to other processes."""
         self.service.share()
-        _make_way(self._path, self.address)
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening = _bind(self._path, self.address)
         try:
-            before = os.umask(0o177)
-            try:
-                listening.bind(str(self._path))
-            finally:
-                os.umask(before)
             self._inode = self._path.stat().st_ino
             self._server = await asyncio.get_running_loop().create_unix_server(
                 lambda: ShmLine(self), sock=listening, backlog=peer.AT_ONCE
@@ -129,6 +134,21 @@ class ShmListener:
                     self._path.unlink()
             self._server = None
         self.share.close()
+
+
+def _bind(path: Path, address: str) -> socket.socket:
+    """Return a bound socket, which its owner alone may use."""
+    _make_way(path, address)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before = os.umask(0o177)
+    try:
+        bound.bind(str(path))
+    except OSError as error:
+        bound.close()
+        raise UsageError(f"cannot listen on {address}: {error.strerror or error}") from error
+    finally:
+        os.umask(before)
+    return bound
 
 
 def _make_way(path: Path, address: str) -> None:

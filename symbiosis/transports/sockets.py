@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import socket
 from typing import NamedTuple
 
@@ -50,6 +51,15 @@ def resolve(address: str) -> Endpoint:
     except (OSError, UnicodeError) as error:
         raise ConnectionLostError(f"{address}: there is no host {host!r}: {error}") from error
     return Endpoint(str(found[0][4][0]), int(port))
+
+
+def bind(address: str, endpoint: Endpoint) -> socket.socket:
+    """Return a socket that listens. Raises UsageError: the port is in use, or not this host's."""
+    try:
+        return socket.create_server(endpoint, family=endpoint.family)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else error  # strerror also names the address, in Python's terms
+        raise UsageError(f"cannot listen on {address}: {why}") from error
 
 
 def carries_tensors(address: str) -> bool:

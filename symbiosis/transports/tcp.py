@@ -22,7 +22,7 @@ from symbiosis.transports.connection import BlockingJoin, Join
 from symbiosis.transports.keys import Keyring, load_key
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.share import Progress, bar_unless
-from symbiosis.transports.sockets import resolve
+from symbiosis.transports.sockets import Endpoint, bind, resolve
 from symbiosis.transports.tcp_client import BlockingTcpConnection, TcpConnection, join
 from symbiosis.transports.tcp_listener import PayloadCourier, TcpListener
 from symbiosis.transports.wire import Hello
@@ -63,14 +63,22 @@ class TcpTransport:
         self._limits = limits or Limits()
         self._progress = progress
 
-    async def listen(self, address: str, service: Service) -> Listener:
-        endpoint = await asyncio.to_thread(resolve, address)
+    def _endpoint(self, address: str) -> Endpoint:
+        """Return where to listen. Raises UsageError if that needs keys, or is malformed."""
+        endpoint = resolve(address)
         if self._keys is None and not endpoint.loopback and not self._insecure:
             raise UsageError(
                 f"{address} can be reached from other hosts; give keys=folder (--keys; `symbiosis keys new` makes "
                 "them), or insecure=True (--insecure) if every host on the network may read the data and use the "
                 "executor"
             )
+        return endpoint
+
+    def check(self, address: str) -> None:
+        bind(address, self._endpoint(address)).close()
+
+    async def listen(self, address: str, service: Service) -> Listener:
+        endpoint = await asyncio.to_thread(self._endpoint, address)
         listener = TcpListener(endpoint, service, self._limits, self._keys, PayloadCourier)
         await listener.open(address)
         return listener

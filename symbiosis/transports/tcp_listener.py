@@ -7,7 +7,6 @@ Until its end a peer can send the bytes of a handshake and no more, and only for
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +24,7 @@ from symbiosis.transports.keys import Keyring, identity
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.share import ServedShare
-from symbiosis.transports.sockets import Endpoint, carries_tensors, prepare
+from symbiosis.transports.sockets import Endpoint, bind, carries_tensors, prepare
 from symbiosis.transports.stream import ByteStream, TlsByteStream, block, matrices, payload_of
 from symbiosis.transports.stream_line import StreamLine
 from symbiosis.transports.wire import Type
@@ -104,8 +103,8 @@ class TcpListener:
         be served to other processes."""
         self.service.share()
         loop, endpoint = asyncio.get_running_loop(), self._endpoint
+        listening = bind(address, endpoint)
         try:
-            listening = socket.create_server(endpoint, family=endpoint.family)
             self._server = await loop.create_server(partial(TcpLine, self), sock=listening, backlog=peer.AT_ONCE)
             listening.listen(peer.BACKLOG)
         except OSError as error:

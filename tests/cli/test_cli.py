@@ -91,7 +91,7 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "cannot be loaded"),
+        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder nowhere, and the hub"),
         (["serve", "./nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder ./nowhere"),
         (["serve", str(Path(__file__).parent), "--listen", "shm:///tmp/x.sock"], "has no config.json"),
         (["serve", "nowhere", "--listen", "carrier-pigeon://x"], "unknown transport"),
@@ -101,7 +101,7 @@ def test_keys(tmp_path: Path) -> None:
             "one of calls, rows, arena_bytes",
         ),
         (["serve", "nowhere", "--listen", "tcp://127.0.0.1:0", "--keys", "nowhere"], "nowhere"),
-        (["serve", "MODEL", "--listen", "shm:///tmp/x.sock", "--device", "nosuch"], "a device that exists here"),
+        (["serve", "MODEL", "--listen", "shm:///tmp/x.sock", "--device", "nosuch"], "which this machine does not have"),
         (["status", "tcp://127.0.0.1:1"], "no executor answers"),
         (["status", "shm:///tmp/x.sock", "--key", "k.secret"], "no option key"),
         (["finetune", "shm:///tmp/x.sock", "--data", "none.txt", "--output", "out"], "cannot be read"),

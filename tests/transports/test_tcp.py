@@ -158,6 +158,11 @@ def test_chunks_are_a_safetensors_file() -> None:
     for start in (-CHUNK, 1, served.size() + CHUNK):
         with pytest.raises(WireError):
             served.chunk(start)
+    served.close()
+
+
+def test_a_share_for_shm_is_sealed() -> None:
+    served = ServedShare(SimpleNamespace(share=lambda: Share({}, {"a": torch.randn(3)}, {})))  # type: ignore[arg-type]
     with pytest.raises(PermissionError):
         os.pwrite(served.descriptor(), b"x", 0)
     served.close()

@@ -1,0 +1,182 @@
+"""``symbiosis serve --config``, and mistakes that are reported before a model is loaded."""
+
+from __future__ import annotations
+
+import socket
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from symbiosis import host
+from symbiosis.cli import serve as serve_command
+from symbiosis.cli.commands import app
+from symbiosis.transports.limits import Limits
+from tests.service import Service, free_port, save_model
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "deploy" / "serve.toml"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What ``symbiosis serve`` would serve, in place of serving it."""
+    found: dict[str, Any] = {}
+
+    async def serve(
+        model: str, addresses: dict[str, dict[str, Any]], keep_weights: bool | None, trace: Path | None, **settings: Any
+    ) -> None:
+        found.update(settings, model=model, addresses=addresses, keep_weights=keep_weights, trace=trace)
+
+    monkeypatch.setattr(serve_command, "_serve", serve)
+    monkeypatch.setenv("COLUMNS", "200")
+    return found
+
+
+def run(tmp_path: Path, text: str, *arguments: str, status: int = 0) -> str:
+    (tmp_path / "serve.toml").write_text(text)
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "serve.toml"), *arguments])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_every_option_can_come_from_the_file(tmp_path: Path, served: dict[str, Any]) -> None:
+    port = free_port()
+    run(
+        tmp_path,
+        f"""
+        model = "some/model"
+        listen = ["tcp://0.0.0.0:{port}", "shm://{tmp_path}/s.sock"]
+        policy = "fair+opportunistic"
+        base-layers = "mlp"
+        insecure = true
+        device = "cpu"
+        dtype = "bf16"
+        max-rows = 64
+        max-bytes = 1_000_000_000
+        packed = false
+        allow-weights = ["lm_head"]
+        layers = "0-1"
+        keep-weights = false
+        name = "ours"
+        trace = "{tmp_path}/trace.json"
+        log-format = "json"
+        [limits]
+        calls = 3
+        rows = 1_000
+        """,
+    )
+    limits = {"limits": Limits(calls=3, rows=1000)}
+    assert served == {
+        "model": "some/model",
+        "addresses": {f"tcp://0.0.0.0:{port}": {**limits, "insecure": True}, f"shm://{tmp_path}/s.sock": limits},
+        "policy": "fair+opportunistic",
+        "base_layers": "mlp",
+        "device": "cpu",
+        "dtype": "bf16",
+        "max_rows": 64,
+        "max_bytes": 1_000_000_000,
+        "packed": False,
+        "allow_weights": ["lm_head"],
+        "layers": "0-1",
+        "keep_weights": False,
+        "model_name": "ours",
+        "trace": tmp_path / "trace.json",
+    }
+
+
+def test_the_command_line_wins(tmp_path: Path, served: dict[str, Any]) -> None:
+    text = (
+        f'model = "a"\nlisten = ["shm://{tmp_path}/a.sock"]\npolicy = "lockstep"\npacked = false\n[limits]\ncalls = 3'
+    )
+    run(tmp_path, text, "b", "--listen", f"shm://{tmp_path}/b.sock", "--packed", "--limit", "rows=9")
+    assert (served["model"], served["packed"], served["policy"]) == ("b", True, "lockstep")
+    assert served["addresses"] == {f"shm://{tmp_path}/b.sock": {"limits": Limits(rows=9)}}
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        ("polcy = 'fair'", 1, "unknown key 'polcy'; did you mean policy"),
+        ("base_layers = 'mlp'", 1, "unknown key 'base_layers'; did you mean base-layers"),
+        ("limit = ['calls=3']", 1, "did you mean limits"),
+        ("zzz = 1", 1, "known are allow-weights, base-layers"),
+        ("listen = 'tcp://127.0.0.1:0'", 1, "listen is 'tcp://127.0.0.1:0'; give a list of texts"),
+        ("policy = ['fair']", 1, "policy is ['fair']; give a value"),
+        ("limits = 3", 1, "limits is a table"),
+        ("[policy]\nfair = 1", 1, "policy is a table"),
+        ("[limits]\ncals = 3", 1, "name=number, where name is one of calls"),
+        ("max-rows = 0", 2, "max-rows"),
+        ("max-rows = true", 2, "max-rows"),
+        ("packed = 'maybe'", 2, "packed"),
+        ("= 3", 1, "Invalid statement (at line 1, column 1)"),
+    ],
+)
+def test_mistakes_in_the_file(tmp_path: Path, served: dict[str, Any], text: str, status: int, reason: str) -> None:
+    arguments = ["model"] if "listen" in text else ["model", "--listen", "tcp://127.0.0.1:0"]
+    assert reason in " ".join(run(tmp_path, text, *arguments, status=status).split())
+    assert not served
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "none.toml")])
+    assert result.exit_code == 1
+    assert "none.toml: No such file or directory" in " ".join(result.output.split())
+
+
+def test_the_example_is_valid(tmp_path: Path, served: dict[str, Any]) -> None:
+    """Its addresses and keys are those of a host; here they are others."""
+    content = EXAMPLE.read_text()
+    for key in ("model", "listen", "keys"):
+        assert key in tomllib.loads(content)
+    run(tmp_path, content.replace('keys = "/etc/symbiosis/keys"', ""), "--listen", "tcp://127.0.0.1:0")
+    assert served["model"] == "/srv/models/llama"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--listen", "tcp://127.0.0.1:BUSY"], "cannot listen on tcp://127.0.0.1:BUSY: Address already in use"),
+        (["--listen", "shm://FOLDER/none/s.sock"], "cannot listen on shm://"),
+        (["--listen", "shm://FOLDER/file"], "is no socket"),
+        (["--listen", "shm://relative.sock"], "write shm:///absolute"),
+        (["--listen", "tcp://127.0.0.1"], "write tcp://host:port"),
+        (["--listen", "tcp://0.0.0.0:0"], "can be reached from other hosts"),
+        (["--listen", "dist://127.0.0.1:0"], "--insecure"),
+        (["--listen", "tcp://127.0.0.1:1,tcp://127.0.0.1:2"], "repeat --listen"),
+        (["--keys", "FOLDER/none"], "FOLDER/none"),
+        (["--trace", "FOLDER/file/trace.json"], "cannot write to"),
+        (["--device", "nosuch"], "which this machine does not have"),
+        (["--dtype", "float33"], "dtype is 'float33'"),
+        (["--name", "x" * 300], "at most 256"),
+        (["--policy", "whim"], "unknown policy"),
+    ],
+)
+def test_mistakes_are_reported_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], reason: str
+) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr(host, "load_model", load)
+    (tmp_path / "file").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        names = {"BUSY": str(busy.getsockname()[1]), "FOLDER": str(tmp_path)}
+        for name, value in names.items():
+            arguments = [each.replace(name, value) for each in arguments]
+        if "--listen" not in arguments:
+            arguments = [*arguments, "--listen", "tcp://127.0.0.1:0"]
+        result = CliRunner().invoke(app, ["serve", "model", *arguments])
+    assert result.exit_code == 1, result.output
+    assert reason.replace("FOLDER", str(tmp_path)).replace("BUSY", names["BUSY"]) in result.output.replace("\n", " ")
+
+
+def test_a_socket_in_use_is_reported(tmp_path: Path) -> None:
+    """The check of an address leaves the socket of a running executor alone."""
+    address = f"shm://{tmp_path}/s.sock"
+    with Service(save_model(tmp_path / "model"), address) as service:
+        result = CliRunner().invoke(app, ["serve", "nowhere", "--listen", address])
+        assert "another executor listens there" in result.output.replace("\n", " ")
+        assert CliRunner().invoke(app, ["status", address]).exit_code == 0
+        assert service.stop() == 0

@@ -1,0 +1,68 @@
+"""The wheel and the source archive are complete, and the wheel works without the source tree."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.metadata import Metadata
+
+import symbiosis
+from tests.test_documentation import ROOT, code
+
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source archive, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    return folder
+
+
+def run(*command: str, folder: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_archives_are_complete(built: Path) -> None:
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        source = {name.partition("/")[2] for name in file.getnames()}
+    assert {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "Makefile", "constraints.txt"} <= source
+    assert {"tests/conftest.py", "docs/tenants.md", "examples/embed_in_service.py", "symbiosis/py.typed"} <= source
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+        (described,) = (name for name in names if name.endswith("/METADATA"))
+        metadata = Metadata.from_email(packed.read(described), validate=True)
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "symbiosis").rglob("*.py")}
+    assert modules | {"symbiosis/py.typed"} == {name for name in names if name.startswith("symbiosis/")}
+    assert (metadata.name, str(metadata.version)) == ("symbiosis-peft", symbiosis.__version__)
+    assert metadata.description_content_type == "text/markdown"
+    assert metadata.description == (ROOT / "README.md").read_text()
+
+
+def test_the_wheel_runs_the_readme_example(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", str(wheel))
+    # Dependencies come from the running environment, so that the test downloads nothing. The .pth file by which that
+    # environment finds the source tree has no effect here: Python reads such files in an environment's own folder only.
+    (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    found = run(str(python), "-c", "import symbiosis; print(symbiosis.__file__)", folder=tmp_path)
+    assert Path(found).is_relative_to(site)
+    version = run(str(python.with_name("symbiosis")), "--version", folder=tmp_path)
+    assert version == f"symbiosis {symbiosis.__version__}\n"
+    (tmp_path / "example.py").write_text(code("README.md")[0])
+    assert "bob: loss" in run(str(python), "-W", "ignore", "example.py", folder=tmp_path)

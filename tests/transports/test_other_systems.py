@@ -1,0 +1,65 @@
+"""Systems other than Linux, simulated: what Linux alone has is taken away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis.core.registry import make_transport
+from symbiosis.errors import UsageError
+from symbiosis.transports import share
+from tests.helpers import in_thread
+from tests.test_documentation import code
+
+WITHOUT = """
+import importlib, os, pkgutil, socket, sys
+import peft, torch, transformers
+transformers.LlamaForCausalLM  # libraries look for the system in ways of their own
+for name in ("fcntl", "resource"):  # Windows has neither
+    sys.modules[name] = None
+for module, name in ((os, "memfd_create"), (os, "MFD_CLOEXEC"), (socket, "SO_PEERCRED"), (socket, "send_fds")):
+    delattr(module, name)
+import symbiosis
+for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+"""
+
+
+def test_all_modules_can_be_imported_and_the_readme_example_runs(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(WITHOUT + code("README.md")[0])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(tmp_path / "example.py")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "alice: loss" in done.stdout
+
+
+async def test_tcp_needs_neither_memfd_nor_proc(base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of the model arrives whole, and shm:// names tcp:// as the alternative."""
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(share, "OPEN_FILES", tmp_path)
+    with pytest.raises(UsageError, match=r"needs Linux.*use tcp://"):
+        make_transport("shm:///run/symbiosis.sock")
+    ids = torch.arange(12).reshape(2, 6)
+    expected = base(input_ids=ids).logits
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen("tcp://127.0.0.1:0")
+
+        def logits() -> torch.Tensor:
+            with symbiosis.open_model(listener.address) as model, torch.no_grad():
+                result: torch.Tensor = model(input_ids=ids).logits
+                return result
+
+        torch.testing.assert_close(await in_thread(logits), expected)
