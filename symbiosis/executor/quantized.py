@@ -59,9 +59,14 @@ def gradient(module: Any, dy: torch.Tensor) -> torch.Tensor:
     """Return dX [n, i] for dY [n, o]. It does not depend on X, so zeros take its place."""
     if _scales(module) is not None:
         return dy.mm(dequantized(module).to(dy.dtype))
-    with torch.enable_grad():
-        x = dy.new_zeros(dy.shape[0], module.in_features).requires_grad_()
-        (dx,) = torch.autograd.grad(module(x), x, dy)
+    try:
+        with torch.enable_grad():
+            x = dy.new_zeros(dy.shape[0], module.in_features).requires_grad_()
+            (dx,) = torch.autograd.grad(module(x), x, dy)
+    except RuntimeError as error:
+        if not str(error).startswith("derivative for"):
+            raise
+        return dy.mm(dequantized(module).to(dy.dtype))  # torchao's int4 has no derivative
     return dx
 
 
@@ -74,8 +79,18 @@ def dequantized(module: Any) -> torch.Tensor:
         if scales is not None:  # PEFT's function would move the weight, which loses the scales
             codes = module.weight.data if module.state.CB is None else module.state.CB
             return codes.float() * scales[:, None] / 127  # type: ignore[no-any-return]
-        weight: torch.Tensor = dequantize_module_weight(module).detach()
+        try:
+            weight: torch.Tensor = dequantize_module_weight(module).detach()
+        except NotImplementedError:  # torchao's int4 is known by its products only
+            return _by_products(module)
         return weight
+
+
+def _by_products(module: Any) -> torch.Tensor:
+    """Return the weight [o, i] as the products with unit vectors, of a few rows each."""
+    bare = without_bias(module)
+    rows = torch.eye(module.in_features, dtype=module.weight.dtype, device=module.weight.device)
+    return torch.cat([bare(few) for few in torch.split(rows, 64)]).T
 
 
 def _scales(module: Any) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -21,7 +21,7 @@ from symbiosis.executor.layers import QuantizedLayer
 from symbiosis.executor.quantized import dequantized, is_quantized
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
-from tests.helpers import CAUSAL
+from tests.helpers import BATCH, CAUSAL, adamw
 
 JOB = Job(steps=3, new_tokens=4)
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -252,15 +252,32 @@ def test_an_unknown_quantization_is_refused_by_name(checkpoint: Path) -> None:
         symbiosis.Executor(model)
 
 
-def test_torchaos_int4_is_refused_by_name(checkpoint: Path) -> None:
-    """Its weights state the dtype of their rows, and cannot be dequantized."""
+async def test_torchaos_int4_trains_where_plain_peft_cannot(checkpoint: Path) -> None:
+    """Its products have no derivative, so losses are those of a plain model with the dequantized weights."""
     from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
     from torchao.quantization import quantize_
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32))
-    with pytest.raises(SplitError, match=r"_proj \(Linear\) has quantized weights that cannot be served: NotImpl.*NF4"):
-        symbiosis.Executor(model)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
+    for name, module in plain.named_modules():
+        quantized = model.get_submodule(name)
+        if is_quantized(quantized):
+            module.weight.data = dequantized(quantized).clone()
+    torch.manual_seed(0)
+    adapted = get_peft_model(plain, lora()).train()
+    optimizer = adamw(adapted)
+    expected = []
+    for _ in range(3):
+        loss = adapted(**BATCH).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    async with symbiosis.Executor(model) as executor, executor.client(lora(), seed=0) as client:
+        assert executor.sharing.served > 0
+        optimizer = adamw(client.model)
+        assert [await client.train_step(BATCH, optimizer) for _ in range(3)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_is_quantized() -> None:

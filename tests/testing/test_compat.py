@@ -92,15 +92,13 @@ async def test_formats(format_: str) -> None:
         assert cell.verdict == EQUAL, cell
 
 
-async def test_torchao_int4_has_no_gradients_on_a_cpu() -> None:
+async def test_plain_torchao_int4_has_no_gradients_on_a_cpu() -> None:
     name = "LlamaForCausalLM in torchao int4"
     model, reads = load(name)
-    assert shares_of(name, model, reads).served == 0
+    assert shares_of(name, model, reads).served > 0.9
     assert (await try_cell(name, model, reads, "LoRA", "inproc")).verdict == NOT_PLAIN
     cell = await try_cell(name, model, reads, "none", "shm")
-    assert cell.verdict == REFUSED
-    assert "q_proj (Linear) has quantized weights that cannot be served: NotImplementedError: Int4" in cell.detail
-    assert "Load the model with torchao's int8" in cell.detail
+    assert cell.verdict == EQUAL, cell
 
 
 async def test_limits_of_a_format_are_limits(monkeypatch: pytest.MonkeyPatch) -> None:
