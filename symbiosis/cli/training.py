@@ -8,7 +8,6 @@ import math
 import os
 import signal
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,8 +222,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         if "eval_loss" in logs:
             self._note += f"; validation {logs['eval_loss']:.3f}"
         with self._file.open("a", encoding="utf-8") as file:
-            line = {**logs, "step": state.global_step, "max_steps": state.max_steps, "time": time.time()}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps({**logs, "step": state.global_step, "max_steps": state.max_steps}) + "\n")
         assert self._steps is not None
         self._steps("fine-tuning", state.global_step, state.max_steps, self._note)
 
