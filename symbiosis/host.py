@@ -329,7 +329,7 @@ class Executor:
 
     def status(self) -> dict[str, Any]:
         """Return what the executor is and does, as plain data."""
-        return self.service.status()
+        return {**self.service.status(), "connections": self.service.budget.connections}
 
     def reset_statistics(self) -> None:
         """Count from zero, for instance after a warm-up."""

@@ -114,6 +114,13 @@ class Service(Protocol):
         """Raise RefusedError if a client that is not authenticated has the name of a tenant whom a listener
         authenticates."""
 
+    def rejected(self, why: str) -> None:
+        """Count a peer that was not admitted or was disconnected, or a call that was not taken.
+
+        Args:
+            why: the name of the error's class, or one of a few other words.
+        """
+
     def resident(self) -> Resident:
         """Return the model itself, for clients in this process."""
 

@@ -187,7 +187,10 @@ class ExecutorService:
 
     def statistics(self) -> Statistics:
         """Return what the executor has done since it started, or since its counters were reset."""
-        return self._engine.counters.snapshot([spec.name for spec in self.layers])
+        return self._engine.statistics()
+
+    def rejected(self, why: str) -> None:
+        self._engine.counters.rejections[why] += 1
 
     def status(self) -> dict[str, Any]:
         counters = self._engine.counters
@@ -205,6 +208,7 @@ class ExecutorService:
             "outstanding": self._engine.scheduler.outstanding,
             "held_bytes": self.budget.held,
             "free_bytes": self.budget.total - self.budget.held,
+            "draining": False,
             "uptime_s": round(now() - (self._started or now()), 3),
             **{name: getattr(counters, name) for name in ("requests", "batches", "rows")},
             "mean_batch": counters.members / counters.batches if counters.batches else 0.0,
