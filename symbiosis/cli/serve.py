@@ -200,6 +200,9 @@ def serve(
 
 
 MAX_LIMIT = 1 << 40
+DRAIN_S = 15.0
+"""Seconds for which walks may end after the first signal. Service managers wait longer before they kill a process
+(systemd 90 s, Kubernetes 30 s), and a walk that does not end in time loses nothing: its calls are sent again."""
 
 
 def limit_products() -> None:
@@ -269,7 +272,11 @@ async def _serve(
         for line in executor.sharing.lines():
             out.print(escape(line))
         await stop.wait()
-        out.print("shutting down")
+        out.print(f"shutting down when all walks have ended, in {DRAIN_S:g} s at most; a second signal ends at once")
+        drained = asyncio.create_task(executor.drain(DRAIN_S))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, drained.cancel)
+        await asyncio.wait([drained])
 
 
 def status(

@@ -69,7 +69,11 @@ class Session(Protocol):
         the batch under way."""
 
     def begin_walk(self) -> None:
-        """Note that the client walks the model: it is thinking whenever it has no outstanding request."""
+        """Note that the client walks the model: it is thinking whenever it has no outstanding request.
+
+        Raises:
+            ExecutorClosedError: the executor is shutting down, and no walk begins any more.
+        """
 
     def end_walk(self) -> None:
         """Note that the client is idle: batches need not wait for it."""

@@ -132,7 +132,10 @@ class Peer:
         elif session is None:
             raise WireError(f"the client sent {type_.name} before HELLO")
         elif type_ is Type.BEGIN:
-            session.begin_walk()
+            try:
+                session.begin_walk()
+            except ExecutorClosedError as error:
+                self.end(error)
         elif type_ is Type.END:
             session.end_walk()
         elif type_ is Type.CANCEL:
