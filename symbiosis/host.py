@@ -224,6 +224,20 @@ class Executor:
         """
         return await self.service.listen(address, keep_weights=keep_weights, **options)
 
+    async def drain(self, within_s: float) -> bool:
+        """Let walks of clients in other processes end, before :meth:`close`. They join and begin walks no more.
+
+        A client that would begin one is told that the executor closes: it moves to a replica or waits for the executor
+        to return, as its ``retry`` says. Clients of this process go on as before.
+
+        Args:
+            within_s: longest time to wait, in seconds.
+
+        Returns:
+            Whether all walks have ended.
+        """
+        return await self.service.drain(within_s)
+
     async def close(self) -> None:
         """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
         await self.service.close()
@@ -324,7 +338,7 @@ class Executor:
 
     def status(self) -> dict[str, Any]:
         """Return what the executor is and does, as plain data."""
-        return self.service.status()
+        return {**self.service.status(), "connections": self.service.budget.connections}
 
     def reset_statistics(self) -> None:
         """Count from zero, for instance after a warm-up."""

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -24,6 +24,9 @@ from symbiosis.core.registry import is_several, make_policy, make_transport
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
+
+if TYPE_CHECKING:
+    from symbiosis.cli.metrics import MetricsServer
 
 PRODUCTS = 128
 """Products whose code oneDNN keeps. A product is one layer's shape, one pass and one number of rows
@@ -148,6 +151,14 @@ def serve(
         Path | None,
         typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
     ] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT for Prometheus: /metrics, /health and /ready over HTTP. It shows the names of tenants to "
+            "all who can connect.",
+            show_default=False,
+        ),
+    ] = None,
     log_format: Annotated[LogFormat, typer.Option(help="Format of events on standard error.")] = LogFormat.CONSOLE,
     config: ConfigOption = None,
 ) -> None:
@@ -172,8 +183,10 @@ def serve(
         make_transport(address, **given).check(address)
     if trace is not None:
         writable(trace)
+    from symbiosis.cli.metrics import MetricsServer
     from symbiosis.log import render
 
+    server = None if metrics is None else MetricsServer(metrics)
     render(log_format is LogFormat.JSON)
     run(
         _serve(
@@ -181,6 +194,7 @@ def serve(
             addresses,
             keep_weights,
             trace,
+            server,
             policy=policy,
             base_layers=base_layers,
             device=device,
@@ -196,6 +210,9 @@ def serve(
 
 
 MAX_LIMIT = 1 << 40
+DRAIN_S = 15.0
+"""Seconds for which walks may end after the first signal. Service managers wait longer before they kill a process
+(systemd 90 s, Kubernetes 30 s), and a walk that does not end in time loses nothing: its calls are sent again."""
 
 
 def limit_products() -> None:
@@ -224,7 +241,12 @@ def _limits(given: list[str]) -> Any:
 
 
 async def _serve(
-    model: str, addresses: dict[str, dict[str, Any]], keep_weights: bool | None, trace: Path | None, **settings: Any
+    model: str,
+    addresses: dict[str, dict[str, Any]],
+    keep_weights: bool | None,
+    trace: Path | None,
+    metrics: MetricsServer | None,
+    **settings: Any,
 ) -> None:
     from symbiosis import Executor
 
@@ -251,12 +273,19 @@ async def _serve(
             stack.enter_context(executor.trace(trace))
         for address, options in addresses.items():
             await executor.listen(address, keep_weights=keep_weights, **options)
+        if metrics is not None:
+            metrics.serve(executor)
+            stack.callback(metrics.close)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
         for line in executor.sharing.lines():
             out.print(escape(line))
         await stop.wait()
-        out.print("shutting down")
+        out.print(f"shutting down when all walks have ended, in {DRAIN_S:g} s at most; a second signal ends at once")
+        drained = asyncio.create_task(executor.drain(DRAIN_S))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, drained.cancel)
+        await asyncio.wait([drained])
 
 
 def status(

@@ -51,6 +51,11 @@ class Budget:
         """How often an account has held bytes or begun to wait for them. Tells which of two accounts did so first."""
 
     @property
+    def connections(self) -> int:
+        """Number of connections whose owner is known."""
+        return len(self._accounts)
+
+    @property
     def largest(self) -> int:
         """Bytes of the largest call, with its results."""
         return self.total // LARGEST_PART

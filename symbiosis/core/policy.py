@@ -139,6 +139,11 @@ class Policy(ABC):
         of this client, and would thus hold back the others, says False."""
         return True
 
+    def slo(self) -> Mapping[str, tuple[int, int]]:
+        """Return how many tokens of each client were made within their latency targets, and how many later. Empty if
+        the policy has no such targets. Statistics show it."""
+        return {}
+
     def unloaded(self, seconds: float) -> None:
         """Note how long one token takes in the base layers of an idle executor.
 

@@ -135,6 +135,11 @@ class Scheduler:
         """Number of requests not yet answered, queued or running."""
         return len(self._open)
 
+    @property
+    def walking(self) -> bool:
+        """Whether a client of another process is in a walk or has an outstanding request."""
+        return any((state.in_walk or state.open) and not state.local for state in self._clients.values())
+
     def client_joined(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Terms:
         """Admit a client, and return its effective terms.
 

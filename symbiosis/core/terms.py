@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from symbiosis.errors import UsageError
@@ -76,6 +77,12 @@ class Terms(NamedTuple):
 NO_TERMS = Terms()
 JOINT = "joint walks"
 """Name of the client that walks the model for several tenants of the executor's process. No tenant may have it."""
+
+
+@lru_cache(1 << 14)
+def tenant_of(client: str) -> str:
+    """Return the tenant of a client: ``alice`` for ``alice/notebook``, and the whole of a name without a slash."""
+    return client.partition("/")[0]
 
 
 def effective(wishes: Terms, default: Terms, *, trusted: bool) -> Terms:

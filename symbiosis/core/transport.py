@@ -69,7 +69,11 @@ class Session(Protocol):
         the batch under way."""
 
     def begin_walk(self) -> None:
-        """Note that the client walks the model: it is thinking whenever it has no outstanding request."""
+        """Note that the client walks the model: it is thinking whenever it has no outstanding request.
+
+        Raises:
+            ExecutorClosedError: the executor is shutting down, and no walk begins any more.
+        """
 
     def end_walk(self) -> None:
         """Note that the client is idle: batches need not wait for it."""
@@ -113,6 +117,13 @@ class Service(Protocol):
     def check_name(self, client: str) -> None:
         """Raise RefusedError if a client that is not authenticated has the name of a tenant whom a listener
         authenticates."""
+
+    def rejected(self, why: str) -> None:
+        """Count a peer that was not admitted or was disconnected, or a call that was not taken.
+
+        Args:
+            why: the name of the error's class, or one of a few other words.
+        """
 
     def resident(self) -> Resident:
         """Return the model itself, for clients in this process."""

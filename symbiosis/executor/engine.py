@@ -32,7 +32,7 @@ from symbiosis.errors import LayerError
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.pace import Pace
 from symbiosis.executor.runner import DeviceClock, Runner
-from symbiosis.executor.statistics import Counters
+from symbiosis.executor.statistics import Counters, Statistics
 from symbiosis.executor.timeline import Timeline
 from symbiosis.modes import in_modes
 
@@ -135,6 +135,16 @@ class Engine:
     def reset_counters(self) -> None:
         """Count from zero."""
         self.counters = Counters()
+
+    def statistics(self) -> Statistics:
+        """Return what has run so far."""
+        with self._lock:
+            try:
+                slo = self.scheduler.policy.slo()
+            except Exception as error:  # noqa: BLE001 (a policy may raise anything)
+                log.error("the policy raised in slo(): %r", error)
+                slo = {}
+            return self.counters.snapshot([layer.spec.name for layer in self.layers], slo)
 
     def walked(self, client: str, alone: str | None) -> None:
         """Count a token that a client of this process decoded; see :meth:`Counters.walked`."""

@@ -33,6 +33,9 @@ from symbiosis.executor.statistics import Statistics
 KEYS = 1 << 12
 """Keys whose shapes are kept. Few models have as many layers and groups of siblings."""
 
+DRAIN_EVERY_S = 0.02
+"""Seconds between two looks at whether all walks have ended."""
+
 
 class ExecutorService:
     """Implements :class:`~symbiosis.core.transport.Service`.
@@ -75,7 +78,7 @@ class ExecutorService:
         self._reserved: list[Callable[[], Container[str]]] = []
         """Each returns names of tenants that are authenticated."""
         self._started: float | None = None
-        self._closed = False
+        self._draining = self._closed = False
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +90,11 @@ class ExecutorService:
             raise ExecutorClosedError.of(self.address)
         if self._started is None:
             raise ExecutorClosedError(f"the executor at {self.address} is not open; use `async with executor:`")
+
+    def _check_stays(self) -> None:
+        """Raise ExecutorClosedError if no client of another process may join or begin a walk any more."""
+        if self._draining:
+            raise ExecutorClosedError("the executor is shutting down, and no walk begins any more")
 
     async def start(self) -> None:
         """Open for clients on the running event loop."""
@@ -116,6 +124,14 @@ class ExecutorService:
                 "that, listen with keep_weights=False (--no-keep-weights)"
             )
 
+    async def drain(self, within_s: float) -> bool:
+        """Let walks end; see :meth:`symbiosis.Executor.drain`."""
+        self._draining = True
+        until = now() + within_s
+        while self._engine.scheduler.walking and now() < until:  # noqa: ASYNC110 (most walks end within a second)
+            await asyncio.sleep(DRAIN_EVERY_S)
+        return not self._engine.scheduler.walking
+
     async def close(self) -> None:
         """Close all addresses and end all sessions."""
         self._closed = True
@@ -131,9 +147,12 @@ class ExecutorService:
 
     def join(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Session:
         self.check_open()
+        if not local:
+            self._check_stays()
         granted = self._engine.join(client, terms, local)
         session: Session = ExecutorSession(
-            self._engine, client, self.layers, self._expected, self.device, granted, local, self._sessions.pop
+            *(self._engine, client, self.layers, self._expected, self.device, granted, local),
+            *(self._check_stays, self._sessions.pop),
         )
         self._sessions[client] = session
         for tap in self.taps:
@@ -187,7 +206,10 @@ class ExecutorService:
 
     def statistics(self) -> Statistics:
         """Return what the executor has done since it started, or since its counters were reset."""
-        return self._engine.counters.snapshot([spec.name for spec in self.layers])
+        return self._engine.statistics()
+
+    def rejected(self, why: str) -> None:
+        self._engine.counters.rejections[why] += 1
 
     def status(self) -> dict[str, Any]:
         counters = self._engine.counters
@@ -205,6 +227,7 @@ class ExecutorService:
             "outstanding": self._engine.scheduler.outstanding,
             "held_bytes": self.budget.held,
             "free_bytes": self.budget.total - self.budget.held,
+            "draining": self._draining,
             "uptime_s": round(now() - (self._started or now()), 3),
             **{name: getattr(counters, name) for name in ("requests", "batches", "rows")},
             "mean_batch": counters.members / counters.batches if counters.batches else 0.0,

@@ -25,6 +25,7 @@ class ExecutorSession:
         device: device of all tensors of calls.
         terms: the client's effective terms.
         local: whether the client computes in the executor's process.
+        check_stays: raises ExecutorClosedError if no client of another process may begin a walk any more.
         forget: called with the client's name when the session ends.
     """
 
@@ -37,6 +38,7 @@ class ExecutorSession:
         device: torch.device,
         terms: Terms,
         local: bool,
+        check_stays: Callable[[], None],
         forget: Callable[[str], object],
     ) -> None:
         self.client = client
@@ -46,6 +48,7 @@ class ExecutorSession:
         self._expected = expected
         self._device = device
         self._local = local
+        self._check_stays = check_stays
         self._forget = forget
         self._ended: BaseException | None = None
         self.flush = engine.flush
@@ -89,6 +92,8 @@ class ExecutorSession:
     def begin_walk(self) -> None:
         if self._ended is not None:
             raise self._ended
+        if not self._local:
+            self._check_stays()
         self._engine.begin_walk(self.client)
 
     def end_walk(self) -> None:

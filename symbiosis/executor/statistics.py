@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.requests import Batch, Key, Pass, Request
+from symbiosis.core.terms import Kind, tenant_of
+from symbiosis.executor.load import Load
 
 MAX_KEYS = 4096
 MAX_CLIENTS = 4096
@@ -32,7 +35,7 @@ class LayerStatistics(NamedTuple):
 
 
 class ClientStatistics(NamedTuple):
-    """Counts of one client."""
+    """Counts of one client, or of all clients of one tenant."""
 
     requests: int
     rows: int
@@ -44,6 +47,25 @@ class ClientStatistics(NamedTuple):
     """Tokens that the client decoded in walks with other clients. For clients in this process."""
     alone: Mapping[str, int] = {}
     """Tokens that it decoded by itself, by the reason. For clients in this process."""
+    tokens: Mapping[str, float] = {}
+    """Rows of forward passes through all layers, by kind: ``decode``, ``prefill``, ``finetune``. A row through one of n
+    layers counts 1/n. A row that is computed again, such as for gradient checkpointing, counts again."""
+    waits: Mapping[str, float] = {}
+    """Seconds that its requests were queued, by the policy's reason to run the batch that answered them."""
+    slo_kept: int = 0
+    """Tokens that were made within their latency targets, where the policy has such targets."""
+    slo_missed: int = 0
+
+
+class Histogram(NamedTuple):
+    """How often durations of each length occurred."""
+
+    bounds: tuple[float, ...]
+    """Upper bounds of the durations that are counted together, in seconds."""
+    counts: tuple[int, ...]
+    """Numbers of durations up to each bound, and above the one before; at last, of longer ones."""
+    seconds: float
+    """Sum of all durations."""
 
 
 class Statistics(NamedTuple):
@@ -62,6 +84,17 @@ class Statistics(NamedTuple):
     """Counts by name and pass, such as ``"model.layers.0.self_attn.q_proj+k_proj+v_proj forward"``."""
     clients: Mapping[str, ClientStatistics]
     """Counts by client, including up to some thousands of clients that have left."""
+    tenants: Mapping[str, ClientStatistics]
+    """Counts by tenant, including all that have left; of too many tenants, under ``"other"``."""
+    waits: Mapping[str, float]
+    """Seconds that requests were queued, by the policy's reason to run the batch that answered them."""
+    wait_times: Mapping[str, Histogram]
+    """How long requests were queued, by kind."""
+    run_times: Histogram
+    """How long batches ran (on a GPU: how long they took to launch)."""
+    rejections: Mapping[str, int]
+    """Number of peers that were not admitted or were disconnected, and of calls that were not taken, by the name of the
+    error; ``handshake`` for peers without a key, ``cut`` for connections that ended without a message."""
 
     @property
     def mean_batch(self) -> float:
@@ -76,8 +109,13 @@ class Statistics(NamedTuple):
 
 _MAX_REASONS = 100
 """Largest number of reasons that are counted apart, so that a policy with a new reason for each batch is harmless."""
-_MAX_ALONE = 20
-"""Largest number of reasons to walk alone that are counted apart for each client."""
+_MAX_OF_CLIENT = 20
+"""Largest number of reasons to walk alone, and of the policy's reasons, that are counted apart for each client."""
+BOUNDS_S = tuple(round(base * 10**power, 6) for power in range(-4, 2) for base in (1.0, 2.5, 5.0))[:-1]
+"""Upper bounds of the durations that histograms count together, in seconds: 0.1 ms to 25 s."""
+OTHER = "other"
+"""Stands for the reasons, or the tenants, that are too many to be counted apart."""
+_FORWARD = Pass.FORWARD
 
 
 @dataclass(slots=True)
@@ -93,48 +131,61 @@ class _Layer:
 class _ClientCounts:
     requests: int = 0
     rows: int = 0
-    wait_s: float = 0.0
     companions: int = 0
     """Sum over requests of the size of their batch."""
     joint: int = 0
     alone: Counter[str] = field(default_factory=Counter)
+    work: list[int] = field(default_factory=lambda: [0] * len(Kind))
+    """Rows of forward passes, times the layers that they went through, by kind."""
+    waits: dict[str, float] = field(default_factory=dict)
+
+    def waited(self, reason: str, seconds: float) -> None:
+        waits = self.waits
+        if reason not in waits and len(waits) >= _MAX_OF_CLIENT:
+            reason = OTHER
+        waits[reason] = waits.get(reason, 0.0) + seconds
+
+    def walked_alone(self, reason: str, tokens: int = 1) -> None:
+        self.alone[reason if reason in self.alone or len(self.alone) < _MAX_OF_CLIENT else OTHER] += tokens
+
+    def add(self, other: _ClientCounts) -> None:
+        """Add the counts of another client."""
+        self.requests += other.requests
+        self.rows += other.rows
+        self.companions += other.companions
+        self.joint += other.joint
+        for reason, tokens in other.alone.items():
+            self.walked_alone(reason, tokens)
+        for reason, seconds in other.waits.items():
+            self.waited(reason, seconds)
+        for kind, work in enumerate(other.work):
+            self.work[kind] += work
+
+    def snapshot(self, layers: int, slo: tuple[int, int]) -> ClientStatistics:
+        return ClientStatistics(
+            self.requests,
+            self.rows,
+            sum(self.waits.values()),
+            self.companions / self.requests if self.requests else 0.0,
+            self.joint,
+            dict(self.alone),
+            {kind.name.lower(): work / layers for kind, work in zip(Kind, self.work, strict=True)},
+            dict(self.waits),
+            *slo,
+        )
 
 
-LOAD_S = 5.0
-"""Seconds over which the load is measured: at least so many, and at most twice as many."""
-FEW_ROWS = 64
-"""Rows from which on most of a batch's time grows with its rows. It depends on the device; see decision 0038."""
+class _Durations:
+    """The running counts behind :class:`Histogram`."""
 
+    __slots__ = ("counts", "seconds")
 
-@dataclass(slots=True)
-class Load:
-    """Part of the recent time that an executor has spent on rows of its batches, from 0 to 1.
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.seconds = 0.0
 
-    The time that a batch takes whatever its rows, mostly to read the weights, is not counted: the rows of one more
-    client share it. So clients that decode add little, and those that fine-tune add much.
-    """
-
-    seconds: float = 0.0
-    """Seconds that batches have taken for their rows so far."""
-    _last: float = 0.0
-    """When the latest batch has ended."""
-    _marks: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
-    """Two times, LOAD_S or more apart, and the seconds until then; the later first."""
-
-    def ran(self, rows: int, seconds: float, now: float) -> None:
-        """Count a batch that has ended at time ``now`` (seconds)."""
-        if now - self._marks[0][0] >= LOAD_S:
-            self._marks = (now, self.seconds), self._marks[0]
-        self.seconds += seconds * rows / (rows + FEW_ROWS)
-        self._last = now
-
-    def at(self, now: float) -> float:
-        """Return the load at a time."""
-        if now - self._last >= LOAD_S:
-            return 0.0
-        later, earlier = self._marks
-        since, seconds = later if now - later[0] >= LOAD_S else earlier
-        return min((self.seconds - seconds) / max(now - since, LOAD_S), 1.0)
+    def snapshot(self) -> Histogram:
+        return Histogram(BOUNDS_S, tuple(self.counts), self.seconds)
 
 
 @dataclass(slots=True)
@@ -150,6 +201,12 @@ class Counters:
     clients: dict[str, _ClientCounts] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
     load: Load = field(default_factory=Load)
+    waits: dict[str, float] = field(default_factory=dict)
+    wait_times: list[_Durations] = field(default_factory=lambda: [_Durations() for _ in Kind])
+    run_times: _Durations = field(default_factory=_Durations)
+    rejections: Counter[str] = field(default_factory=Counter)
+    _left: dict[str, _ClientCounts] = field(default_factory=dict)
+    """Counts of forgotten clients, by tenant."""
     _tenants: tuple[str, ...] = ()
     """Tenants of the latest joint walk."""
     _each: _ClientCounts = field(default_factory=lambda: _ClientCounts())
@@ -164,17 +221,49 @@ class Counters:
         self.batches += 1
         self.members += size
         self.rows += batch.rows
-        layer = self._layer(batch.key, size, batch.rows, batch.reason, ended - started)
-        for request in answered:
-            if request.tenants:
-                self._joint_request(layer, request, started - request.arrived, size)
-            else:
-                self.requests += 1
-                self._request(layer, request.client, request.rows, started - request.arrived, size)
-
-    def _layer(self, key: Key, size: int, rows: int, reason: str, seconds: float) -> _Layer:
+        seconds = ended - started
         self.run_s += seconds
-        self.reasons[reason if reason in self.reasons or len(self.reasons) < _MAX_REASONS else "other"] += 1
+        self.run_times.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        reason = batch.reason
+        if reason not in self.reasons:
+            reason = self._new_reason(reason)
+        self.reasons[reason] += 1
+        layer = self._layer(batch.key, size, batch.rows)
+        layers = len(batch.key.layers) if batch.key.pass_ is _FORWARD else 0
+        waited = 0.0
+        for request in answered:
+            wait, rows, count, kind = started - request.arrived, request.rows, 1, request.kind
+            if request.tenants:
+                count = len(request.tenants)
+                rows //= count
+                client = self._joint_client(request.tenants)
+            else:
+                client = self._client(request.client)
+            self.requests += count
+            layer.requests += count
+            times = self.wait_times[kind]
+            times.counts[bisect_left(BOUNDS_S, wait)] += count
+            times.seconds += wait * count
+            waited += wait * count
+            client.requests += 1
+            client.rows += rows
+            client.companions += size
+            client.work[kind] += rows * layers
+            try:
+                client.waits[reason] += wait
+            except KeyError:
+                client.waited(reason, wait)
+        layer.wait_s += waited
+        self.waits[reason] += waited
+
+    def _new_reason(self, reason: str) -> str:
+        """Return the name under which a reason is counted that was not counted before."""
+        if len(self.reasons) >= _MAX_REASONS:
+            reason = OTHER
+        self.waits.setdefault(reason, 0.0)
+        return reason
+
+    def _layer(self, key: Key, size: int, rows: int) -> _Layer:
         layer = self.layers.get(key)
         if layer is None:
             if len(self.layers) >= MAX_KEYS:
@@ -185,39 +274,18 @@ class Counters:
         layer.members += size
         return layer
 
-    def _request(self, layer: _Layer, name: str, rows: int, wait: float, size: int) -> None:
-        layer.requests += 1
-        layer.wait_s += wait
-        client = self._client(name)
-        client.requests += 1
-        client.rows += rows
-        client.wait_s += wait
-        client.companions += size
-
-    def _joint_request(self, layer: _Layer, request: Request, wait: float, size: int) -> None:
-        """Count a request of a joint walk for each of its tenants, but only once until the tenants change."""
-        tenants, count = request.tenants, len(request.tenants)
+    def _joint_client(self, tenants: tuple[str, ...]) -> _ClientCounts:
+        """Return where to count for each tenant of a joint walk, but only once until the tenants change."""
         if tenants is not self._tenants:
             self._share_out()
             self._tenants = tenants
-        self.requests += count
-        layer.requests += count
-        layer.wait_s += wait * count
-        each = self._each
-        each.requests += 1
-        each.rows += request.rows // count
-        each.wait_s += wait
-        each.companions += size
+        return self._each
 
     def _share_out(self) -> None:
         """Add what was counted for each tenant of the latest joint walk to the counts of these clients."""
         each, self._each = self._each, _ClientCounts()
         for name in self._tenants:
-            client = self._client(name)
-            client.requests += each.requests
-            client.rows += each.rows
-            client.wait_s += each.wait_s
-            client.companions += each.companions
+            self._client(name).add(each)
 
     def walked(self, name: str, alone: str | None) -> None:
         """Count a token of a client: from a joint walk, or for a reason from a walk of its own."""
@@ -225,18 +293,24 @@ class Counters:
         if alone is None:
             client.joint += 1
         else:
-            client.alone[alone if alone in client.alone or len(client.alone) < _MAX_ALONE else "other"] += 1
+            client.walked_alone(alone)
 
     def _client(self, name: str) -> _ClientCounts:
         client = self.clients.get(name)
         if client is None:
             if len(self.clients) >= MAX_CLIENTS:
-                del self.clients[next(iter(self.clients))]
+                oldest = next(iter(self.clients))
+                _of_tenant(self._left, oldest).add(self.clients.pop(oldest))
             client = self.clients[name] = _ClientCounts()
         return client
 
-    def snapshot(self, names: list[str]) -> Statistics:
-        """Return the statistics so far. ``names`` are those of the layer table."""
+    def snapshot(self, names: list[str], slo: Mapping[str, tuple[int, int]]) -> Statistics:
+        """Return the statistics so far.
+
+        Args:
+            names: those of the layer table.
+            slo: tokens of each client that were made within their latency targets, and later.
+        """
         self._share_out()
         layers = {
             f"{group_name([names[index] for index in key.layers])} {pass_name(key)}": (
@@ -244,28 +318,42 @@ class Counters:
             )
             for key, layer in sorted(self.layers.items())
         }
-        clients = {
-            name: ClientStatistics(
-                client.requests,
-                client.rows,
-                client.wait_s,
-                client.companions / client.requests if client.requests else 0.0,
-                client.joint,
-                dict(client.alone),
-            )
-            for name, client in self.clients.items()
-        }
+        tenants: dict[str, _ClientCounts] = {}
+        for part in (self._left, self.clients):
+            for name, client in part.items():
+                _of_tenant(tenants, name).add(client)
+        kept: Counter[str] = Counter()
+        missed: Counter[str] = Counter()
+        for name, (on_time, late) in slo.items():
+            tenant = tenant_of(name) if tenant_of(name) in tenants else OTHER
+            kept[tenant] += on_time
+            missed[tenant] += late
+        if OTHER in kept:
+            tenants.setdefault(OTHER, _ClientCounts())
         return Statistics(
             requests=self.requests,
             batches=self.batches,
             members=self.members,
             rows=self.rows,
-            wait_s=sum(layer.wait_s for layer in layers.values()),
+            wait_s=sum(self.waits.values()),
             run_s=self.run_s,
             reasons=dict(self.reasons),
             layers=layers,
-            clients=clients,
+            clients={name: client.snapshot(len(names), slo.get(name, (0, 0))) for name, client in self.clients.items()},
+            tenants={name: client.snapshot(len(names), (kept[name], missed[name])) for name, client in tenants.items()},
+            waits=dict(self.waits),
+            wait_times={kind.name.lower(): times.snapshot() for kind, times in zip(Kind, self.wait_times, strict=True)},
+            run_times=Histogram(BOUNDS_S, tuple(self.run_times.counts), self.run_s),
+            rejections=dict(self.rejections),
         )
+
+
+def _of_tenant(tenants: dict[str, _ClientCounts], client: str) -> _ClientCounts:
+    """Return where to count for the tenant of a client: under ``OTHER`` if there are too many."""
+    tenant = tenant_of(client)
+    if tenant not in tenants and len(tenants) >= MAX_CLIENTS:
+        tenant = OTHER
+    return tenants.setdefault(tenant, _ClientCounts())
 
 
 def pass_name(key: Key) -> str:

@@ -6,8 +6,7 @@ Start reading at :class:`Policy`, then :mod:`symbiosis.policies.no_lockstep`, wh
 
 from symbiosis.core.policy import Decision, Policy, QueueView, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.terms import Kind, Terms
-from symbiosis.policies.admission import tenant_of
+from symbiosis.core.terms import Kind, Terms, tenant_of
 from symbiosis.policies.coserving import CoServing
 from symbiosis.policies.fair import Fair
 from symbiosis.policies.lockstep import Lockstep

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, QueueView, View, Wait
 from symbiosis.core.queues import Queues
@@ -18,12 +17,6 @@ from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.terms import Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies.opportunistic import Opportunistic
-
-
-@lru_cache(1 << 14)
-def tenant_of(client: str) -> str:
-    """Return the tenant of a client: ``alice`` for ``alice/notebook``, and the whole of a name without a slash."""
-    return client.partition("/")[0]
 
 
 def token_count(request: Request, layers: int) -> float:
@@ -73,6 +66,9 @@ class Admission(Policy):
 
     def may_join(self, client: str, now: float) -> bool:
         return self.policy.may_join(client, now)
+
+    def slo(self) -> Mapping[str, tuple[int, int]]:
+        return self.policy.slo()
 
     @abstractmethod
     def hold(self, request: Request) -> None:

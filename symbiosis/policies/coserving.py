@@ -74,6 +74,9 @@ class CoServing(Policy):
         slo_ms, ttft_ms = self.clients.get(client, (self.slo_ms, self.ttft_ms))
         return Terms(slo_ms=slo_ms, ttft_ms=ttft_ms)
 
+    def slo(self) -> Mapping[str, tuple[int, int]]:
+        return self.walks.slo()
+
     def unloaded(self, seconds: float) -> None:
         for client, pair in {"": (self.slo_ms, self.ttft_ms), **self.clients}.items():
             for option, target in zip(("slo_ms", "ttft_ms"), pair, strict=True):

@@ -33,9 +33,9 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import Kind, tenant_of
 from symbiosis.errors import UsageError
-from symbiosis.policies.admission import Admission, tenant_of, token_count
+from symbiosis.policies.admission import Admission, token_count
 from symbiosis.policies.options import mapping, number
 
 _MAX_CLIENTS, _MAX_TENANTS = 16384, 4096

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
-from symbiosis.core.terms import Terms
-from symbiosis.policies.admission import Admission, tenant_of
+from symbiosis.core.terms import Terms, tenant_of
+from symbiosis.policies.admission import Admission
 from symbiosis.policies.options import mapping, milliseconds, whole
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from symbiosis.core.policy import Policy, View
 from symbiosis.core.requests import Request
-from symbiosis.policies.admission import Admission, tenant_of, token_count
+from symbiosis.core.terms import tenant_of
+from symbiosis.policies.admission import Admission, token_count
 from symbiosis.policies.options import mapping, number
 
 _MAX_TENANTS = 4096

@@ -65,6 +65,15 @@ class Client:
     usual: float = 0.0  # usual time of a token without prompts and fine-tuning; 0 before the first one
     away: float = 0.0  # the part of it in which the client has no request here
     walk: Walk | None = None  # the latest one, which may be over
+    kept: int = 0  # tokens, the first one of a text included, that were made in time, by the mean over their text
+    missed: int = 0  # tokens that were made later
+
+    def made(self, in_time: bool) -> None:
+        """Count a token."""
+        if in_time:
+            self.kept += 1
+        else:
+            self.missed += 1
 
     def may_keep(self, now: float, usual: float) -> bool:
         """Return whether the text may keep its SLO if its next token begins now. It is expected to have as many tokens
@@ -86,6 +95,7 @@ class Walks:
         self._clients: OrderedDict[str, Client] = OrderedDict()
         self._by_text: Heap = []  # tokens by the slack that their texts allow, plus F
         self._by_token: Heap = []  # tokens by the slack that their own SLOs allow, plus F
+        self._kept_before = self._missed_before = 0  # tokens of forgotten clients
         self._last_layer = 0  # of the walks that have ended; 0 before the first one
         self._prompts: dict[str, Walk] = {}  # prompts under way, by client
         self._cost = Fit()  # time that the executor spends on a prompt, by its rows
@@ -161,6 +171,12 @@ class Walks:
             heapq.heappop(self._queue)
         return self._queue[0][2] if self._queue else None
 
+    def slo(self) -> dict[str, tuple[int, int]]:
+        """Return how many tokens of each client were made in time, and how many later, of forgotten clients under "".
+        The last token of a text is not counted: only the next one would tell when the client has made it."""
+        found = {name: (client.kept, client.missed) for name, client in self._clients.items()}
+        return {**found, "": (self._kept_before, self._missed_before)}
+
     def _client(self, name: str, request: Request) -> Client:
         """Return what is known of a client. If there are too many, the one is forgotten that was silent for longest."""
         client = self._clients.setdefault(name, Client(self._slo_s))
@@ -168,7 +184,10 @@ class Walks:
         if name == request.client:
             client.slo = (request.terms.slo_ms or 1e3 * self._slo_s) / 1e3
         if len(self._clients) > _MAX_CLIENTS:
-            self._prompts.pop(self._clients.popitem(last=False)[0], None)
+            name, forgotten = self._clients.popitem(last=False)
+            self._prompts.pop(name, None)
+            self._kept_before += forgotten.kept
+            self._missed_before += forgotten.missed
         return client
 
     def _begin_prompt(self, client: Client, request: Request) -> Walk:
@@ -187,6 +206,8 @@ class Walks:
             self._end_prompt(name, now)
             text = self._client(name, request)
             text.began = min(text.began, now)
+            if text.tokens:  # its next token begins when the latest one is made
+                text.made(now <= text.began + text.tokens * text.slo)
             text.tokens += 1
             if text.may_keep(now, usual):
                 kept.append(text)
@@ -222,6 +243,7 @@ class Walks:
             self._cost.learn(walk.first.rows, walk.spent)
             client = self._client(name, walk.first)
             client.began, client.late = now, now > walk.due
+            client.made(not client.late)
             self._changes += 1
 
     def _order(self, now: float) -> None:

@@ -132,7 +132,10 @@ class Peer:
         elif session is None:
             raise WireError(f"the client sent {type_.name} before HELLO")
         elif type_ is Type.BEGIN:
-            session.begin_walk()
+            try:
+                session.begin_walk()
+            except ExecutorClosedError as error:
+                self.end(error)
         elif type_ is Type.END:
             session.end_walk()
         elif type_ is Type.CANCEL:
@@ -203,6 +206,7 @@ class Peer:
     def _fail(self, message: CallMessage, error: SymbiosisError) -> None:
         """Refuse a call whose tensors were not taken."""
         if self._courier.apart:
+            self._service.rejected(type(error).__name__)
             self._line.send(wire.pack_error(message.id, error))
         else:  # its tensors would be taken for those of the next call
             self.refuse(error if isinstance(error, BusyError) else WireError(str(error)))
@@ -371,6 +375,7 @@ class Peer:
             log.warning(
                 "client refused", client=self.session and self.session.client, tenant=self.tenant, why=str(error)
             )
+            self._service.rejected(type(error).__name__)
             self.end(error)
 
     def end(self, error: SymbiosisError) -> None:
@@ -379,6 +384,13 @@ class Peer:
             self._line.send(wire.pack(Type.ENDED, type(error).__name__, str(error)[:2000]))
             self.leave(str(error))
             self._line.hang_up()
+
+    def dropped(self, why: str) -> None:
+        """Note that the connection was ended without a message to the client."""
+        log.warning("connection cut", tenant=self.tenant, why=why)
+        if not self.gone:
+            self._service.rejected("cut")
+        self.leave(why)
 
     def leave(self, why: str) -> None:
         """Note that the client is gone: its session ends, and its memory here is given up. What is on its way to or

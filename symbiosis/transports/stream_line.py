@@ -8,12 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from symbiosis.errors import BusyError, SymbiosisError, WireError
-from symbiosis.log import get_logger
 from symbiosis.transports import descriptors, peer, wire
 from symbiosis.transports.peer import Peer
 from symbiosis.transports.stream import ByteStream
-
-log = get_logger(__name__)
 
 AT_ONCE = 16
 """Messages of one client that are read before other clients get their turn."""
@@ -266,8 +263,7 @@ class StreamLine(asyncio.BufferedProtocol):
 
     def drop(self, why: object) -> None:
         """End the connection now."""
-        log.warning("connection cut", tenant=self.peer.tenant, why=str(why))
-        self.peer.leave(str(why))
+        self.peer.dropped(str(why))
         self._transport.abort()
 
     def hang_up(self) -> None:

@@ -79,7 +79,8 @@ class TcpListener:
         """The malformed key files that were logged."""
 
     def log_stranger(self, event: str, why: str) -> None:
-        """Log what happened to a peer without a key, at most LINES times in a second."""
+        """Count what happened to a peer without a key, and log it, at most LINES times in a second."""
+        self.service.rejected("handshake")
         now = asyncio.get_running_loop().time()
         if now >= self._second + 1:
             self._second, self._logged = now, 0

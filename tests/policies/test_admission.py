@@ -18,10 +18,10 @@ import symbiosis
 from symbiosis.core.policy import Decision, Policy, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
-from symbiosis.core.terms import NO_TERMS, Kind, Terms, effective, kind_of
+from symbiosis.core.terms import NO_TERMS, Kind, Terms, effective, kind_of, tenant_of
 from symbiosis.errors import PolicyError, UsageError
 from symbiosis.policies import CoServing, Fair, Lockstep, NoLockstep, Opportunistic, Priority, RateLimit, rate_limit
-from symbiosis.policies.admission import Admission, tenant_of
+from symbiosis.policies.admission import Admission
 from symbiosis.testing import World, tiny_model
 from tests.helpers import IDS, Conformance, examples, world_of
 

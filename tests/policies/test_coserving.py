@@ -576,3 +576,21 @@ def test_a_prompt_whose_client_stops_does_not_stop_fine_tuning() -> None:
     assert slack(Kind.FINETUNE, w.clock.now) <= 0
     w.clock.advance(1.0)
     assert slack(Kind.FINETUNE, w.clock.now) == pytest.approx(0.092)
+
+
+def test_tokens_count_as_kept_or_missed_by_the_mean_over_their_text() -> None:
+    policy = CoServing(slo_ms=100, ttft_ms=1000)
+
+    def ask(number: int, kind: Kind, arrived: float) -> None:
+        policy.submitted(Request(number, "alice", Key((0,), Pass.FORWARD), 1, kind, arrived))
+
+    ask(0, Kind.PREFILL, 0.0)
+    ask(1, Kind.DECODE, 0.5)  # the first token is made, in time
+    ask(2, Kind.DECODE, 0.55)
+    ask(3, Kind.DECODE, 0.69)  # it took 140 ms, and the two 190 ms
+    assert policy.slo()["alice"] == (3, 0)
+    ask(4, Kind.DECODE, 0.85)
+    assert policy.slo()["alice"] == (3, 1)
+    ask(5, Kind.PREFILL, 2.0)
+    ask(6, Kind.DECODE, 3.5)  # the first token of this text took 1.5 s
+    assert policy.slo()["alice"] == (3, 2)

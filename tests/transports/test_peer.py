@@ -67,6 +67,7 @@ class Service:
         self.budget = Budget(100 << 20)
         self.sessions: dict[str, Session] = {}
         self.running = False
+        self.rejections: list[str] = []
         self.then: list[Callable[[], object]] = []
 
     def when_idle(self, then: Callable[[], object]) -> None:
@@ -97,6 +98,9 @@ class Service:
 
     def identity(self) -> Identity:
         return Identity("i", "w")
+
+    def rejected(self, why: str) -> None:
+        self.rejections.append(why)
 
     def status(self) -> dict[str, Any]:
         return {"clients": sorted(self.sessions)}
@@ -264,6 +268,7 @@ async def test_a_client_that_is_not_admitted_gets_the_reason(name: str) -> None:
     assert (ends.sent[0][0], ends.sent[0][1][0]) == (Type.ENDED, "BusyError")
     assert ends.hung_up
     assert peer.gone
+    assert service.rejections == ["BusyError"]
 
 
 async def test_messages_of_a_client_at_its_limits_are_not_read() -> None:
@@ -384,6 +389,7 @@ async def test_a_call_for_which_there_is_no_room_fails(monkeypatch: pytest.Monke
     peer.received(a_call(1, rows=2 * ROWS))
     await asyncio.sleep(0.05)
     assert (ends.sent[-1][0], ends.sent[-1][1][:2]) == (Type.FAILED, [1, BusyError.__name__])
+    assert service.rejections == ["BusyError"]
     assert ends.listening
     peer.received(a_call(1, rows=SMALLEST))
     assert len(ends.admitted) == 1

@@ -30,7 +30,7 @@ from symbiosis.errors import (
     UnknownNameError,
     UsageError,
 )
-from symbiosis.executor.statistics import Load
+from symbiosis.executor.load import Load
 from symbiosis.privacy import SecretShares
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports import replicas
