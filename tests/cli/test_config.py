@@ -25,11 +25,18 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     async def serve(
-        model: str, addresses: dict[str, dict[str, Any]], keep_weights: bool | None, trace: Path | None, **settings: Any
+        model: str,
+        addresses: dict[str, dict[str, Any]],
+        keep_weights: bool | None,
+        trace: Path | None,
+        metrics: Any,
+        **settings: Any,
     ) -> None:
         found.update(settings, model=model, addresses=addresses, keep_weights=keep_weights, trace=trace)
+        found["metrics"] = metrics
 
     monkeypatch.setattr(serve_command, "_serve", serve)
+    monkeypatch.setattr("symbiosis.cli.metrics.MetricsServer", lambda address: address)
     monkeypatch.setenv("COLUMNS", "200")
     return found
 
@@ -61,6 +68,7 @@ def test_every_option_can_come_from_the_file(tmp_path: Path, served: dict[str, A
         keep-weights = false
         name = "ours"
         trace = "{tmp_path}/trace.json"
+        metrics = "127.0.0.1:9400"
         log-format = "json"
         [limits]
         calls = 3
@@ -83,6 +91,7 @@ def test_every_option_can_come_from_the_file(tmp_path: Path, served: dict[str, A
         "keep_weights": False,
         "model_name": "ours",
         "trace": tmp_path / "trace.json",
+        "metrics": "127.0.0.1:9400",
     }
 
 

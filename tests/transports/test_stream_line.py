@@ -138,7 +138,7 @@ async def test_an_answer_that_cannot_be_encoded_ends_the_connection(line: Any, e
         raise error("no memory")
 
     left: list[str] = []
-    line.peer.leave, line.peer.tenant = left.append, "alice"
+    line.peer.dropped = left.append
     line._stream.encode = pieces
     line.send(b"result", SIZE, [ANSWER], results=True)
     await turns(line, 3)
