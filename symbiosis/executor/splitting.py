@@ -30,6 +30,10 @@ Trial = Callable[[Resident], Mapping[str, str]]
 """Returns names of base layers that cannot be served, each with the reason."""
 
 
+NOT_CHOSEN = "it is not named in base_layers"
+"""Reason why a layer that could be served is not, where names or patterns choose the base layers."""
+
+
 class SplitModel:
     """A frozen model and its base layers.
 
@@ -178,9 +182,13 @@ class SplitModel:
                 t is not None and t.ndim > 1 and _is_quantized(t, known) for t in numbers
             ):
                 why = self.left_out.get(name, "it is no nn.Linear").rpartition(" cannot be served: ")[2]
+                what = f"{name} ({type(module).__name__}) has quantized weights"
+                if why == NOT_CHOSEN:
+                    raise SplitError(f"{what}, which clients cannot hold: name all such layers in base_layers")
+                types = ", ".join(sorted({type(t).__name__ for t in numbers if t is not None}))
                 raise SplitError(
-                    f"{name} ({type(module).__name__}) has quantized weights that cannot be served: {why}. Load the "
-                    "model with torchao's int8 or fp8, with bitsandbytes' int8 or NF4, or without quantization"
+                    f"{what} that cannot be served: {why} (types {types}). Load the model with torchao's int8, int4 or "
+                    "fp8, with bitsandbytes' int8 or NF4, or without quantization"
                 )
 
     def _linear_named(self, pattern: str) -> list[str]:
@@ -233,7 +241,7 @@ class SplitModel:
 
 def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the modules to serve, each object once, in the order in which the model defines them; and
-    those that are left out by rule, with the reason."""
+    those that are left out by rule or by the patterns, with the reason."""
     modules = dict(model.named_modules())
     linear = [name for name, module in modules.items() if is_linear(module)]
     if base_layers in ("linear", "mlp"):
@@ -254,7 +262,9 @@ def _choose(model: nn.Module, base_layers: str | Sequence[str]) -> tuple[list[st
             raise SplitError(
                 f"base_layers: no module matches {pattern!r}; module names look like {', '.join(map(repr, linear[:3]))}"
             )
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)], {}
+    named = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    others = {*linear, *(name for name, module in modules.items() if is_bank(module))}.difference(named)
+    return named, dict.fromkeys(others, NOT_CHOSEN)
 
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")

@@ -237,6 +237,11 @@ def test_weights_in_fp8_without_a_library_are_refused(checkpoint: Path) -> None:
         symbiosis.Executor(model)
 
 
+def test_quantized_layers_that_no_pattern_names_are_told_as_such(checkpoint: Path) -> None:
+    with pytest.raises(SplitError, match=r"which clients cannot hold: name all such layers in base_layers"):
+        symbiosis.Executor(load(checkpoint, "torchao int8"), base_layers=["*.q_proj"])
+
+
 class Codes(nn.Module):
     """A layer of a quantization that nothing here knows."""
 

@@ -158,3 +158,9 @@ async def test_a_weight_that_is_not_allowed_to_leave(tmp_path: Any) -> None:
 def test_only_linear_base_layers_can_be_allowed() -> None:
     with pytest.raises(SplitError, match=r"'nothing' matches no linear base layer"):
         symbiosis.Executor(tiny_model(), allow_weights=["nothing"])
+
+
+def test_a_layer_that_no_pattern_names_is_told_as_such() -> None:
+    """It could be served, so its class is not the reason."""
+    unserved = symbiosis.Executor(mixture("mixtral"), base_layers="*_proj").sharing.unserved
+    assert {one.reason for one in unserved if "experts" in one.name} == {"it is not named in base_layers"}
