@@ -106,6 +106,21 @@ def assert_close(outcome: Outcome, expected: Outcome) -> None:
         assert comparison.worst("adapter") <= TRAINED, comparison
 
 
+def losses(model: Any, steps: int, at: int = -1, then: Any = None) -> list[float]:
+    """Train, and call ``then`` between forward and backward of one step."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for step in range(steps):
+        loss = model(IDS, labels=IDS).loss
+        if step == at:
+            then()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 def adamw(model: torch.nn.Module, lr: float = 1e-3) -> torch.optim.AdamW:
     return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=lr)
 

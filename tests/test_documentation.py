@@ -18,11 +18,11 @@ def code(file: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
 
 
-def test_readme_example(tmp_path: Path) -> None:
-    """The example runs, and prints a line for each tenant."""
-    (tmp_path / "example.py").write_text(code("README.md")[0])
+def check_readme_example(folder: Path, *, after: str = "") -> None:
+    """Check that the example runs, after other code, and prints a line for each tenant."""
+    (folder / "example.py").write_text(after + code("README.md")[0])
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "example.py")],
+        [sys.executable, "-W", "ignore", str(folder / "example.py")],
         capture_output=True,
         text=True,
         timeout=100,
@@ -31,6 +31,10 @@ def test_readme_example(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert re.search(r"alice: loss \d", result.stdout)
     assert re.search(r"bob: loss \d", result.stdout)
+
+
+def test_readme_example(tmp_path: Path) -> None:
+    check_readme_example(tmp_path)
 
 
 class TestContributingPolicy(Conformance):

@@ -341,7 +341,11 @@ async def test_optimizers_of_other_models(base: Any) -> None:
     other = torch.optim.SGD([{"params": []}])
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         await client.forward(IDS)
-        other.step()
+        assert other.step() is None
+        client.model.train()
+        await client.forward(IDS)
+        with pytest.raises(UsageError, match="nothing in the model is trainable"):
+            other.step()
 
 
 @pytest.mark.parametrize("way", ["joint", "shm"])

@@ -19,10 +19,9 @@ from peft import get_peft_model
 import symbiosis
 from symbiosis.errors import ExecutorClosedError
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
-from tests.helpers import HANGS, assert_close, lora, until
+from tests.helpers import HANGS, assert_close, lora, losses, until
 from tests.service import Service, free_port, save_model
 
-IDS = torch.arange(3, 21).reshape(2, 9)
 JOB = Job(steps=6)
 
 
@@ -84,28 +83,17 @@ def test_sigterm_lets_a_step_end(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_hidden_layers=2)
     with Service(model, f"shm://{tmp_path}/s.sock") as running:
 
-        def losses(steps: int, then: Any = None) -> list[float]:
-            found = []
+        def trained(at: int = -1, then: Any = None) -> list[float]:
             with symbiosis.open_model(running.address, retry=60) as opened:
                 torch.manual_seed(0)
-                tuned = get_peft_model(opened, lora())
-                optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.1)
-                for step in range(steps):
-                    loss = tuned(IDS, labels=IDS).loss
-                    if step == 2 and then is not None:
-                        then()
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    found.append(loss.item())
-            return found
+                return losses(get_peft_model(opened, lora()), 5, at, then)
 
         def restart() -> None:
             assert running.stop() == 0
             running.start()
 
-        expected = losses(5)
-        assert losses(5, restart) == expected
+        expected = trained()
+        assert trained(2, restart) == expected
         assert "shutting down when all walks have ended" in running.log
 
 

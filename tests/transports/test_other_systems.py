@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.errors import UsageError
 from symbiosis.transports import share
 from tests.helpers import in_thread
-from tests.test_documentation import code
+from tests.test_documentation import check_readme_example
 
 WITHOUT = """
 import importlib, os, pkgutil, socket, sys
@@ -34,16 +32,7 @@ for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
 
 
 def test_all_modules_can_be_imported_and_the_readme_example_runs(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(WITHOUT + code("README.md")[0])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "example.py")],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "alice: loss" in done.stdout
+    check_readme_example(tmp_path, after=WITHOUT)
 
 
 async def test_tcp_needs_neither_memfd_nor_proc(base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,11 +37,10 @@ from symbiosis.transports import replicas
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.replicas import Choice, Replica, Replicas, ranked
-from tests.helpers import METHODS, assert_close, command, in_thread, lora, until
+from tests.helpers import IDS, METHODS, assert_close, command, in_thread, lora, losses, until
 from tests.service import Service, free_port, save_model
 from tests.transports.test_chaos import Tenant
 
-IDS = torch.arange(3, 21).reshape(2, 9)
 JOB = Job(steps=6)
 
 
@@ -76,21 +75,6 @@ async def test_a_client_goes_on_at_another_replica(method: str, tmp_path: Path) 
             await one.close()
             assert_close(await job, expected)
         assert other.statistics().requests
-
-
-def losses(model: Any, steps: int, at: int = -1, then: Any = None) -> list[float]:
-    """Train, and call ``then`` between forward and backward of one step."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    found = []
-    for step in range(steps):
-        loss = model(IDS, labels=IDS).loss
-        if step == at:
-            then()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
 
 
 def test_a_replica_that_is_killed_within_a_step_costs_nothing(services: tuple[Service, Service, str]) -> None:
