@@ -233,20 +233,26 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str) ->
         for start in range(0, len(ids), length):
             part = ids[start : start + length]
             data.add(part, part, length)
-    for one in [] if name == "text" else records:
-        if name == "chat":
+    elif name == "chat":
+        for one in records:
             data.add(*_conversation(tokenizer, one["messages"], source), length)
-            continue
-        if name == "alpaca":
-            text = alpaca(one["instruction"], one.get("input") or "")
-            before = [*_beginning(tokenizer), *_encode(tokenizer, text)]
-        else:
-            before = data.format.prompt(tokenizer, one["prompt"])
-        after = [*_encode(tokenizer, one["completion" if name == "pairs" else "output"]), *_end(tokenizer)]
-        data.add([*before, *after], [IGNORED] * len(before) + after, length)
+    else:
+        for one in records:
+            data.add(*_completed(data.format, tokenizer, one), length)
     if not data.examples:
         raise UsageError(f"{source}: nothing is left to train on with --sequence {length}; give more or longer texts")
     return data
+
+
+def _completed(form: Format, tokenizer: Any, record: Record) -> tuple[list[int], list[int]]:
+    """Return ids and labels of a pair, or of a record with Alpaca's fields. Only the completion has labels."""
+    if form.name == "alpaca":
+        text = alpaca(record["instruction"], record.get("input") or "")
+        before, completion = [*_beginning(tokenizer), *_encode(tokenizer, text)], record["output"]
+    else:
+        before, completion = form.prompt(tokenizer, record["prompt"]), record["completion"]
+    after = [*_encode(tokenizer, completion), *_end(tokenizer)]
+    return [*before, *after], [IGNORED] * len(before) + after
 
 
 def _conversation(tokenizer: Any, messages: list[dict[str, str]], source: str) -> tuple[list[int], list[int]]:
@@ -266,7 +272,7 @@ def _conversation(tokenizer: Any, messages: list[dict[str, str]], source: str) -
     return ids, labels
 
 
-def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], prompt: bool = True) -> list[int]:
+def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], answer: bool = True) -> list[int]:
     """Return the token ids of a conversation, by default with the beginning of the assistant's next message.
 
     Raises:
@@ -274,7 +280,7 @@ def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], prompt: bool = T
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the model's tokenizer has no chat template; give prompts and completions, not messages")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
     return _encode(tokenizer, text)
 
 

@@ -30,6 +30,17 @@ RetryOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for an 
 
 OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
+_TRAINER = {
+    "batch": "per_device_train_batch_size",
+    "accumulate": "gradient_accumulation_steps",
+    "learning_rate": "learning_rate",
+    "schedule": "lr_scheduler_type",
+    "warmup": "warmup_steps",
+    "weight_decay": "weight_decay",
+    "clip": "max_grad_norm",
+    "seed": "seed",
+}
+"""Arguments of transformers' ``TrainingArguments``, by the options that set them. A resumed run has the same ones."""
 _METHOD, _TRAINING, _CHECKPOINTS = "PEFT method", "Training", "Evaluation and checkpoints"
 
 
@@ -92,10 +103,12 @@ def finetune(
     warmup: Annotated[
         float,
         typer.Option(
-            min=0, help="Steps in which the rate rises; below 1, part of all steps.", rich_help_panel=_TRAINING
+            min=0,
+            help="Steps in which the rate rises. A number below 1 is a part of all steps.",
+            rich_help_panel=_TRAINING,
         ),
     ] = 0.0,
-    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.", rich_help_panel=_TRAINING)] = 0.0,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Weight decay of AdamW.", rich_help_panel=_TRAINING)] = 0.0,
     clip: Annotated[
         float,
         typer.Option(min=0, help="Largest norm of the gradients; 0 does not clip.", rich_help_panel=_TRAINING),
@@ -157,9 +170,11 @@ def finetune(
         from symbiosis.cli.sweep import sweep as run_sweep
 
         writable(output, folder=True)
-        found = run_sweep(context, sweep, output)
+        found, problem = run_sweep(context, sweep, output)
         if json is not None:
             write_json(json, {"address": address, "runs": found})
+        if problem:
+            raise UsageError(problem)
         return
     from symbiosis.cli.data import read_records
 
@@ -175,9 +190,9 @@ def finetune(
         writable(json)
     if address.startswith("shm://"):
         wait_passively()
-    kept = {"peft": config.to_dict(), "data": [str(data), validation], "seed": seed}
-    kept |= {"batch": batch, "accumulate": accumulate, "sequence": sequence, "window": window, "schedule": schedule}
-    kept |= {"learning_rate": learning_rate, "warmup": warmup, "weight_decay": weight_decay, "clip": clip}
+    settings = {name: context.params[name] for name in _TRAINER}
+    kept = {"peft": config.to_dict(), "data": [str(data), validation], "sequence": sequence, "window": window}
+    kept |= settings
     kept = json_module.loads(json_module.dumps(kept, default=sorted))
     trainer_module = _trainer_module()
     with _owned(output):
@@ -205,20 +220,13 @@ def finetune(
                 option=f"--peft {peft}" if peft is not None else f"--lora {lora}",
                 patience=patience,
                 arguments={
+                    **{argument: settings[name] for name, argument in _TRAINER.items()},
                     "num_train_epochs": epochs,
                     "max_steps": steps or -1,
-                    "per_device_train_batch_size": batch,
                     "per_device_eval_batch_size": batch,
-                    "gradient_accumulation_steps": accumulate,
-                    "learning_rate": learning_rate,
-                    "lr_scheduler_type": schedule,
-                    "warmup_steps": warmup,
-                    "weight_decay": weight_decay,
-                    "max_grad_norm": clip,
                     "save_steps": every,
                     "eval_steps": every,
                     "report_to": log_to or [],
-                    "seed": seed,
                 },
             )
             stopped = run.train()
@@ -265,8 +273,10 @@ def _split(examples: Data, part: float, seed: int, path: Path) -> Data:
 
 def _tell(examples: Data, test: Data | None) -> None:
     text = f"{len(examples.examples)} examples" + ("" if test is None else f", {len(test.examples)} for validation")
-    for count, what in ((examples.cut, "longer than --sequence and cut"), (examples.skipped, "skipped: no loss left")):
-        text += f"; {count} {what}" if count else ""
+    if examples.cut:
+        text += f"; {examples.cut} longer than --sequence and cut"
+    if examples.skipped:
+        text += f"; {examples.skipped} skipped, because nothing in them counts in the loss"
     console(stderr=True).print(text)
 
 

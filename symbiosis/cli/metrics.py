@@ -32,7 +32,7 @@ ANSWER_S = 5.0
 MAX_TENANTS = 100
 """Number of tenants, in the order in which scrapes have seen them, that have labels of their own."""
 OTHER = "other"
-"""Label of the others."""
+"""Label of all further tenants together."""
 _GAUGES = {
     "outstanding": ("outstanding_requests", "Requests that are queued or running."),
     "connections": ("connections", "Connections whose owner is known."),
@@ -44,8 +44,6 @@ _GAUGES = {
     "unpacked_bytes": ("unpacked_bytes", "Bytes of packed weights that are kept in the usual layout too."),
 }
 """Name and meaning of a metric, by the field of the executor's status that it shows."""
-
-
 _OF_TENANTS = {
     "tenant_requests": ("Requests of a tenant that were answered.", "tenant"),
     "tenant_rows": ("Rows of these requests.", "tenant"),
@@ -88,7 +86,7 @@ class ExecutorCollector(Collector):
         yield _histogram("request_wait_seconds", "Time that a request was queued.", counts.wait_times, "kind")
         yield _histogram("batch_run_seconds", "Time that a batch ran.", {"": counts.run_times})
         yield _counter(
-            "rejections", "Peers that were refused or cut, and calls that were.", _by(counts.rejections), "why"
+            "rejections", "Peers that were refused or cut, and calls that were refused.", _by(counts.rejections), "why"
         )
         yield from self._of_tenants(counts.tenants)
 

@@ -28,8 +28,10 @@ _OWN = {"address", "sweep", "output", "json", "resume", "overwrite"}
 """Parameters of the command that a run of the file cannot change."""
 
 
-def sweep(context: typer.Context, file: Path, output: Path) -> dict[str, Any]:
-    """Run the command once for each table of a TOML file, all at once. Return the results by the tables' names.
+def sweep(context: typer.Context, file: Path, output: Path) -> tuple[dict[str, Any], str]:
+    """Run the command once for each table of a TOML file, all at once.
+
+    Return the results by the tables' names, and a text about runs that failed or were stopped; "" if there are none.
 
     Args:
         context: the command, with the options that all runs have.
@@ -37,7 +39,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> dict[str, Any]:
         output: each run writes to the folder of its name in it.
 
     Raises:
-        UsageError: the file is wrong, or runs have failed. The results of the others are in their folders.
+        UsageError: the file is wrong.
     """
     commands = {name: _command(context, changes, output / name) for name, changes in _read(context, file).items()}
     with ExitStack() as stack:
@@ -53,16 +55,17 @@ def sweep(context: typer.Context, file: Path, output: Path) -> dict[str, Any]:
     results = {name: _results(output / name) for name, code in codes.items() if code == 0}
     _show(results)
     failed = [name for name, code in codes.items() if code]
+    problem = ""
     if failed:
         text = (output / f"{failed[0]}.log").read_text(encoding="utf-8", errors="replace").splitlines()
         reason = next(
             (line.strip(" │") for line in reversed(text) if any(map(str.isalpha, line))), "no reason is known"
         )
-        raise UsageError(
+        problem = (
             f"{len(failed)} of {len(codes)} runs ended early ({', '.join(failed)}); {failed[0]}: {reason}; "
             f"their logs are in {output}, and --resume continues runs that have a checkpoint"
         )
-    return results
+    return results, problem
 
 
 def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import signal
 import tempfile
 import warnings
@@ -32,12 +31,16 @@ class Run:
     Args:
         base: the opened model.
         config: the PEFT configuration.
+        tokenizer: the model's tokenizer.
+        train: training data.
         test: validation data, or None.
         output: folder of adapter, checkpoints and log.
         checkpoint: folder to continue from, or None.
         window: tokens in a window, or None for whole sequences.
+        seed: seed of the adapter's initialisation.
         option: the option that chose the PEFT method, for errors.
-        arguments: of transformers' ``TrainingArguments``.
+        patience: number of evaluations without a better one after which training ends, or None.
+        arguments: arguments of transformers' ``TrainingArguments``.
     """
 
     def __init__(
@@ -233,9 +236,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
 
 @contextlib.contextmanager
 def _quiet_saves() -> Iterator[None]:
-    """Silence PEFT, which looks for the base model under its name when it saves, and advice for other machines."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    """Silence PEFT, which looks for the base model under its name when it saves."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Could not find a config file|Unable to fetch remote file")
-        warnings.filterwarnings("ignore", ".*pin_memory.*", UserWarning)
         yield
