@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +24,12 @@ pytestmark = pytest.mark.thorough
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source archive, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    # A build writes into its source tree, and two test processes may build at the same time.
+    source = folder / "source"
+    shutil.copytree(
+        ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "site")
+    )
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source))
     return folder
 
 
