@@ -115,21 +115,23 @@ class QuantizedLayer(LinearLayer):
 
     def __init__(self, spec: LayerSpec, module: nn.Linear) -> None:
         super().__init__(spec, module)
-        self._bare = quantized.without_bias(module)
+        self._weight = quantized.weight_of(module)
 
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         (x,) = tensors
-        if fp32:
-            added = self._parameters["bias"] if bias else None
-            return _plus(times_transposed(x, quantized.dequantized(self.module)), added)
-        return quantized.run(self.module if bias else self._bare, x)
+        if not fp32:
+            return self._weight.product(x, bias=bias)
+        y = torch.cat([times_transposed(x, rows) for _, rows in self._weight.blocks()], dim=1)
+        return _plus(y, self._parameters["bias"] if bias else None)
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         (dy,) = tensors
-        return (times(dy, quantized.dequantized(self.module)) if fp32 else quantized.gradient(self.module, dy),)
+        if not fp32:
+            return (self._weight.gradient(dy),)
+        return (sum(times(dy[:, outputs], rows) for outputs, rows in self._weight.blocks()),)  # type: ignore
 
     def norms(self) -> torch.Tensor:
-        return norms(quantized.dequantized(self.module), 1)
+        return torch.cat([norms(rows, 1) for _, rows in self._weight.blocks()])
 
 
 class Conv1DLayer(BaseLayer):

@@ -21,10 +21,12 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
         **options: arguments of the class's ``from_pretrained``.
 
     Raises:
-        UsageError: the folder does not exist, or has no configuration of a model.
+        UsageError: the folder does not exist, has no configuration of a model, or the model consists of code of its
+            own and ``trust_remote_code=True`` is not among the options.
     """
     import transformers
 
+    options.setdefault("trust_remote_code", False)  # transformers would ask on standard input
     folder = Path(model)
     if folder.is_dir():
         if not (folder / str(options.get("subfolder", "")) / "config.json").is_file():
@@ -35,6 +37,13 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
         if model_class is None:
             model_class = class_of(transformers.AutoConfig.from_pretrained(model, **_config_options(options)))
         return model_class.from_pretrained(model, **options)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UsageError(
+            f"{model} has Python code of its own, which is not run; if you trust it, load the model with "
+            "Executor.from_pretrained(model, trust_remote_code=True) in a program"
+        ) from error
     except OSError as error:
         if folder.is_dir():
             raise

@@ -1,7 +1,7 @@
 """Linear layers with quantized weights, such as those of torchao and bitsandbytes.
 
-Such a layer computes with the module's own forward and backward, as plain ``transformers`` + PEFT does. Which
-quantizations work follows from trying: rows must not depend on one another.
+Such a layer computes with the module's own forward and backward where that is possible, as plain ``transformers`` +
+PEFT does. Which quantizations work follows from trying: rows must not depend on one another.
 
 Legend: n rows; i in_features; o out_features.
 """
@@ -35,71 +35,129 @@ def is_narrow(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype.itemsize == 1
 
 
-def without_bias(module: Any) -> Any:
-    """Return a layer on the same weight that adds no bias."""
-    bare = copy.copy(module)
-    bare._parameters = {**module._parameters, "bias": None}
-    return bare
+BLOCK = 1 << 24
+"""Elements of a weight that are dequantized at a time: 64 MiB in fp32."""
 
 
-def run(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return Y [n, o] for rows X [n, i].
+class QuantizedWeight:
+    """The weight W [o, i] of a layer whose module computes forward and backward itself, such as torchao's int8 and fp8.
 
-    bitsandbytes' ``Linear8bitLt`` would round the rows to integers, in a way that depends on the other rows of the
-    batch. Rows of other tenants must not have an effect, so its weight is dequantized.
+    Only :data:`BLOCK` elements of W exist as floating-point numbers at a time, apart from what the module itself makes
+    in its forward pass.
     """
-    if _scales(module) is not None:
-        return F.linear(x, dequantized(module).to(x.dtype), module.bias)
-    # torchao's result is a view. Made without gradients, it could not be written to, as a few PEFT methods do.
-    y: torch.Tensor = module(x)
-    return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._bare = copy.copy(module)
+        self._bare._parameters = {**module._parameters, "bias": None}
 
-def gradient(module: Any, dy: torch.Tensor) -> torch.Tensor:
-    """Return dX [n, i] for dY [n, o]. It does not depend on X, so zeros take its place."""
-    if _scales(module) is not None:
-        return dy.mm(dequantized(module).to(dy.dtype))
-    try:
+    def product(self, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
+        """Return Y [n, o] for rows X [n, i]."""
+        # torchao's result is a view. Made without gradients, it could not be written to, as a few PEFT methods do.
+        y: torch.Tensor = (self.module if bias else self._bare)(x)
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    def gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        """Return dX [n, i] for dY [n, o]. It does not depend on X, so zeros take its place."""
         with torch.enable_grad():
-            x = dy.new_zeros(dy.shape[0], module.in_features).requires_grad_()
-            (dx,) = torch.autograd.grad(module(x), x, dy)
-    except RuntimeError as error:
-        if not str(error).startswith("derivative for"):
-            raise
-        return dy.mm(dequantized(module).to(dy.dtype))  # torchao's int4 has no derivative
-    return dx
+            x = dy.new_zeros(dy.shape[0], self.module.in_features).requires_grad_()
+            layer = copy.copy(self._bare)
+            for outputs in self._outputs():
+                layer._parameters = {"weight": nn.Parameter(self._rows(outputs), requires_grad=False), "bias": None}
+                torch.autograd.backward(layer(x), dy[:, outputs])
+        assert x.grad is not None
+        return x.grad
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield (outputs, W[outputs]) for all outputs in turn."""
+        for outputs in self._outputs():
+            yield outputs, self._rows(outputs).dequantize()
+
+    def _rows(self, outputs: slice) -> torch.Tensor:
+        weight: torch.Tensor = self.module.weight.detach()
+        return weight[outputs] if len(weight) > outputs.stop - outputs.start else weight
+
+    def _outputs(self, multiple: int = 1) -> Iterator[slice]:
+        step = -(-max(BLOCK // self.module.in_features, 1) // multiple) * multiple
+        for first in range(0, self.module.out_features, step):
+            yield slice(first, min(first + step, self.module.out_features))
 
 
-def dequantized(module: Any) -> torch.Tensor:
-    """Return the weight [o, i] that a layer stands for. It takes the memory of that matrix while it is used."""
-    from peft.utils.integrations import dequantize_module_weight
+class _Dequantized(QuantizedWeight):
+    """A weight that is dequantized for the pass backward."""
 
-    with torch.no_grad():
-        scales = _scales(module)
-        if scales is not None:  # PEFT's function would move the weight, which loses the scales
-            codes = module.weight.data if module.state.CB is None else module.state.CB
-            return codes.float() * scales[:, None] / 127  # type: ignore[no-any-return]
-        try:
-            weight: torch.Tensor = dequantize_module_weight(module).detach()
-        except NotImplementedError:  # torchao's int4 is known by its products only
-            return _by_products(module)
-        return weight
+    def gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        dx = None
+        for outputs, weight in self.blocks():
+            part = dy[:, outputs].mm(weight.to(dy.dtype))
+            dx = part if dx is None else dx.add_(part)
+        assert dx is not None
+        return dx
 
 
-def _by_products(module: Any) -> torch.Tensor:
-    """Return the weight [o, i] as the products with unit vectors, of a few rows each."""
-    bare = without_bias(module)
-    rows = torch.eye(module.in_features, dtype=module.weight.dtype, device=module.weight.device)
-    return torch.cat([bare(few) for few in torch.split(rows, 64)]).T
+class _EightBits(_Dequantized):
+    """The weight of bitsandbytes' ``Linear8bitLt``, which is dequantized for each product.
+
+    The module would round the rows to integers, in a way that depends on the other rows of the batch. Rows of other
+    tenants must not have an effect.
+    """
+
+    def product(self, x: torch.Tensor, *, bias: bool) -> torch.Tensor:
+        y = torch.cat([F.linear(x, weight.to(x.dtype)) for _, weight in self.blocks()], dim=1)
+        return y if self.module.bias is None or not bias else y + self.module.bias
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        weight, state = self.module.weight, self.module.state
+        codes, scales = (weight.data, weight.SCB) if state.CB is None else (state.CB, state.SCB)
+        for outputs in self._outputs():
+            yield outputs, codes[outputs].float() * scales[outputs, None] / 127
 
 
-def _scales(module: Any) -> torch.Tensor | None:
-    """Return the scales of the rows of a ``Linear8bitLt``'s weight; None for other layers."""
-    state: Any = getattr(module, "state", None)
-    if state is None:
-        return None
-    found: torch.Tensor | None = module.weight.SCB if state.SCB is None else state.SCB
-    return found
+class _FourBits(_Dequantized):
+    """The weight of bitsandbytes' ``Linear4bit``, whose numbers lie in blocks with a scale for each."""
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
+
+        codes, state = self.module.weight.data.view(-1, 1), self.module.weight.quant_state
+        scales = state.absmax
+        if state.nested:
+            scales = (dequantize_blockwise(scales, state.state2) + state.offset).float()
+        for outputs in self._outputs(state.blocksize):
+            numbers = slice(outputs.start * state.shape[1], outputs.stop * state.shape[1])
+            part = copy.copy(state)
+            part.absmax = scales[numbers.start // state.blocksize : -(-numbers.stop // state.blocksize)]
+            part.shape, part.nested, part.state2 = (outputs.stop - outputs.start, state.shape[1]), False, None
+            yield outputs, dequantize_4bit(codes[numbers.start // 2 : -(-numbers.stop // 2)], part)
+
+
+class _Products(QuantizedWeight):
+    """A weight that is known by its products only, such as torchao's int4: they have no derivative."""
+
+    def gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        return torch.cat([dy.mm(columns.T.to(dy.dtype)) for columns in self._columns()], dim=1)
+
+    def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        yield slice(0, self.module.out_features), torch.cat(list(self._columns())).T
+
+    def _columns(self) -> Iterator[torch.Tensor]:
+        """Yield the columns of W as the products with unit vectors, a few rows at a time."""
+        weight = self.module.weight
+        for inputs in torch.split(torch.arange(self.module.in_features, device=weight.device), 64):
+            yield self._bare(F.one_hot(inputs, self.module.in_features).to(weight.dtype))
+
+
+def weight_of(module: Any) -> QuantizedWeight:
+    """Return what computes with the weight of a layer that :func:`is_quantized`."""
+    if hasattr(module.weight, "SCB"):
+        return _EightBits(module)
+    if getattr(module.weight, "quant_state", None) is not None:
+        return _FourBits(module)
+    try:
+        module.weight.detach()[:1].dequantize()
+    except NotImplementedError:
+        return _Products(module)
+    return QuantizedWeight(module)
 
 
 def probe(name: str, module: Any, dtype: torch.dtype) -> None:
@@ -116,11 +174,12 @@ def probe(name: str, module: Any, dtype: torch.dtype) -> None:
     x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     try:
         with torch.no_grad():
-            together = run(module, x)
-            alone = torch.cat([run(module, row[None]) for row in x])
-            product = F.linear(x.float(), dequantized(module).float())
-        product = product if module.bias is None else product + module.bias.float()
-        gradient(module, together)
+            weight = weight_of(module)
+            together = weight.product(x, bias=True)
+            alone = torch.cat([weight.product(row[None], bias=True) for row in x])
+            product = torch.cat([F.linear(x.float(), rows.float()) for _, rows in weight.blocks()], dim=1)
+            product = product if module.bias is None else product + module.bias.float()
+            weight.gradient(together)
     except Exception as error:
         text = textwrap.shorten(str(error).partition("\n")[0], 100, placeholder=" …")
         raise SplitError(f"{what} cannot be served: {type(error).__name__}: {text}") from error

@@ -90,9 +90,14 @@ class SplitModel:
         chosen, self.left_out = _choose(model, base_layers)
         self.layers = self._table(chosen, skip=base_layers in ("linear", "mlp"))
         if refused := trial(self.resident()):
-            log.info("not served, because the model's own code reads the weights: %s", ", ".join(refused))
             self.left_out |= refused
             self._keep(name for name in chosen if name not in refused)
+        reasons: dict[str, list[str]] = {}
+        for name, why in self.left_out.items():
+            reasons.setdefault(why, []).append(name)
+        reasons.pop(NOT_CHOSEN, None)
+        if reasons:
+            log.info("not served: %s", "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()))
         self.order = [layer.spec.name for layer in self.layers]
         self.elsewhere: list[tuple[LayerSpec, nn.Module]] = []
         self.part = 1.0

@@ -241,7 +241,7 @@ def _has_no_weights(path: Path) -> bool:
 def _of_config(name: str, dtype: torch.dtype | None) -> Any:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     if given := getattr(config, "quantization_config", None):
         method = given.get("quant_method") if isinstance(given, dict) else given
         raise UsageError(

@@ -78,7 +78,7 @@ def _limits(name: str) -> str:
     tokens = "tokens are the same" if limits.tokens else "tokens are not compared"
     return (
         f"Logits and gradients within {limits.computed:g} of the largest number, losses and adapters within "
-        f"{limits.trained:g}; {tokens}."
+        f"{limits.trained:g}; {tokens}.{limits.note and ' ' + limits.note}"
     )
 
 

@@ -45,15 +45,17 @@ async def test_such_models_run(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         comparison = await compare(zoo_model("MambaForCausalLM"), None, Job(steps=0, new_tokens=4))
     assert comparison.bit_equal, comparison
-    assert "the model's own code reads the weights: backbone.layers.0.mixer.dt_proj" in caplog.text
+    assert f"not served: backbone.layers.0.mixer.dt_proj, backbone.layers.1.mixer.dt_proj ({READS})" in caplog.text
 
 
-async def test_attention_of_torch_reads_its_weights() -> None:
+async def test_attention_of_torch_reads_its_weights(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     model = zoo_model("SiglipForImageClassification")
     inputs = zoo_inputs(model, ZOO["SiglipForImageClassification"].reads, 0)
     async with symbiosis.Executor(model) as executor, executor.client() as client:
         (unserved,) = [one for one in executor.sharing.unserved if one.name.endswith("out_proj.weight")]
         assert unserved.reason == "nn.MultiheadAttention reads its weight"
+        assert f"{unserved.name.removesuffix('.weight')} ({unserved.reason})" in caplog.text
         with torch.no_grad():
             assert torch.equal((await client.forward(**inputs)).logits, model(**inputs).logits)
 

@@ -12,13 +12,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 import symbiosis
 from symbiosis.core.requests import Key, Pass
 from symbiosis.errors import PlaceholderError, SplitError, UsageError
+from symbiosis.executor import quantized
 from symbiosis.executor.layers import QuantizedLayer
-from symbiosis.executor.quantized import dequantized, is_quantized
+from symbiosis.executor.quantized import is_quantized, weight_of
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
 from tests.helpers import BATCH, CAUSAL, adamw
@@ -76,6 +78,10 @@ def plain(checkpoint: Path, kind: str) -> Any:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model
+
+
+def dequantized(module: Any) -> torch.Tensor:
+    return torch.cat([rows for _, rows in weight_of(module).blocks()])
 
 
 def lora() -> LoraConfig:
@@ -178,6 +184,51 @@ def test_passes_in_fp32(checkpoint: Path, kind: str) -> None:
     torch.testing.assert_close(y.double(), x.double() @ weight.t(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dx.double(), x.double() @ weight, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(norms.double(), weight.norm(dim=1).expand(3, -1), rtol=1e-5, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest floating-point matrix that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if type(out) is torch.Tensor and out.is_floating_point():
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("bits", ["narrow", "fp32"])
+@pytest.mark.parametrize(("kind", "twice"), [*((kind, False) for kind in KINDS), ("bitsandbytes NF4", True)])
+def test_no_more_than_a_block_is_dequantized_at_a_time(
+    kind: str, twice: bool, bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward passes and passes in fp32 of a layer of 320 x 64 in blocks of 64 outputs equal those in one piece.
+
+    ``twice``: the scales of NF4 are quantized too.
+    """
+    tiny_model("llama", hidden_size=64, intermediate_size=320).save_pretrained(tmp_path)
+    config = KINDS[kind][0]()
+    if twice:
+        config.bnb_4bit_use_double_quant = True
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    layer = next(layer for layer in SplitModel(model).layers if layer.spec.name.endswith("up_proj"))
+    x, dy = torch.randn(3, 64), torch.randn(3, 320)
+    fp32 = bits == "fp32"
+    keys = {Pass.BACKWARD: dy} | ({Pass.FORWARD: x, Pass.NORMS: x} if fp32 else {})
+
+    def results() -> tuple[list[torch.Tensor], int]:
+        layer._norms = None
+        with torch.no_grad(), Largest() as seen:
+            return [layer.run(Key((0,), key, fp32=fp32), (rows,))[0] for key, rows in keys.items()], seen.elements
+
+    whole, elements = results()
+    assert elements == 320 * 64
+    monkeypatch.setattr(quantized, "BLOCK", 64 * 64)
+    parts, elements = results()
+    assert elements == 64 * 64
+    for part, one in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part, one, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import logging
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -167,6 +169,18 @@ async def test_from_pretrained_without_a_model(tmp_path: Any) -> None:
         symbiosis.Executor.from_pretrained(tmp_path)
     with pytest.raises(UsageError, match="there is no folder /no/such/folder"):
         symbiosis.Executor.from_pretrained("/no/such/folder")
+
+
+async def test_from_pretrained_runs_no_code_of_the_model(base: Any, tmp_path: Path) -> None:
+    """transformers would ask on standard input whether to run it."""
+    base.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    own = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.Config"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UsageError, match=r"has Python code of its own, which is not run; if you trust it"):
+        symbiosis.Executor.from_pretrained(tmp_path)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
