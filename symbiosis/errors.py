@@ -21,6 +21,7 @@ __all__ = [
     "PrivacyError",
     "RefusedError",
     "RequestError",
+    "ShardLostError",
     "ShareError",
     "SplitError",
     "SymbiosisError",
@@ -111,6 +112,10 @@ class WireError(BrokenError):
 
 class LayerError(BrokenError):
     """A base layer failed while it ran a batch; the cause is chained."""
+
+
+class ShardLostError(BrokenError):
+    """A process with a part of the base model has ended, so the executor ends too."""
 
 
 class PolicyError(BrokenError):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,11 +27,12 @@ from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.core.share import MAX_NAME, is_model_name
 from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.core.transport import Channel, Listener
-from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.errors import ExecutorClosedError, SymbiosisError, UsageError
 from symbiosis.executor.allocator import return_freed
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.service import ExecutorService
+from symbiosis.executor.shards import Launch, Settings, Shards, work
 from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
@@ -104,7 +107,7 @@ class Executor:
         _check(device, max_rows, max_bytes, model_name)
         self._build(
             *(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
-            *(layers, name, model_name, None),
+            *(layers, name, model_name, None, None),
         )
 
     def _build(
@@ -123,6 +126,7 @@ class Executor:
         name: str | None,
         model_name: str | None,
         source: str | Path | None,
+        launch: Launch | None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(f"model is {model!r}, not a module; for a folder or hub id use Executor.from_pretrained")
@@ -136,11 +140,14 @@ class Executor:
             trial=weights_read,
             allow_weights=allow_weights,
             layers=layers,
+            shard=None if launch is None else (0, launch.count),
             device=device,
             dtype=dtype,
         )
+        self._shards = None if launch is None else Shards(split, launch)
+        compute = None if self._shards is None else self._shards.run
         budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
-        self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.part)
+        self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.part, compute)
         walked = split.token_layers()
         self._token_s = self.engine.time_layers(walked) if walked else 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
@@ -151,6 +158,9 @@ class Executor:
         log.info("%s: %s", type(model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)
         self._joint = make_decoder(joint, self._connect_joint, self.engine.may_join, self.engine.walked)
+        self._closing: asyncio.Future[None] | None = None
+        self._failure: SymbiosisError | None = None
+        self._closed = asyncio.Event()
 
     @classmethod
     def from_pretrained(
@@ -168,6 +178,7 @@ class Executor:
         packed: bool = True,
         allow_weights: Sequence[str] = (),
         layers: str | None = None,
+        shards: int = 1,
         name: str | None = None,
         model_name: str | None = None,
         **options: Any,
@@ -178,22 +189,61 @@ class Executor:
             model: folder or hub id.
             model_class: class to load it with; by default the architecture that its config names.
             dtype: precision to load it in; by default the checkpoint's.
+            shards: processes that hold a part of each base layer, this one among them; see
+                :mod:`symbiosis.executor.shards`. On CPUs each computes with its part of torch's threads, so this call
+                lowers ``torch.get_num_threads()``. On GPUs each has one of its own.
             **options: arguments of the class's ``from_pretrained`` (``revision``, ``attn_implementation``…).
 
         The other arguments are those of :class:`Executor`. Weights are packed by default.
         """
         _check(device, max_rows, max_bytes, model_name)
         policy = make_policy(policy)
-        if dtype is not None and layers is None:
-            options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
-        loaded = load_model(model, model_class, **options)
-        dtype = None if layers is None or dtype == "auto" else dtype  # of the part that stays
+        if shards == 1:
+            if dtype is not None and layers is None:
+                options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
+            loaded = load_model(model, model_class, **options)
+            launch = None
+        else:
+            launch = Launch(shards, _settings(model, model_class, dtype, device, options))
+            if launch.rank:
+                raise UsageError("this is not the first process of torchrun; call Executor.run_shard here")
         executor = cls.__new__(cls)
-        executor._build(
-            *(loaded, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
-            *(layers, name, model_name, model),
-        )
+        dtype = None if dtype == "auto" or (launch is None and layers is None) else dtype  # of the part that stays
+        try:
+            if launch is not None:
+                loaded, device = launch.settings.load(), launch.settings.device_of(0)
+            executor._build(
+                *(loaded, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
+                *(layers, name, model_name, model, launch),
+            )
+        except BaseException:
+            if launch is not None:
+                launch.close()
+            raise
         return executor
+
+    @staticmethod
+    def run_shard(
+        model: str | Path,
+        *,
+        shards: int,
+        model_class: type[Any] | None = None,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        **options: Any,
+    ) -> None:
+        """Be one of the further processes that ``torchrun`` has started, until the first one ends.
+
+        Args are those of :meth:`from_pretrained`, which the first process calls.
+
+        Raises:
+            UsageError: torchrun has not started this process, or has started another number.
+        """
+        launch = Launch(shards, _settings(model, model_class, dtype, device, options))
+        if not launch.rank:
+            launch.close()
+            raise UsageError("this process is not one of torchrun's, or the first; call Executor.from_pretrained here")
+        work(launch.meet(), launch.settings)
 
     async def __aenter__(self) -> Executor:
         await self.start()
@@ -206,6 +256,9 @@ class Executor:
 
     async def start(self) -> None:
         """Open for clients on the running event loop."""
+        if self._shards is not None:
+            loop = asyncio.get_running_loop()
+            self._shards.lost = lambda error: loop.call_soon_threadsafe(self._lost, error)
         await self.service.start()
 
     async def listen(self, address: str, *, keep_weights: bool | None = None, **options: Any) -> Listener:
@@ -240,9 +293,33 @@ class Executor:
 
     async def close(self) -> None:
         """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
-        await self.service.close()
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close(ExecutorClosedError.of(self.service.address)))
+        await self._closing
+
+    async def _close(self, error: SymbiosisError) -> None:
+        await self.service.close(error)
         if self._joint is not None:
-            await self._joint.close(ExecutorClosedError.of(self.service.address))
+            await self._joint.close(error)
+        if self._shards is not None:
+            await asyncio.to_thread(self._shards.close)
+        self._closed.set()
+
+    def _lost(self, error: SymbiosisError) -> None:
+        """Close, because a shard has ended."""
+        if self._closing is None:
+            self._failure = error
+            self._closing = asyncio.ensure_future(self._close(error))
+
+    async def wait_closed(self) -> None:
+        """Wait until the executor has closed.
+
+        Raises:
+            ShardLostError: it has closed because a process with a part of the model has ended.
+        """
+        await self._closed.wait()
+        if self._failure is not None:
+            raise self._failure
 
     async def _connect_joint(self) -> Channel:
         address = self.service.address
@@ -383,6 +460,24 @@ def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, mod
         raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
     if model_name is not None and not is_model_name(model_name):
         raise UsageError(f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters")
+
+
+def _settings(
+    model: str | Path,
+    model_class: type[Any] | None,
+    dtype: torch.dtype | str | None,
+    device: str | torch.device | None,
+    options: dict[str, Any],
+) -> Settings:
+    """Return how shards load a model. Raises UsageError for what cannot be told to another process."""
+    try:
+        json.dumps(options)
+    except TypeError as error:
+        raise UsageError(f"shards are processes of their own, and {error}; leave that option out") from error
+    kind = None if model_class is None else f"{model_class.__module__}.{model_class.__qualname__}"
+    named = None if dtype == "auto" else _dtype(dtype)
+    short = None if named is None else str(named).removeprefix("torch.")
+    return Settings(str(model), kind, options, short, str(device or "cpu"))
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,11 +45,25 @@ def free_port() -> int:
 
 
 class Service:
-    """A process of ``symbiosis serve`` on an address, which can be started, killed and started again."""
+    """A process of ``symbiosis serve`` on an address, which can be started, killed and started again.
 
-    def __init__(self, model: Path, address: str, *options: str, log: Path | None = None) -> None:
+    ``launcher``: arguments of Python with which another program starts the command.
+    """
+
+    def __init__(
+        self, model: Path, address: str, *options: str, log: Path | None = None, launcher: Sequence[str] = ()
+    ) -> None:
         self.address = address
-        self._command = [sys.executable, "-m", "symbiosis.cli.main", "serve", str(model), "--listen", address]
+        self._command = [
+            sys.executable,
+            *launcher,
+            "-m",
+            "symbiosis.cli.main",
+            "serve",
+            str(model),
+            "--listen",
+            address,
+        ]
         self._command += ["--log-format", "json", *options]
         self._process: subprocess.Popen[bytes] | None = None
         self._log = log or model.parent / f"service-{time.monotonic_ns()}.log"
@@ -85,6 +100,11 @@ class Service:
         assert self._process is not None
         self._process.send_signal(number)
         return self._process.wait(20)
+
+    def wait(self, within_s: float) -> int:
+        """Wait until the process has ended, and return its exit status."""
+        assert self._process is not None
+        return self._process.wait(within_s)
 
     @property
     def pid(self) -> int:

@@ -255,7 +255,7 @@ def placement(
     tenants: Annotated[int, typer.Option(min=1, help="Number of tenants.")] = 4,
     json: JsonOption = None,
 ) -> None:
-    """Measure tenants of one executor, of two with a half of the layers each, and of two replicas."""
+    """Measure tenants of one executor, of two with a half of the layers each, of two replicas and of two shards."""
     wait_passively()
     _on_model("placement", json, preset, rounds, policy, base_layers, "cpu", transport=transport.value, tenants=tenants)
 

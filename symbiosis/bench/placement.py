@@ -1,4 +1,5 @@
-"""One executor, parts of a model on two executors, and replicas, each executor a process of its own."""
+"""One executor, parts of a model on two executors, replicas, and an executor of two shards, each in processes of its
+own."""
 
 from __future__ import annotations
 
@@ -40,13 +41,16 @@ class Placed:
     tenants: Sequence[TenantProcess]
 
     def memory(self) -> str:
-        """Return the memory of each executor's process alone, in MiB."""
-        return " + ".join(f"{psutil.Process(each.pid).memory_full_info().uss / MiB:,.0f}" for each in self.executors)
+        """Return the memory of each executor's processes alone, in MiB."""
+        first = [psutil.Process(each.pid) for each in self.executors]
+        processes = [process for each in first for process in (each, *each.children())]
+        return " + ".join(f"{process.memory_full_info().uss / MiB:,.0f}" for process in processes)
 
 
 async def placement(settings: Settings, *, transport: str, tenants: int) -> Report:
     """Measure tenants in processes of their own that decode, and train, at once: with one executor, with one half of
-    the layers on each of two, and with two replicas, where they choose by load and where half of them use each.
+    the layers on each of two, with two replicas, where they choose by load and where half of them use each, and with
+    one executor of two shards.
 
     All processes share this machine's cores, so a second executor adds none. What is measured is what a placement
     costs, and what sharing batches gains.
@@ -62,15 +66,19 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
     parts = (f"0-{half - 1}", f"{half}-{preset.layers - 1},lm_head")
     async with AsyncExitStack() as stack:
 
-        async def placed(name: str, layers: Sequence[str], order: Callable[[int], int] = lambda seed: 1) -> None:
+        async def placed(
+            name: str, layers: Sequence[str], order: Callable[[int], int] = lambda seed: 1, shards: int = 1
+        ) -> None:
             settings.progress(f"starting {name} and {tenants} tenants")
-            placements[name] = await stack.enter_async_context(_placed(settings, transport, tenants, layers, order))
+            started = _placed(settings, transport, tenants, layers, order, shards)
+            placements[name] = await stack.enter_async_context(started)
 
         placements: dict[str, Placed] = {}
         await placed(ONE, [""])
         await placed("a half of the layers on each of 2", parts)
         await placed("2 replicas", ["", ""])
         await placed("2 replicas, half of the tenants on each", ["", ""], lambda seed: 1 - 2 * (seed % 2))
+        await placed("2 shards", [""], shards=2)
         jobs = {name: partial(_measure, settings, each.tenants) for name, each in placements.items()}
         results = await settings.interleaved(f"{tenants} tenants", jobs)
         tokens, trained = tenants * preset.decode_steps, tenants * preset.batch * preset.sequence
@@ -102,12 +110,17 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
 
 @asynccontextmanager
 async def _placed(
-    settings: Settings, transport: str, tenants: int, layers: Sequence[str], order: Callable[[int], int]
+    settings: Settings,
+    transport: str,
+    tenants: int,
+    layers: Sequence[str],
+    order: Callable[[int], int],
+    shards: int,
 ) -> AsyncIterator[Placed]:
     """Yield executors that serve these layers (all: "") and tenants, which name them in this order or in reverse."""
     async with AsyncExitStack() as stack:
         options = settings.preset.name, transport, settings.policy, settings.base_layers
-        executors = [stack.enter_context(served(*options, layers=part)) for part in layers]
+        executors = [stack.enter_context(served(*options, layers=part, shards=shards)) for part in layers]
         addresses = [each.address for each in executors]
         lists = [",".join(addresses[:: order(seed)]) for seed in range(tenants)]
         processes = await stack.enter_async_context(tenant_processes(settings.preset.name, lists, tenants))

@@ -1,7 +1,7 @@
 """An executor and tenants in separate processes, for benchmarks over a transport.
 
-``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS LAYERS`` serves a preset until its standard
-input ends, and answers each line with the largest gap of its event loop since the last one, in milliseconds.
+``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS SHARDS LAYERS`` serves a preset until its
+standard input ends, and answers each line with the largest gap of its event loop since the last one, in milliseconds.
 ``python -m symbiosis.bench.service tenant PRESET ADDRESS SEED LENGTH`` is a tenant that follows commands on standard
 input.
 """
@@ -54,11 +54,13 @@ class ServingProcess:
 
 
 @contextlib.contextmanager
-def served(preset: str, transport: str, policy: str, base_layers: str, *, layers: str = "") -> Iterator[ServingProcess]:
-    """Yield an executor in another process that serves a preset's model, or some of its layers."""
+def served(
+    preset: str, transport: str, policy: str, base_layers: str, *, layers: str = "", shards: int = 1
+) -> Iterator[ServingProcess]:
+    """Yield an executor in another process, or several, that serves a preset's model, or some of its layers."""
     with address_for(transport) as address:
         command = [sys.executable, "-W", "ignore", "-m", __name__, "serve"]
-        command += [preset, address, policy, base_layers, layers]
+        command += [preset, address, policy, base_layers, str(shards), layers]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
@@ -123,7 +125,7 @@ async def tenant_processes(
         await asyncio.gather(*(tenant.end() for tenant in tenants))
 
 
-def _serve(preset: str, address: str, policy: str, base_layers: str, layers: str) -> None:
+def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str, layers: str) -> None:
     import torch
 
     from symbiosis import Executor
@@ -131,7 +133,14 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, layers: str
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
-        executor = Executor(model, policy=policy, base_layers=base_layers, packed=True, layers=layers or None)
+        options: dict[str, Any] = {"policy": policy, "base_layers": base_layers, "layers": layers or None}
+        if int(shards) > 1:
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                del model
+                executor = Executor.from_pretrained(folder, shards=int(shards), **options)
+        else:
+            executor = Executor(model, packed=True, **options)
         async with executor:
             trusting = {"insecure": True} if address.startswith("dist:") else {}
             await executor.listen(address, **trusting)

@@ -132,6 +132,13 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    shards: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Processes of this host that hold a part of each base layer; started by this command, or by torchrun.",
+        ),
+    ] = 1,
     keep_weights: Annotated[
         bool | None,
         typer.Option(
@@ -170,6 +177,11 @@ def serve(
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
+    if shards > 1 and int(os.environ.get("RANK", "0")):
+        from symbiosis import Executor
+
+        Executor.run_shard(model, shards=shards, device=device, dtype=dtype)
+        return
     if any(address.startswith("shm://") for address in listen):
         wait_passively()
     allow_descriptors()
@@ -204,6 +216,7 @@ def serve(
             packed=packed,
             allow_weights=allow_weights or (),
             layers=layers,
+            shards=shards,
             model_name=name,
         )
     )
@@ -280,7 +293,12 @@ async def _serve(
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
         for line in executor.sharing.lines():
             out.print(escape(line))
-        await stop.wait()
+        asked, closed = asyncio.create_task(stop.wait()), asyncio.create_task(executor.wait_closed())
+        await asyncio.wait([asked, closed], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if closed.done():
+            closed.result()  # raises the reason
+        closed.cancel()
         out.print(f"shutting down when all walks have ended, in {DRAIN_S:g} s at most; a second signal ends at once")
         drained = asyncio.create_task(executor.drain(DRAIN_S))
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -28,10 +28,10 @@ from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Call, Key, Pass, Request, Results
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind, Terms
-from symbiosis.errors import LayerError
+from symbiosis.errors import LayerError, ShardLostError
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.pace import Pace
-from symbiosis.executor.runner import DeviceClock, Runner
+from symbiosis.executor.runner import Compute, DeviceClock, Runner
 from symbiosis.executor.statistics import Counters, Statistics
 from symbiosis.executor.timeline import Timeline
 from symbiosis.modes import in_modes
@@ -60,6 +60,7 @@ class Engine:
         max_rows: largest number of rows in a batch.
         budget: has the room to keep packed weights in the usual layout too.
         part: the part of a walk's work that these layers are.
+        compute: runs layers on rows, where that is not done by the layers themselves.
 
     Attributes:
         scheduler: the queues.
@@ -79,12 +80,13 @@ class Engine:
         max_rows: int,
         budget: Budget,
         part: float = 1.0,
+        compute: Compute | None = None,
     ) -> None:
         self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, part=part)
         self.counters = Counters()
         self.timeline: Timeline | None = None
         self.layers = layers
-        self.runner = Runner(layers, max_rows)
+        self.runner = Runner(layers, max_rows, compute)
         self.device_clock = DeviceClock(device) if device.type == "cuda" else None
         self._lock = threading.RLock()
         self.calls: dict[int, Call] = {}
@@ -122,8 +124,8 @@ class Engine:
         if self._on_cpu and self._aside is None:
             self._aside = ThreadPoolExecutor(1, "symbiosis-batches")
 
-    async def stop(self) -> None:
-        """Run no further batches, and wait for the one under way."""
+    async def stop(self, error: BaseException) -> None:
+        """Run no further batches, wait for the one under way, and end all calls that are left with ``error``."""
         self._loop = None
         if self._timer is not None:
             self._timer.cancel()
@@ -131,6 +133,8 @@ class Engine:
             await asyncio.wait([self._under_way[1]])
         if self._aside is not None:
             self._aside.shutdown()
+        for call in self.calls.values():
+            _fail(call, error)
 
     def reset_counters(self) -> None:
         """Count from zero."""
@@ -235,9 +239,12 @@ class Engine:
             if batch is not None:
                 try:
                     reply.set_result(self._run_lone(batch, call))
+                    return reply
                 except LayerError as error:
                     reply.set_exception(error)
-                return reply
+                    return reply
+                except ShardLostError:  # the executor ends, and then this call
+                    pass
         call.id, call.reply = request.id, reply
         self.calls[request.id] = call
         self._pump_soon()
@@ -380,6 +387,8 @@ class Engine:
             self._pump_soon()
 
     def _answer_failed(self, batch: Batch, cause: BaseException) -> None:
+        if isinstance(cause, ShardLostError):  # the executor ends, and then all calls: clients elsewhere may go on
+            return
         error = self._failed(batch, cause)
         for request, _, _ in batch.slices:
             call = self.calls.pop(request.id, None)
@@ -409,6 +418,8 @@ class Engine:
         began = None if clock is None else clock.mark()
         try:
             results = self.runner.run_alone(call)
+        except ShardLostError:
+            raise
         except Exception as cause:
             raise self._failed(batch, cause) from cause
         self._completed(batch, started, now(), began)

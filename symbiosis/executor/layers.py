@@ -31,6 +31,7 @@ class BaseLayer(ABC):
     def __init__(self, spec: LayerSpec, module: nn.Module) -> None:
         self.spec = spec
         self.module = module
+        self.device = next(module.parameters()).device
         self._norms: torch.Tensor | None = None
         """What :meth:`norms` has returned, from the first call that asks for it on."""
 
@@ -39,8 +40,7 @@ class BaseLayer(ABC):
 
     def sample(self) -> tuple[Key, tuple[torch.Tensor, ...]]:
         """Return the key and the matrices of a call forward with one row of zeros."""
-        parameter = next(self.module.parameters())
-        row = torch.zeros(1, self.spec.in_features, dtype=self.spec.dtype, device=parameter.device)
+        row = torch.zeros(1, self.spec.in_features, dtype=self.spec.dtype, device=self.device)
         return Key((self.spec.layer,), Pass.FORWARD), (row,)
 
     def run(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from symbiosis.core.requests import Batch, Call, Key, Slice
+from symbiosis.core.requests import Batch, Call, Key, Results, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.executor.layers import BaseLayer
 
 USUAL_CHOICES = 8
 """Experts of a row in most mixtures. A call may choose all experts of a bank, perhaps 128, and its rows take memory for
 each of them. So of rows with more choices, fewer go through a bank at a time."""
+
+
+Compute = Callable[[Key, Results], Results]
+"""Runs the layers of a key, one after another, on the same rows."""
 
 
 class DeviceClock:
@@ -60,10 +64,12 @@ class Runner:
     Args:
         layers: the table.
         max_rows: largest number of rows in a batch.
+        compute: runs the layers of a key on rows; by default those of the table.
     """
 
-    def __init__(self, layers: Sequence[BaseLayer], max_rows: int = 8192) -> None:
+    def __init__(self, layers: Sequence[BaseLayer], max_rows: int = 8192, compute: Compute | None = None) -> None:
         self._layers = layers
+        self._compute = compute or self._run_layers
         self._max_choices = max_rows * USUAL_CHOICES
 
     def run(self, batch: Batch, calls: Sequence[Call]) -> None:
@@ -99,18 +105,20 @@ class Runner:
             _set_grad_enabled(grad)
 
     def _run(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        layers = key.layers
         if key.choices and len(tensors[0]) * key.choices > self._max_choices:
             return self._run_in_parts(key, tensors, max(self._max_choices // key.choices, 1))
+        return self._compute(key, tensors)
+
+    def _run_layers(self, key: Key, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        layers = key.layers
         if len(layers) == 1:
             return self._layers[layers[0]].run(key, tensors)
         return tuple([result for layer in layers for result in self._layers[layer].run(key, tensors)])
 
     def _run_in_parts(self, key: Key, tensors: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
         """Run so many rows at a time."""
-        (bank,) = (self._layers[layer] for layer in key.layers)
         parts = zip(*[torch.split(tensor, rows) for tensor in tensors], strict=True)
-        results = [bank.run(key, part) for part in parts]
+        results = [self._compute(key, part) for part in parts]
         return tuple([torch.cat(columns) for columns in zip(*results, strict=True)])
 
     def time(self, layers: Sequence[int]) -> float:

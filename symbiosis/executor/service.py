@@ -18,12 +18,11 @@ import torch
 from symbiosis.core.budget import Budget
 from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import LayerSpec, expected
-from symbiosis.core.share import Resident, Share
+from symbiosis.core.share import Resident, Share, fingerprint_of
 from symbiosis.core.terms import JOINT, NO_TERMS, Terms
 from symbiosis.core.transport import Identity, Listener, Session
-from symbiosis.errors import ExecutorClosedError, RefusedError, ShareError, UsageError
+from symbiosis.errors import ExecutorClosedError, RefusedError, ShareError, SymbiosisError, UsageError
 from symbiosis.executor.engine import Engine, now
-from symbiosis.executor.fingerprint import weights_fingerprint
 from symbiosis.executor.session import ExecutorSession
 from symbiosis.executor.share import share_of
 from symbiosis.executor.sharing import Sharing, describe, sharing_of
@@ -132,15 +131,15 @@ class ExecutorService:
             await asyncio.sleep(DRAIN_EVERY_S)
         return not self._engine.scheduler.walking
 
-    async def close(self) -> None:
-        """Close all addresses and end all sessions."""
+    async def close(self, error: SymbiosisError | None = None) -> None:
+        """Close all addresses and end all sessions, whose calls end with ``error``."""
         self._closed = True
         while self.listeners:
             await self.listeners.pop().close()
-        error = ExecutorClosedError.of(self.address)
+        error = error or ExecutorClosedError.of(self.address)
         for session in list(self._sessions.values()):
             session.close(error)
-        await self._engine.stop()
+        await self._engine.stop(error)
 
     def when_idle(self, then: Callable[[], object]) -> None:
         self._engine.when_idle(then)
@@ -190,8 +189,7 @@ class ExecutorService:
 
     def identity(self) -> Identity:
         if self._identity is None:
-            layers = [(layer.spec, layer.module) for layer in self._split.layers]
-            self._identity = Identity(os.urandom(8).hex(), weights_fingerprint(layers))
+            self._identity = Identity(os.urandom(8).hex(), fingerprint_of(self._split.hashes()))
         return self._identity
 
     def share(self) -> Share:

@@ -13,7 +13,7 @@ from torch import nn
 
 from symbiosis.core.share import Share, fingerprint_of, quantization_of
 from symbiosis.errors import ShareError
-from symbiosis.executor.fingerprint import dtype_name, layer_fingerprints, tensors_fingerprint
+from symbiosis.executor.fingerprint import dtype_name, tensors_fingerprint
 from symbiosis.executor.loading import HUB_ID
 from symbiosis.executor.packing import plain
 from symbiosis.executor.splitting import SplitModel
@@ -46,7 +46,7 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
         )
     tensors, tied, buffers = client_side(split)
     generation = getattr(model, "generation_config", None)
-    hashes = layer_fingerprints([(layer.spec, layer.module) for layer in split.layers])
+    hashes = split.hashes()
     description = {
         "architecture": type(model).__name__,
         "model_type": config.model_type,

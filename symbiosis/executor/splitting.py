@@ -15,8 +15,10 @@ from symbiosis.core.requests import LayerSpec
 from symbiosis.core.share import Resident, block_of
 from symbiosis.errors import SplitError, UsageError
 from symbiosis.executor.experts import is_bank
+from symbiosis.executor.fingerprint import layer_fingerprints
 from symbiosis.executor.layers import BaseLayer, base_layer, is_linear
 from symbiosis.executor.packing import PackedWeight, pack
+from symbiosis.executor.parts import part_of
 from symbiosis.executor.quantized import is_narrow, is_quantized
 
 log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class SplitModel:
         packed: whether weights on a CPU are packed; see :mod:`symbiosis.executor.packing`.
         trial: asked which of the layers cannot be served after all.
         allow_weights: names or patterns of base layers whose weights clients may have too, to train them in full.
+        shard: this process and the number of all that hold a part of each base layer, if there are several; see
+            :mod:`symbiosis.executor.parts`. The other parts are dropped without being read.
         layers: which of the base layers are served here: numbers of blocks, ranges of them, and names or patterns,
             separated by commas, such as ``"0-15,lm_head"``. Other executors serve the others, whose weights are dropped
             without being read. By default all.
@@ -55,6 +59,8 @@ class SplitModel:
     Attributes:
         elsewhere: specs and modules of the base layers that other executors serve. Their weights are on the meta
             device.
+        parts: this process's parts of the base layers, whose own weights are on the meta device then.
+        fingerprints: those of the whole base layers, if their weights are on the meta device.
         order: names of all base layers, wherever they are served, in the model's order.
         part: elements of the weights that are served here, over those of all base layers.
         allowed: names of these base layers.
@@ -74,10 +80,12 @@ class SplitModel:
         trial: Trial = lambda _: {},
         allow_weights: Sequence[str] = (),
         layers: str | None = None,
+        shard: tuple[int, int] | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if layers is None and (device, dtype) != (None, None):
+        divided = layers is not None or shard is not None
+        if not divided and (device, dtype) != (None, None):
             model = model.to(device=device, dtype=dtype)
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) != 1 or torch.device("meta") in devices:
@@ -101,14 +109,23 @@ class SplitModel:
         self.order = [layer.spec.name for layer in self.layers]
         self.elsewhere: list[tuple[LayerSpec, nn.Module]] = []
         self.part = 1.0
-        if layers is not None:
+        self.parts: list[BaseLayer] = []
+        self.fingerprints: list[str] | None = None
+        if divided:
             if allow_weights:
-                raise UsageError("allow_weights is for an executor that serves all layers; leave out layers")
-            self._serve_part(layers)
-            self._move(device)
-            if dtype is not None:
-                self._load_as(dtype)
-            self.layers = self._table([layer.spec.name for layer in self.layers], skip=False)
+                raise UsageError("allow_weights is for an executor that holds all weights; leave out layers and shards")
+            if layers is not None:
+                self._serve_part(layers)
+            if shard is not None:
+                self._refuse_unknown_quantization()
+                self._cut(*shard, device, dtype)
+            if shard is None or shard[0] == 0:  # clients are with the first shard
+                self._move(device)
+                if dtype is not None:
+                    self._load_as(dtype)
+            if shard is None:
+                self.layers = self._table([layer.spec.name for layer in self.layers], skip=False)
+        packed = packed and shard is None
         self.packed = pack(model, [layer.module for layer in self.layers if layer.spec.linear]) if packed else 0
         self._refuse_unknown_quantization()
         if not self.layers:
@@ -135,10 +152,27 @@ class SplitModel:
         sizes = {layer.spec.name: _elements(layer.module) for layer in self.layers}
         self.part = sum(sizes[name] for name in served) / sum(sizes.values())
         self._keep(served)
-        linear = {id(module) for spec, module in self.elsewhere if spec.linear}
-        gone = {id(module) for _, whole in self.elsewhere for module in whole.modules()}
+        self._drop(self.elsewhere)
+
+    def _cut(self, rank: int, count: int, device: str | torch.device | None, dtype: torch.dtype | None) -> None:
+        """Keep a part of each base layer, and drop the weights of the others."""
+        wide = set() if dtype is None else self._wide(dtype)
+        self.fingerprints = []
+        for layer in self.layers:
+            name = next(iter(dict(layer.module.named_parameters())))
+            to = layer.spec.dtype if dtype is None else dtype
+            to = torch.float32 if f"{layer.spec.name}.{name}" in wide else to
+            layer.spec = layer.spec._replace(dtype=to)
+            self.fingerprints += layer_fingerprints([(layer.spec, layer.module)])
+            self.parts.append(part_of(layer, rank, count, torch.device(device or self.device), to))
+        self._drop([(layer.spec, layer.module) for layer in self.layers])
+
+    def _drop(self, layers: Sequence[tuple[LayerSpec, nn.Module]]) -> None:
+        """Put the weights of base layers on the meta device, apart from those that clients hold."""
+        linear = {id(module) for spec, module in layers if spec.linear}
+        gone = {id(module) for _, whole in layers for module in whole.modules()}
         tied = {id(p) for module in self.model.modules() if id(module) not in gone for p in module._parameters.values()}
-        for _, whole in self.elsewhere:
+        for _, whole in layers:
             for module in whole.modules():
                 for leaf, parameter in module._parameters.items():
                     if parameter is None or id(parameter) in tied or (id(module) in linear and leaf == "bias"):
@@ -162,9 +196,8 @@ class SplitModel:
             for name, buffer in module._buffers.items()
             if name in module._non_persistent_buffers_set
         }
-        fp32 = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
-        fp32 |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
-        wide = {id(p) for name, p in model.named_parameters() if any(re.search(part, name) for part in fp32)}
+        names = self._wide(dtype)
+        wide = {id(parameter) for name, parameter in model.named_parameters() if name in names}
 
         def loaded(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in computed or not tensor.is_floating_point():
@@ -175,6 +208,13 @@ class SplitModel:
         for config in (model.config, *(getattr(model.config, name, None) for name in model.config.sub_configs)):
             if config is not None:
                 config.dtype = dtype
+
+    def _wide(self, dtype: torch.dtype) -> set[str]:
+        """Return the names of the parameters that transformers keeps in fp32 when it loads the model in ``dtype``."""
+        model: Any = self.model
+        fp32 = set(model._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()
+        fp32 |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+        return {name for name, _ in model.named_parameters() if any(re.search(part, name) for part in fp32)}
 
     def _refuse_unknown_quantization(self) -> None:
         """Raise SplitError if clients would hold quantized weights, because no base layer can compute with them."""
@@ -221,6 +261,12 @@ class SplitModel:
                     raise
                 self.left_out[name] = str(error)
         return layers
+
+    def hashes(self) -> list[str]:
+        """Return the fingerprint of each base layer."""
+        if self.fingerprints is None:
+            self.fingerprints = layer_fingerprints([(layer.spec, layer.module) for layer in self.layers])
+        return self.fingerprints
 
     @property
     def specs(self) -> list[LayerSpec]:

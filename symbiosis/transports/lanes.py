@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -32,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from symbiosis.errors import BrokenError, BusyError, SymbiosisError, WireError
+from symbiosis.process_groups import gloo, nccl
 from symbiosis.transports import wire
 from symbiosis.transports.wire import Type
 
@@ -116,26 +116,6 @@ class _Store(dist.Store):  # type: ignore[misc, name-defined]
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(key in self._values for key in keys)
-
-
-def gloo(store: _Store, rank: int, local: str) -> Any:
-    """Return a process group of two ranks over TCP that listens on the IP address ``local``."""
-    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # A device for each group: gloo numbers the pairs of a device, and both sides must number them the same.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local)]
-    options._timeout = timedelta(seconds=MEET_WITHIN_S)
-    options._threads = 1
-    return dist.ProcessGroupGloo(store, rank, 2, options)
-
-
-def nccl(store: _Store, rank: int) -> Any:
-    """Return a process group of two ranks between GPUs."""
-    # By default torch ends the process when an operation takes too long: one dead peer would end all clients.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=WITHIN_S)
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
 
 
 @dataclass(eq=False)
@@ -262,9 +242,9 @@ class _Lane:
         try:
             with stream:
                 if lanes.backend == "nccl":
-                    self._group = nccl(self.store, lanes.rank)
+                    self._group = nccl(self.store, lanes.rank, 2, WITHIN_S)
                 else:
-                    self._group = gloo(self.store, lanes.rank, lanes.local)
+                    self._group = gloo(self.store, lanes.rank, 2, lanes.local, MEET_WITHIN_S)
                 while not self._closed and self._one():  # a function of its own releases its tensors
                     pass
         except Exception as error:  # noqa: BLE001 (any error of torch.distributed is the end of this lane)

@@ -1,0 +1,423 @@
+"""An executor's base model in several processes, its *shards*, each with a part of every base layer.
+
+The first shard has the event loop, the scheduler and the clients. For each batch it tells the others the key and the
+number of rows, sends them the rows, computes its own part meanwhile, and puts the results together
+(:mod:`symbiosis.executor.parts`). The others do what they are told, in that order, so no collective operation can meet
+another one. Tensors go by gloo between CPUs and by NCCL between GPUs; what is told goes by gloo.
+
+The first shard starts the others as processes, or finds itself among processes that ``torchrun`` has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import distributed
+
+from symbiosis.core.requests import Columns, Key, Pass, Results
+from symbiosis.errors import ShardLostError, SplitError, SymbiosisError, UsageError
+from symbiosis.executor.layers import BaseLayer
+from symbiosis.executor.loading import load_model
+from symbiosis.executor.parts import Cut
+from symbiosis.executor.splitting import SplitModel
+from symbiosis.process_groups import gloo, nccl
+
+log = logging.getLogger(__name__)
+dist: Any = distributed  # its types leave the stores out
+
+MEET_WITHIN_S = 600.0
+"""Seconds within which all shards must have loaded their parts."""
+WITHIN_S = 60.0
+"""Seconds that an operation of a batch may take: the largest batch of the largest layer at the slowest shard."""
+END_WITHIN_S = 5.0
+"""Seconds in which the other shards may end before they are killed."""
+MOST_SIBLINGS = 58
+"""Layers of one key. A header has 64 numbers."""
+_FOREVER = timedelta(days=10_000)
+_RUN, _END = 1, 0
+
+
+class Group:
+    """The process group of all shards.
+
+    Args:
+        store: where the shards meet.
+        rank, count: this shard and the number of all.
+        local: IP address of this shard, for gloo.
+        device: where its tensors are.
+    """
+
+    def __init__(self, store: Any, rank: int, count: int, local: str, device: torch.device) -> None:
+        self.rank, self.count, self.device = rank, count, device
+        self._told = gloo(dist.PrefixStore("told", store), rank, count, local, MEET_WITHIN_S)
+        cuda = device.type == "cuda"
+        self._rows = nccl(dist.PrefixStore("rows", store), rank, count, WITHIN_S) if cuda else self._told
+
+    def tell(self, rank: int, value: Any) -> None:
+        """Send plain data as JSON."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        self._told.send([torch.tensor([len(data)])], rank, 0).wait(timedelta(seconds=WITHIN_S))
+        self._told.send([data], rank, 0).wait(timedelta(seconds=WITHIN_S))
+
+    def hear(self, rank: int) -> Any:
+        """Return what a shard tells, within the time for loading."""
+        length = torch.empty(1, dtype=torch.int64)
+        self._told.recv([length], rank, 0).wait(timedelta(seconds=MEET_WITHIN_S))
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self._told.recv([data], rank, 0).wait(timedelta(seconds=WITHIN_S))
+        return json.loads(bytes(data.numpy()))
+
+    def order(self, rank: int, header: torch.Tensor) -> Any:
+        """Begin to send a header, and return what to :meth:`finish`."""
+        return self._told.send([header], rank, 0)
+
+    def await_order(self) -> list[int]:
+        """Return the next header of the first shard, whenever it comes."""
+        header = torch.empty(64, dtype=torch.int64)
+        self._told.recv([header], 0, 0).wait(_FOREVER)
+        return header.tolist()
+
+    def send(self, rank: int, tensor: torch.Tensor) -> Any:
+        return self._rows.send([tensor], rank, 0)
+
+    def receive(self, rank: int, tensor: torch.Tensor) -> Any:
+        return self._rows.recv([tensor], rank, 0)
+
+    def finish(self, work: Any) -> None:
+        """Wait until an operation is over; on a GPU, have its stream wait."""
+        if self.device.type == "cuda":
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=WITHIN_S))
+
+
+class Shards:
+    """All shards, as the first of them sees them. An instance runs batches in place of a table of base layers.
+
+    Args:
+        split: the split model, with this shard's parts.
+        launch: the shards, which meet now.
+
+    Attributes:
+        lost: called once, on any thread, with the error if another shard has ended.
+    """
+
+    def __init__(self, split: SplitModel, launch: Launch) -> None:
+        self._launch = launch
+        self._parts, self._processes = split.parts, launch.processes
+        self._group = group = launch.meet()
+        self._cut = Cut(split.specs, group.count)
+        self._lock = threading.Lock()
+        self._error: ShardLostError | None = None
+        self._closed = False
+        self.lost: Callable[[ShardLostError], object] = lambda error: None
+        for rank in range(1, group.count):
+            group.tell(rank, {"layers": [spec.name for spec in split.specs]})
+        for rank in range(1, group.count):
+            answer = group.hear(rank)
+            if problem := answer.get("error"):
+                raise SplitError(f"shard {rank} of {group.count}: {problem}")
+            if answer["layers"] != split.fingerprints:
+                raise SplitError(
+                    f"shard {rank} of {group.count} has loaded other weights; give all the same checkpoint"
+                )
+        launch.forget()
+        for rank, process in self._processes.items():
+            threading.Thread(target=self._watch, args=(rank, process), name="symbiosis-shard", daemon=True).start()
+
+    def run(self, key: Key, tensors: Results) -> Results:
+        """Return the results of base layers on rows; see :meth:`BaseLayer.run`.
+
+        Raises:
+            ShardLostError: a shard has ended.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            return self._run(key, tensors)
+
+    def _run(self, key: Key, tensors: Results) -> Results:
+        group, cut, rows = self._group, self._cut, len(tensors[0])
+        others = range(1, group.count)
+        answers = [tuple([_empty(rows, c, group.device) for c in cut.shapes(key, rank).answer]) for rank in others]
+        own: Results | Exception
+        try:
+            header, under_way = _header(key, rows), []
+            for rank in others:
+                under_way.append(group.order(rank, header))
+                under_way += [group.send(rank, tensor) for tensor in cut.call(key, tensors, rank)]
+            for rank, answer in zip(others, answers, strict=True):
+                under_way += [group.receive(rank, tensor) for tensor in answer]
+        except RuntimeError as error:
+            raise self._lose(self._reason(error)) from error
+        try:
+            own = run_parts(self._parts, key, cut.call(key, tensors, 0))
+        except Exception as error:  # noqa: BLE001 (raised when the others have answered)
+            own = error
+        try:
+            for work in under_way:
+                group.finish(work)
+        except RuntimeError as error:
+            raise self._lose(self._reason(error)) from error
+        if isinstance(own, Exception):
+            raise own
+        return cut.together(key, [own, *answers])
+
+    def _reason(self, error: RuntimeError) -> str:
+        for rank, process in self._processes.items():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+                return _ended(rank, self._group.count, process)
+        return f"a shard cannot be reached any more: {str(error).partition(chr(10))[0][:200]}"
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        if not self._closed:
+            self._lose(_ended(rank, self._group.count, process))
+
+    def _lose(self, reason: str) -> ShardLostError:
+        first = self._error is None
+        error = self._error = self._error or ShardLostError(reason)
+        if first and not self._closed:
+            log.error("%s", reason)
+            self.lost(error)
+        return error
+
+    def close(self) -> None:
+        """End the other shards."""
+        self._closed = True
+        with contextlib.suppress(RuntimeError), self._lock:  # those that have ended cannot be told
+            if self._error is None:
+                for rank in range(1, self._group.count):
+                    self._group.finish(self._group.order(rank, torch.zeros(64, dtype=torch.int64)))
+        self._launch.close(at_once=self._error is not None)
+
+
+def _ended(rank: int, count: int, process: subprocess.Popen[bytes]) -> str:
+    code = process.returncode
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit status {code}"
+    return f"shard {rank} of {count} (process {process.pid}) {how}; the executor cannot go on without it"
+
+
+def run_parts(parts: Sequence[BaseLayer], key: Key, tensors: Results) -> Results:
+    """Return the results of the layers of a key, one after another."""
+    with torch.no_grad():
+        return tuple([result.contiguous() for layer in key.layers for result in parts[layer].run(key, tensors)])
+
+
+def _header(key: Key, rows: int) -> torch.Tensor:
+    layers, pass_, fp32, choices = key
+    numbers = [_RUN, pass_, fp32, choices, rows, len(layers), *layers]
+    return torch.tensor(numbers + [0] * (64 - len(numbers)))
+
+
+def _key(header: Sequence[int]) -> tuple[Key, int]:
+    _, pass_, fp32, choices, rows, count, *layers = header
+    return Key(tuple(layers[:count]), Pass(pass_), bool(fp32), choices), rows
+
+
+def _empty(rows: int, columns: Columns, device: torch.device) -> torch.Tensor:
+    return torch.empty(rows, columns.width, dtype=columns.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How each shard loads the model. All of it can be written as JSON, for processes that are started."""
+
+    model: str
+    model_class: str | None
+    """Module and name of the class to load it with."""
+    options: dict[str, Any]
+    """Arguments of the class's ``from_pretrained``."""
+    dtype: str | None
+    device: str
+
+    def load(self) -> Any:
+        """Return the whole model, mapped from its files where they have this precision."""
+        module, _, name = (self.model_class or "").rpartition(".")
+        return load_model(self.model, getattr(import_module(module), name) if module else None, **self.options)
+
+    def device_of(self, rank: int) -> torch.device:
+        """Return a shard's device: the GPU of its number on this host, where none is named."""
+        device = torch.device(self.device)
+        if device.type != "cuda" or ":" in self.device:
+            return device
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+
+    def split(self, names: list[str], rank: int, count: int) -> SplitModel:
+        """Return the split model with the parts of one shard. Base layers are those of these names."""
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        return SplitModel(self.load(), names, shard=(rank, count), device=self.device_of(rank), dtype=dtype)
+
+
+class Launch:
+    """The shards of one executor, while they start.
+
+    Processes are started unless ``torchrun`` has started as many; see its environment variables RANK and WORLD_SIZE.
+
+    Args:
+        count: number of shards.
+        settings: how they load the model.
+
+    Raises:
+        UsageError: torchrun has started another number of processes, or torch has no torch.distributed.
+    """
+
+    def __init__(self, count: int, settings: Settings) -> None:
+        if not distributed.is_available():
+            raise UsageError("this build of torch has no torch.distributed, which shards need")
+        if count < 2:
+            raise UsageError(f"shards is {count}; give a whole number, 1 or more")
+        self.count, self.settings = count, settings
+        self.rank, self._local = 0, "127.0.0.1"
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._folder = ""
+        if "RANK" in os.environ:
+            if (started := os.environ.get("WORLD_SIZE")) != str(count):
+                raise UsageError(f"torchrun has started {started} processes for {count} shards; give both one number")
+            self.rank = int(os.environ["RANK"])
+            self._local = socket.gethostbyname(socket.gethostname())
+
+    def _start(self) -> None:
+        """Start the other processes."""
+        self._folder = tempfile.mkdtemp(prefix="symbiosis-")
+        common = {"count": self.count, "folder": self._folder, "threads": self._threads()}
+        for rank in range(1, self.count):
+            process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)
+            self.processes[rank] = process
+            assert process.stdin is not None
+            given = {**asdict(self.settings), **common, "rank": rank}
+            process.stdin.write(json.dumps(given).encode() + b"\n")
+            process.stdin.flush()  # and stays open: when it ends, so does the process
+
+    def _threads(self) -> int:
+        return max(torch.get_num_threads() // self.count, 1)
+
+    def meet(self) -> Group:
+        """Start the other processes, and return the group when all have come.
+
+        On CPUs each computes with its part of the threads from now on.
+
+        Raises:
+            ShardLostError: a shard has ended, or has not come in time.
+        """
+        device = self.settings.device_of(self.rank)
+        if "RANK" not in os.environ:
+            self._start()
+            if device.type == "cpu":
+                torch.set_num_threads(self._threads())
+        found: list[Group] = []
+        reasons: list[str] = []
+
+        def wait() -> None:  # on a thread, because nothing can end it
+            try:
+                found.append(Group(self._store(), self.rank, self.count, self._local, device))
+            except Exception as error:  # noqa: BLE001 (raised below)
+                reasons.append(str(error))
+
+        waiting = threading.Thread(target=wait, name="symbiosis-shards", daemon=True)
+        waiting.start()
+        while waiting.is_alive():
+            waiting.join(0.05)
+            for rank, process in self.processes.items():
+                if process.poll() is not None:
+                    raise ShardLostError(_ended(rank, self.count, process))
+        if not found:
+            raise ShardLostError(f"the {self.count} shards did not meet: {reasons[0]}")
+        return found[0]
+
+    def _store(self) -> Any:
+        if self._folder:
+            return dist.FileStore(str(Path(self._folder) / "store"), self.count)
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, self.count, False, timedelta(seconds=MEET_WITHIN_S))
+        return dist.PrefixStore("symbiosis", store)
+
+    def close(self, at_once: bool = True) -> None:
+        """End the processes that were started, and remove what they met at.
+
+        Args:
+            at_once: whether they do not end by themselves.
+        """
+        for process in self.processes.values():
+            assert process.stdin is not None
+            if at_once:
+                process.kill()
+            try:
+                process.wait(END_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdin.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Remove what the shards have met at, which they do not need any more."""
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def work(group: Group, settings: Settings) -> None:
+    """Be one of the other shards, until the first one says that it ends, or has ended."""
+    names = group.hear(0)["layers"]
+    try:
+        split = settings.split(names, group.rank, group.count)
+    except (SymbiosisError, OSError, ValueError, RuntimeError) as error:
+        group.tell(0, {"error": f"{type(error).__name__}: {error}"[:500]})
+        return
+    group.tell(0, {"layers": split.fingerprints})
+    cut, parts = Cut(split.specs, group.count), split.parts
+    del split  # and with it what is not mapped of the model
+    while (header := group.await_order())[0] != _END:
+        key, rows = _key(header)
+        tensors = tuple([_empty(rows, columns, group.device) for columns in cut.shapes(key, group.rank).call])
+        for one in [group.receive(0, tensor) for tensor in tensors]:
+            group.finish(one)
+        results = run_parts(parts, key, tensors)
+        for one in [group.send(0, result) for result in results]:
+            group.finish(one)
+
+
+def _end_with_the_first() -> None:
+    """End this process when the one that has started it has ended, whatever it waits for."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _main() -> None:
+    """Be a shard that :class:`Launch` has started, with the settings on standard input."""
+    given = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_the_first, name="symbiosis-first", daemon=True).start()
+    rank, count, folder, threads = (given.pop(name) for name in ("rank", "count", "folder", "threads"))
+    settings = Settings(**given)
+    logging.disable(logging.WARNING)  # the first shard gives the same warnings
+    transformers.utils.logging.disable_progress_bar()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first shard, which tells the others
+    torch.set_num_threads(threads)
+    device = settings.device_of(rank)
+    try:
+        work(Group(dist.FileStore(str(Path(folder) / "store"), count), rank, count, "127.0.0.1", device), settings)
+    except RuntimeError as error:
+        sys.exit(f"shard {rank} of {count} ends: {str(error).partition(chr(10))[0][:300]}")
+
+
+if __name__ == "__main__":
+    _main()

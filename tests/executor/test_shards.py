@@ -1,0 +1,250 @@
+"""A base model in several processes, against plain transformers + PEFT, and what happens when one of them ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+import symbiosis
+from symbiosis.errors import ShardLostError, SplitError, UsageError
+from symbiosis.testing import Job, run_job, run_job_plain
+from symbiosis.testing.zoo import zoo_model
+from tests.helpers import IDS, METHODS, adamw, assert_close, command, ia3, lora, losses, until
+from tests.service import Service, free_port, save_model
+
+JOB = Job(steps=4, new_tokens=4)
+
+
+def saved(folder: Path, name: str = "LlamaForCausalLM", **options: Any) -> tuple[Path, Any]:
+    """Return a checkpoint, and a function that loads it plainly."""
+    model = zoo_model(name, **options)
+    model.save_pretrained(folder / "model")
+    return folder / "model", lambda: type(model).from_pretrained(folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "method"),
+    [
+        ("LlamaForCausalLM", 2, lora),
+        ("GPT2LMHeadModel", 2, lambda: ia3("gpt2")),
+        ("MixtralForCausalLM", 2, METHODS["prefix"]),
+        ("Qwen3MoeForCausalLM", 4, lambda: lora(target_modules=["q_proj", "v_proj"])),
+    ],
+)
+async def test_plain_pefts_numbers(name: str, count: int, method: Any, tmp_path: Path) -> None:
+    """In process and from other processes, with masked rows too, several tenants at once."""
+    checkpoint, load = saved(tmp_path, name)
+    expected = run_job_plain(load(), method(), JOB)
+    async with symbiosis.Executor.from_pretrained(checkpoint, shards=count) as executor:
+        shm, tcp = f"shm://{tmp_path}/s", "tcp://127.0.0.1:0"
+        tcp = [await executor.listen(address) for address in (shm, tcp)][1].address
+        async with (
+            symbiosis.connect(shm) as near,
+            symbiosis.connect(tcp) as far,
+            executor.client(method(), seed=0) as one,
+            near.client(method(), seed=0) as two,
+            far.client(method(), seed=0) as three,
+        ):
+            jobs = [asyncio.create_task(run_job(client, JOB)) for client in (one, two, three)]
+            for job in jobs:
+                assert_close(await job, expected)
+        if name == "LlamaForCausalLM":
+            async with symbiosis.connect(shm) as near, near.client(method(), seed=0, privacy="noise-pool") as masked:
+                logits = (await masked.forward(input_ids=IDS)).logits
+            torch.manual_seed(0)
+            plain = get_peft_model(load(), method()).eval()
+            torch.testing.assert_close(logits, plain(input_ids=IDS).logits, rtol=1e-3, atol=1e-3)
+        assert executor.statistics().mean_batch > 1
+
+
+async def test_it_is_the_same_model_as_that_of_a_whole_executor(tmp_path: Path) -> None:
+    """So that they can be each other's replicas; also in another precision than the checkpoint's."""
+    checkpoint, _ = saved(tmp_path)
+    for dtype in (None, "bf16"):
+        whole = symbiosis.Executor.from_pretrained(checkpoint, dtype=dtype)
+        async with symbiosis.Executor.from_pretrained(checkpoint, dtype=dtype, shards=2) as divided:
+            assert divided.layers == whole.layers
+            assert divided.sharing == whole.sharing
+            assert divided.service.share().description == whole.service.share().description
+            assert divided.service.identity().weights == whole.service.identity().weights
+
+
+async def test_an_executor_ends_with_its_shards(tmp_path: Path) -> None:
+    """Clients of this process get the reason, and so does who waits for the executor. No process is left."""
+    checkpoint, _ = saved(tmp_path)
+    before = set(psutil.Process().children())
+    executor = symbiosis.Executor.from_pretrained(checkpoint, shards=3)
+    async with executor, executor.client(lora(), seed=0) as client:
+        first, second = sorted(set(psutil.Process().children()) - before, key=lambda process: process.pid)
+        optimizer = adamw(client.model)
+
+        async def train() -> None:
+            while True:
+                await client.train_step({"input_ids": IDS, "labels": IDS}, optimizer)
+
+        job = asyncio.create_task(train())
+        await until(lambda: executor.statistics().requests > 50)
+        second.kill()
+        began = time.monotonic()
+        with pytest.raises(ShardLostError, match=rf"shard 2 of 3 \(process {second.pid}\) was ended by signal 9"):
+            await asyncio.wait_for(executor.wait_closed(), 10)
+        with pytest.raises(ShardLostError, match="shard 2 of 3"):
+            await asyncio.wait_for(job, 10)
+        assert time.monotonic() - began < 10
+        assert not first.is_running()
+
+
+async def test_an_idle_executor_ends_with_its_shards(tmp_path: Path) -> None:
+    checkpoint, _ = saved(tmp_path)
+    before = set(psutil.Process().children())
+    async with symbiosis.Executor.from_pretrained(checkpoint, shards=2) as executor:
+        (other,) = set(psutil.Process().children()) - before
+        other.kill()
+        with pytest.raises(ShardLostError, match="shard 1 of 2"):
+            await asyncio.wait_for(executor.wait_closed(), 10)
+
+
+def test_a_tenant_goes_on_at_a_replica_when_a_shard_ends(tmp_path: Path) -> None:
+    """In the middle of a step; the losses are those of an undisturbed run. The command names the shard, and exits."""
+    checkpoint = save_model(tmp_path / "model", num_hidden_layers=2)
+    near, far = f"shm://{tmp_path}/one.sock", f"tcp://127.0.0.1:{free_port()}"
+
+    def train(at: int, then: Any = None) -> list[float]:
+        with symbiosis.open_model(f"{near},{far}", retry=30) as model:
+            torch.manual_seed(0)
+            return losses(get_peft_model(model, lora()), 6, at, then)
+
+    with Service(checkpoint, near, "--shards", "2") as divided, Service(checkpoint, far):
+        (shard,) = psutil.Process(divided.pid).children()
+
+        def kill() -> None:
+            shard.kill()
+            assert divided.wait(10) == 1
+
+        undisturbed = train(-1)
+        assert train(3, kill) == pytest.approx(undisturbed, rel=1e-5)
+        assert f"shard 1 of 2 (process {shard.pid}) was ended by signal 9" in divided.log
+
+
+def test_shards_end_with_the_first(tmp_path: Path) -> None:
+    checkpoint = save_model(tmp_path / "model", num_hidden_layers=1)
+    with Service(checkpoint, f"shm://{tmp_path}/one.sock", "--shards", "2") as divided:
+        (shard,) = psutil.Process(divided.pid).children()
+        divided.kill()
+        shard.wait(10)
+
+
+async def test_shards_end_when_the_executor_closes(tmp_path: Path) -> None:
+    checkpoint, _ = saved(tmp_path)
+    before = set(psutil.Process().children())
+    async with symbiosis.Executor.from_pretrained(checkpoint, shards=2):
+        (shard,) = set(psutil.Process().children()) - before
+        began = time.monotonic()
+    assert not shard.is_running()
+    assert time.monotonic() - began < 4, "it is told to end, and not killed"
+
+
+@pytest.mark.thorough  # four processes that import torch, beside those of torchrun
+def test_processes_of_torchrun(tmp_path: Path) -> None:
+    checkpoint = save_model(tmp_path / "model", num_hidden_layers=1)
+    address = f"shm://{tmp_path}/one.sock"
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    with Service(checkpoint, address, "--shards", "2", launcher=torchrun) as service:
+        with symbiosis.open_model(address) as model:
+            plain = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+            torch.testing.assert_close(model(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-5)
+        processes = psutil.Process(service.pid).children(recursive=True)
+        service.stop()
+        assert not psutil.wait_procs(processes, 20)[1]
+
+
+@pytest.mark.thorough  # four processes that import torch
+async def test_each_process_has_its_part_of_the_weights(tmp_path: Path) -> None:
+    """Of a checkpoint that is loaded in another precision, so nothing of it stays mapped from the file."""
+    checkpoint, load = saved(tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
+    load().to(torch.bfloat16).save_pretrained(checkpoint)
+    before = set(psutil.Process().children())
+    async with symbiosis.Executor.from_pretrained(checkpoint, dtype="fp32", shards=2) as executor:
+        (other,) = set(psutil.Process().children()) - before
+        with_weights = anonymous(other.pid)
+        served = executor.sharing.served
+    checkpoint, _ = saved(tmp_path / "small")
+    async with symbiosis.Executor.from_pretrained(checkpoint, shards=2):
+        (other,) = set(psutil.Process().children()) - before
+        without = anonymous(other.pid)
+    assert served > 60 << 20
+    assert 0.45 * served < with_weights - without < 1.15 / 2 * served + (8 << 20)
+
+
+def anonymous(pid: int) -> int:
+    """Return the bytes of memory of a process that no file has."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+
+def test_a_shard_with_other_weights_is_refused(tmp_path: Path) -> None:
+    """The second process loads what the folder has by then."""
+    from symbiosis.executor.shards import Launch, Settings
+
+    checkpoint, _ = saved(tmp_path)
+    launch = Launch(2, Settings(str(checkpoint), None, {}, None, "cpu"))
+    try:
+        model = launch.settings.load()
+        with torch.no_grad():
+            model.lm_head.weight += 1
+        model.save_pretrained(checkpoint)
+        with pytest.raises(SplitError, match="shard 1 of 2 has loaded other weights"):
+            divided_by_hand(saved(tmp_path / "other")[1](), launch)
+    finally:
+        launch.close()
+
+
+def divided_by_hand(model: Any, launch: Any) -> None:
+    from symbiosis.executor.shards import Shards
+    from symbiosis.executor.splitting import SplitModel
+
+    Shards(SplitModel(model, shard=(0, launch.count)), launch)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "complaint"),
+    [
+        ({"shards": 0}, UsageError, "shards is 0; give a whole number, 1 or more"),
+        ({"shards": 200}, SplitError, "cannot be divided into 200 parts"),
+        ({"shards": 2, "base_layers": "mlp"}, SplitError, "cannot be divided among shards"),
+        ({"shards": 2, "allow_weights": ["lm_head"]}, UsageError, "leave out layers and shards"),
+        ({"shards": 2, "config": object()}, UsageError, "shards are processes of their own"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], error: type[Exception], complaint: str, tmp_path: Path) -> None:
+    checkpoint, _ = saved(tmp_path)
+    before = set(psutil.Process().children())
+    threads = torch.get_num_threads()
+    with pytest.raises(error, match=complaint):
+        symbiosis.Executor.from_pretrained(checkpoint, **options)
+    assert set(psutil.Process().children()) == before
+    assert torch.get_num_threads() == threads
+
+
+def test_torchrun_with_another_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, _ = saved(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    result = command("serve", str(checkpoint), "--listen", f"shm://{tmp_path}/s", "--shards", "2")
+    assert result.exit_code == 1
+    assert "torchrun has started 4 processes for 2 shards" in " ".join(result.output.split())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"call Executor\.run_shard here"):
+        symbiosis.Executor.from_pretrained(checkpoint, shards=2)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(UsageError, match=r"call Executor\.from_pretrained here"):
+        symbiosis.Executor.run_shard(checkpoint, shards=2)
