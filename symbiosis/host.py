@@ -294,8 +294,9 @@ class Executor:
     async def close(self) -> None:
         """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
         if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close(ExecutorClosedError.of(self.service.address)))
-        await self._closing
+            await self._close(ExecutorClosedError.of(self.service.address))
+        else:
+            await self._closing
 
     async def _close(self, error: SymbiosisError) -> None:
         await self.service.close(error)

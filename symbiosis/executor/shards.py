@@ -203,6 +203,8 @@ class Shards:
 
     def close(self) -> None:
         """End the other shards."""
+        if self._closed:
+            return
         self._closed = True
         with contextlib.suppress(RuntimeError), self._lock:  # those that have ended cannot be told
             if self._error is None:

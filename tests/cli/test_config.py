@@ -65,6 +65,7 @@ def test_every_option_can_come_from_the_file(tmp_path: Path, served: dict[str, A
         packed = false
         allow-weights = ["lm_head"]
         layers = "0-1"
+        shards = 2
         keep-weights = false
         name = "ours"
         trace = "{tmp_path}/trace.json"
@@ -88,6 +89,7 @@ def test_every_option_can_come_from_the_file(tmp_path: Path, served: dict[str, A
         "packed": False,
         "allow_weights": ["lm_head"],
         "layers": "0-1",
+        "shards": 2,
         "keep_weights": False,
         "model_name": "ours",
         "trace": tmp_path / "trace.json",

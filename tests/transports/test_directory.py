@@ -330,7 +330,7 @@ async def test_wrong_use() -> None:
     for no_text in (0, [0, 1]):
         with pytest.raises(UsageError, match="give a text such as"):
             symbiosis.Executor(model, layers=no_text)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="allow_weights is for an executor that serves all layers"):
+    with pytest.raises(UsageError, match="allow_weights is for an executor that holds all weights"):
         symbiosis.Executor(model, layers="0", allow_weights=["*.q_proj"])
     async with symbiosis.Executor(copy.deepcopy(model), layers="0") as executor:
         with pytest.raises(UsageError, match="serves a part of the model"):
