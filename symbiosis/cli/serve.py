@@ -170,8 +170,7 @@ def serve(
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
-    if any(address.startswith("shm://") for address in listen):
-        wait_passively()
+    wait_passively(*listen)
     allow_descriptors()
     limit_products()
     make_policy(policy)
