@@ -37,6 +37,7 @@ from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
 from symbiosis.executor.timeline import Timeline
+from symbiosis.transports.limits import Limits
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -146,7 +147,7 @@ class Executor:
         )
         self._shards = None if launch is None else Shards(split, launch)
         compute = None if self._shards is None else self._shards.run
-        budget = Budget((max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1), return_freed)
+        budget = Budget(_counted(max_bytes), return_freed)
         self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.part, compute)
         walked = split.token_layers()
         self._token_s = self.engine.time_layers(walked) if walked else 0.0
@@ -276,6 +277,21 @@ class Executor:
             ShareError: the model cannot be served to other processes, or weights would leave the executor.
         """
         return await self.service.listen(address, keep_weights=keep_weights, **options)
+
+    def limit(self, limits: Limits, max_bytes: int) -> None:
+        """Change limits while clients are connected.
+
+        Args:
+            limits: limits of each client in another process that connects from now on, at every address. Clients that
+                are connected keep theirs, but for ``clients``.
+            max_bytes: as for :class:`Executor`. It holds at once; no client is disconnected because of it. If there is
+                less than before, a call that no longer fits is refused after 60 s.
+
+        Raises:
+            UsageError: ``max_bytes`` is too small.
+        """
+        _check_max_bytes(max_bytes)
+        self.service.limit(limits, _counted(max_bytes))
 
     async def drain(self, within_s: float) -> bool:
         """Let walks of clients in other processes end, before :meth:`close`. They join and begin walks no more.
@@ -457,8 +473,7 @@ def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, mod
         ) from error
     if type(max_rows) is not int:
         raise UsageError(f"max_rows is {max_rows!r}; give a whole number, 1 or more")
-    if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
-        raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
+    _check_max_bytes(max_bytes)
     if model_name is not None and not is_model_name(model_name):
         raise UsageError(f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters")
 
@@ -479,6 +494,16 @@ def _settings(
     named = None if dtype == "auto" else _dtype(dtype)
     short = None if named is None else str(named).removeprefix("torch.")
     return Settings(str(model), kind, options, short, str(device or "cpu"))
+
+
+def _check_max_bytes(max_bytes: Any) -> None:
+    if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
+        raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
+
+
+def _counted(max_bytes: int) -> int:
+    """Return the part of ``max_bytes`` that connections may take."""
+    return (max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1)
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

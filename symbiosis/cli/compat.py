@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -91,7 +90,6 @@ async def _try(
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")  # of each other's old names
     names = models or [*ZOO, *IN_FORMATS]
     work = {name: cells_of(name, methods, transports) for name in names}

@@ -16,10 +16,14 @@ import typer
 from symbiosis.errors import UsageError
 
 
-def _read(context: typer.Context, file: Path | None) -> None:
-    """Give the values of the file to the command, as its defaults."""
+def read(context: typer.Context, file: Path | None) -> Path | None:
+    """Give the values of the file to the command, as its defaults, and return the file.
+
+    Raises:
+        UsageError: the file cannot be read, or a key or the form of a value is wrong.
+    """
     if file is None:
-        return
+        return None
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -43,6 +47,23 @@ def _read(context: typer.Context, file: Path | None) -> None:
         # As text, so that the same values are refused as on the command line.
         defaults[parameters[key].name] = [str(each) for each in value] if several else str(value)
     context.default_map = defaults
+    return file
+
+
+def value_of(context: typer.Context, name: str) -> Any:
+    """Return the value of an option after its file was read again: from the command line, the file, or the default.
+
+    Raises:
+        UsageError: the value in the file is not valid.
+    """
+    source = context.get_parameter_source(name)
+    if source is not None and source.name == "COMMANDLINE":
+        return context.params[name]
+    (parameter,) = (each for each in context.command.params if each.name == name)
+    try:
+        return parameter.process_value(context, parameter.get_default(context))
+    except typer.BadParameter as error:
+        raise UsageError(f"--config: {parameter.opts[0].lstrip('-')}: {error.format_message()}") from error
 
 
 def _known(keys: list[str]) -> str:
@@ -52,7 +73,7 @@ def _known(keys: list[str]) -> str:
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        callback=_read,
+        callback=read,
         is_eager=True,
         metavar="FILE.toml",
         help="File with arguments and options, by their names; those on the command line win.",

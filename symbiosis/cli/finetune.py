@@ -188,8 +188,7 @@ def finetune(
     writable(output, folder=True)
     if json is not None:
         writable(json)
-    if address.startswith("shm://"):
-        wait_passively()
+    wait_passively(address)
     settings = {name: context.params[name] for name in _TRAINER}
     kept = {"peft": config.to_dict(), "data": [str(data), validation], "sequence": sequence, "window": window}
     kept |= settings

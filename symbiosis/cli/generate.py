@@ -63,8 +63,7 @@ def generate(
     texts = _texts(prompt, prompts)
     if output is not None:
         writable(output)
-    if address.startswith("shm://"):
-        wait_passively()
+    wait_passively(address)
     import torch
 
     from symbiosis import open_model

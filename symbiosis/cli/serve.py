@@ -8,7 +8,6 @@ import json as json_module
 import os
 import signal
 from contextlib import AsyncExitStack
-from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +26,7 @@ from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
 
 if TYPE_CHECKING:
     from symbiosis.cli.metrics import MetricsServer
+    from symbiosis.cli.reload import Reloader
 
 PRODUCTS = 128
 """Products whose code oneDNN keeps. A product is one layer's shape, one pass and one number of rows
@@ -68,6 +68,7 @@ def options_of(**options: Any) -> dict[str, Any]:
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="The base model: a folder or hub id.", show_default=False)],
     listen: Annotated[
         list[str],
@@ -171,6 +172,8 @@ def serve(
 ) -> None:
     """Serve a base model to tenants in other processes, until Ctrl-C or SIGTERM.
 
+    SIGHUP has the file of --config read again: limits and max-bytes change, and connected tenants keep working.
+
     Tenants receive the model's configuration, tokenizer, embeddings and norms, and need no checkpoint.
 
     Example: symbiosis serve ./llama --listen shm:///run/symbiosis.sock --policy opportunistic
@@ -182,12 +185,13 @@ def serve(
 
         Executor.run_shard(model, shards=shards, device=device, dtype=dtype)
         return
-    if any(address.startswith("shm://") for address in listen):
-        wait_passively()
+    wait_passively(*listen)
     allow_descriptors()
     limit_products()
     make_policy(policy)
-    limits = {"limits": _limits(limit or [])}
+    from symbiosis.cli.reload import Reloader, limits_of
+
+    limits = {"limits": limits_of(limit or [])}
     network: dict[str, Any] = {**limits, "keys": keys, "insecure": insecure}
     options = {"shm": limits, "tcp": network, "dist": {**network, "backend": dist_backend}}
     addresses = {address: options_of(**options.get(address.partition(":")[0], {})) for address in listen}
@@ -207,6 +211,7 @@ def serve(
             keep_weights,
             trace,
             server,
+            None if config is None else Reloader(context),
             policy=policy,
             base_layers=base_layers,
             device=device,
@@ -222,7 +227,6 @@ def serve(
     )
 
 
-MAX_LIMIT = 1 << 40
 DRAIN_S = 15.0
 """Seconds for which walks may end after the first signal. Service managers wait longer before they kill a process
 (systemd 90 s, Kubernetes 30 s), and a walk that does not end in time loses nothing: its calls are sent again."""
@@ -238,27 +242,13 @@ def limit_products() -> None:
         os.environ.setdefault(name, str(PRODUCTS))
 
 
-def _limits(given: list[str]) -> Any:
-    from symbiosis.transports.limits import Limits
-
-    known = [field.name for field in fields(Limits)]
-    found: dict[str, int] = {}
-    for text in given:
-        name, _, number = text.partition("=")
-        if name not in known or not number.isascii() or not number.isdigit() or int(number) < 1:
-            raise UsageError(f"--limit {text!r}: write name=number, where name is one of {', '.join(known)}")
-        if int(number) > MAX_LIMIT:
-            raise UsageError(f"--limit {text!r}: at most {MAX_LIMIT}")
-        found[name] = int(number)
-    return Limits(**found)
-
-
 async def _serve(
     model: str,
     addresses: dict[str, dict[str, Any]],
     keep_weights: bool | None,
     trace: Path | None,
     metrics: MetricsServer | None,
+    reloader: Reloader | None,
     **settings: Any,
 ) -> None:
     from symbiosis import Executor
@@ -266,6 +256,9 @@ async def _serve(
     out = console(stderr=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    early = asyncio.Event()
+    if reloader is not None:
+        loop.add_signal_handler(signal.SIGHUP, early.set)
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -289,6 +282,10 @@ async def _serve(
         if metrics is not None:
             metrics.serve(executor)
             stack.callback(metrics.close)
+        if reloader is not None:
+            loop.add_signal_handler(signal.SIGHUP, reloader.apply, executor)
+            if early.is_set():  # the signal came while the model was loaded
+                reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
         for line in executor.sharing.lines():

@@ -60,6 +60,11 @@ class Budget:
         """Bytes of the largest call, with its results."""
         return self.total // LARGEST_PART
 
+    def resize(self, total: int) -> None:
+        """Change how many bytes may be held. What is held stays; if it is more than that, no bytes are free."""
+        self.total = total
+        self._grant()
+
     def take(self, owner: str, size: int) -> bool:
         """Count ``size`` more bytes for an owner, if there is room. Return whether there was."""
         if self._by[owner] + size > self.total - self.held:

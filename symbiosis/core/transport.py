@@ -196,6 +196,10 @@ class Listener(Protocol):
 
     @property
     def address(self) -> str: ...
+    def limit(self, limits: Any) -> None:
+        """Give clients that connect from now on other limits: a :class:`~symbiosis.transports.limits.Limits`. Listeners
+        without limits ignore it."""
+
     async def close(self) -> None:
         """Stop accepting clients, and end the connections of this address."""
 

@@ -123,6 +123,12 @@ class ExecutorService:
                 "that, listen with keep_weights=False (--no-keep-weights)"
             )
 
+    def limit(self, limits: Any, total: int) -> None:
+        """Change the limits of clients that connect from now on, and the bytes that all connections may take."""
+        self.budget.resize(total)
+        for listener in self.listeners:
+            listener.limit(limits)
+
     async def drain(self, within_s: float) -> bool:
         """Let walks end; see :meth:`symbiosis.Executor.drain`."""
         self._draining = True

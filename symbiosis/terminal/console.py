@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -68,6 +69,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")
+"""Loggers that warn of what a machine does not have whenever transformers finds torchao and bitsandbytes installed."""
+
+
 class CommandGroup(typer.core.TyperGroup):
     """Commands whose expected errors end in one red line on standard error, without a traceback.
 
@@ -75,6 +80,8 @@ class CommandGroup(typer.core.TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
+        for name in _TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
         try:
             return super().invoke(ctx)
         except SymbiosisError as error:

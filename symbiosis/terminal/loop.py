@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -19,13 +20,19 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(main)
 
 
-def wait_passively() -> None:
-    """Have OpenMP's idle threads sleep, in this process and in processes that it starts.
+ON_THIS_HOST = re.compile(r"shm://|\w+://(localhost|127\.|\[::1\])")
+"""Beginnings of addresses that only processes of this host can reach."""
+
+
+def wait_passively(*addresses: str) -> None:
+    """Have OpenMP's idle threads sleep, in this process and in processes that it starts. With addresses, do so only if
+    the other ends of some of them are on this host.
 
     By default they spin for about a millisecond, on cores where another process computes. Two processes then run at
     half their speed (docs/decisions/0011-idle-threads.md). Must be called before torch is imported.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not addresses or any(map(ON_THIS_HOST.match, ",".join(addresses).split(","))):
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def allow_descriptors() -> None:

@@ -12,6 +12,7 @@ from symbiosis.core.requests import Call, LayerSpec
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Check, Identity, Service, Session
 from symbiosis.errors import ExecutorClosedError, UsageError
+from symbiosis.transports.limits import Limits
 from symbiosis.transports.threads import ThreadCalls
 
 _listeners: dict[str, InProcListener] = {}
@@ -60,6 +61,9 @@ class InProcListener:
         channel = InProcChannel(self._service, session, self.loop, self._channels.discard)
         self._channels.add(channel)
         return channel
+
+    def limit(self, limits: Limits) -> None:
+        """Do nothing: clients of this process have no limits."""
 
     async def close(self) -> None:
         _listeners.pop(self.address, None)

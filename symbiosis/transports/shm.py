@@ -101,12 +101,16 @@ class ShmListener:
     def __init__(self, address: str, service: Service, limits: Limits) -> None:
         self.address = address
         self.service = service
-        self.limits = limits.within(service.budget.largest)
+        self.limit(limits)
         self.share = ServedShare(service)
         self.connected: set[ShmLine] = set()
         """Connections; each adds and removes itself."""
         self._path = socket_path(address)
         self._server: asyncio.Server | None = None
+
+    def limit(self, limits: Limits) -> None:
+        """Give clients that connect from now on these limits."""
+        self.limits = limits.within(self.service.budget.largest)
 
     async def open(self) -> None:
         """Start to accept clients. Raises UsageError if another process listens there, a file is in the way, or the

@@ -62,7 +62,7 @@ class TcpListener:
     ) -> None:
         self.address = ""
         self.service = service
-        self.limits = limits.within(service.budget.largest)
+        self.limit(limits)
         self.keys = keys
         self.courier = courier
         self.share = ServedShare(service)
@@ -98,6 +98,10 @@ class TcpListener:
             self._broken = self.keys.broken
             for file, why in self._broken.items():
                 log.warning("key file ignored", file=file, why=why)
+
+    def limit(self, limits: Limits) -> None:
+        """Give clients that connect from now on these limits."""
+        self.limits = limits.within(self.service.budget.largest)
 
     async def open(self, address: str) -> None:
         """Start to accept clients. Raises UsageError if the port is not available, and ShareError if the model cannot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import tomllib
 from pathlib import Path
@@ -30,13 +31,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         keep_weights: bool | None,
         trace: Path | None,
         metrics: Any,
+        reloader: Any,
         **settings: Any,
     ) -> None:
         found.update(settings, model=model, addresses=addresses, keep_weights=keep_weights, trace=trace)
-        found["metrics"] = metrics
+        found.update(metrics=metrics, reloader=reloader)
 
     monkeypatch.setattr(serve_command, "_serve", serve)
     monkeypatch.setattr("symbiosis.cli.metrics.MetricsServer", lambda address: address)
+    monkeypatch.setattr("symbiosis.log.render", lambda json: None)
+    monkeypatch.setattr(logging.getLogger("symbiosis"), "propagate", True)  # another test may have called it
     monkeypatch.setenv("COLUMNS", "200")
     return found
 
@@ -77,6 +81,7 @@ def test_every_option_can_come_from_the_file(tmp_path: Path, served: dict[str, A
         """,
     )
     limits = {"limits": Limits(calls=3, rows=1000)}
+    del served["reloader"]
     assert served == {
         "model": "some/model",
         "addresses": {f"tcp://0.0.0.0:{port}": {**limits, "insecure": True}, f"shm://{tmp_path}/s.sock": limits},
@@ -128,6 +133,60 @@ def test_mistakes_in_the_file(tmp_path: Path, served: dict[str, Any], text: str,
     arguments = ["model"] if "listen" in text else ["model", "--listen", "tcp://127.0.0.1:0"]
     assert reason in " ".join(run(tmp_path, text, *arguments, status=status).split())
     assert not served
+
+
+class Limited:
+    """An executor that keeps the limits that it is given."""
+
+    given: tuple[Limits, int] | None = None
+
+    def limit(self, limits: Limits, max_bytes: int) -> None:
+        self.given = limits, max_bytes
+
+
+def test_reloaded_limits(tmp_path: Path, served: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """Limits of the file change; what the command line says stays; other changes are named."""
+    caplog.set_level("INFO", "symbiosis.cli.reload")
+    address = "--listen", "tcp://127.0.0.1:0"
+    run(tmp_path, "model = 'a'\n[limits]\ncalls = 3", *address, "--max-bytes", "1_000_000_000".replace("_", ""))
+    executor = Limited()
+    (tmp_path / "serve.toml").write_text("model = 'a'\npolicy = 'fair'\nmax-bytes = 200_000_000\n[limits]\ncalls = 4")
+    served["reloader"].apply(executor)
+    assert executor.given == (Limits(calls=4), 1_000_000_000)
+    restart, reloaded = caplog.records
+    assert (restart.message, vars(restart)["keys"]) == ("changes need a restart", "policy")
+    assert (reloaded.message, vars(reloaded)["calls"]) == ("limits reloaded", "3 → 4")
+    assert not hasattr(reloaded, "max_bytes")
+    (tmp_path / "serve.toml").write_text("model = 'a'")
+    served["reloader"].apply(executor)
+    assert executor.given == (Limits(), 1_000_000_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("= 3", "Invalid statement"),
+        ("[limits]\ncalls = 0", "write name=number"),
+        ("max-bytes = 7", "max-bytes"),
+        ("max-bytes = 'many'", "max-bytes"),
+        ("polcy = 'fair'", "unknown key 'polcy'"),
+    ],
+)
+def test_a_wrong_file_reloads_nothing(
+    tmp_path: Path, served: dict[str, Any], caplog: pytest.LogCaptureFixture, text: str, reason: str
+) -> None:
+    run(tmp_path, "model = 'a'\n[limits]\ncalls = 3", "--listen", "tcp://127.0.0.1:0")
+    executor = Limited()
+    (tmp_path / "serve.toml").write_text(text)
+    served["reloader"].apply(executor)
+    assert executor.given is None
+    (record,) = caplog.records
+    assert reason in vars(record)["why"]
+    (tmp_path / "serve.toml").write_text("[limits]\ncalls = 5")
+    caplog.set_level("INFO", "symbiosis.cli.reload")
+    served["reloader"].apply(executor)
+    assert executor.given == (Limits(calls=5), 8 << 30)
+    assert vars(caplog.records[-1])["calls"] == "3 → 5"
 
 
 def test_a_missing_file(tmp_path: Path) -> None:

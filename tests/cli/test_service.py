@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 import symbiosis
 from symbiosis.errors import UsageError
 from tests.fused import LOSSES, step
-from tests.helpers import adamw, command
-from tests.service import Service, save_model
+from tests.helpers import adamw, command, losses
+from tests.service import Service, free_port, save_model
+from tests.transports.raw import hello, raw
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
@@ -331,6 +332,35 @@ def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> No
     assert not (tmp_path / "s.sock").exists()
     events = [json.loads(line) for line in running.log.splitlines() if line.startswith('{"')]
     assert any(event["event"] == "listening" for event in events)
+
+
+def test_limits_reload_while_a_tenant_trains(checkpoint: Path, tmp_path: Path) -> None:
+    """SIGHUP: new clients have the new limits, and a client that is connected goes on."""
+    config, address = tmp_path / "serve.toml", f"tcp://127.0.0.1:{free_port()}"
+    config.write_text("[limits]\ncalls = 7\nrows = 1000")
+
+    def limits() -> Any:
+        with raw(address) as line:
+            line.send(hello("another"))
+            return line.receive()[1][0]["limits"]
+
+    with Service(checkpoint, address, "--config", str(config)) as running:
+        assert (limits()["calls"], limits()["rows"]) == (7, 1000)
+        with symbiosis.open_model(address) as model:
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
+            before = losses(model, 2)
+            for text, event in (("[limits]\ncalls = 9", "limits reloaded"), ("calls = 9", "limits not reloaded")):
+                config.write_text(text)
+                os.kill(running.pid, signal.SIGHUP)
+                deadline = time.monotonic() + 20
+                while event not in running.log:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                assert (limits()["calls"], limits()["rows"]) == (9, 1 << 20)
+            assert losses(model, 2)[-1] < before[0]
+        events = [json.loads(line) for line in running.log.splitlines() if line.startswith('{"')]
+        assert [event["calls"] for event in events if event["event"] == "limits reloaded"] == ["7 → 9"]
+        assert running.stop() == 0
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])

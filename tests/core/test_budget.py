@@ -40,6 +40,21 @@ def test_greedy_owners_leave_room_for_another_one(owners: int) -> None:
     assert account(budget, "newcomer").hold(free // 2)
 
 
+def test_a_larger_budget_admits_what_waits_and_a_smaller_one_takes_nothing_away() -> None:
+    budget, granted = Budget(64 * MIB), []
+    one = account(budget, "one")
+    assert not one.hold(100 * MIB)
+    one.wait(100 * MIB, 0, lambda: granted.append("one"))
+    budget.resize(300 * MIB)
+    assert granted == ["one"]
+    budget.resize(64 * MIB)
+    assert budget.held > budget.total
+    another = Account(budget)
+    assert not another.open("here")
+    one.release(100 * MIB)
+    assert another.open("here")
+
+
 def test_connections_count_and_those_of_strangers_keep_out_nobody() -> None:
     budget = Budget(1000 * MIB)
     strangers = [Account(budget) for _ in range(1024)]

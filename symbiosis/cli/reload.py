@@ -1,0 +1,75 @@
+"""SIGHUP: read the file of ``serve --config`` again, and apply limits while tenants are connected."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from symbiosis.cli.config import read, value_of
+from symbiosis.errors import UsageError
+from symbiosis.log import get_logger
+
+if TYPE_CHECKING:
+    from symbiosis import Executor
+    from symbiosis.transports.limits import Limits
+
+log = get_logger(__name__)
+
+MAX_LIMIT = 1 << 40
+
+
+def limits_of(given: list[str]) -> Limits:
+    """Return the limits in texts such as ``calls=64``.
+
+    Raises:
+        UsageError: a name or a number is not valid.
+    """
+    from symbiosis.transports.limits import Limits
+
+    known = [field.name for field in fields(Limits)]
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in known or not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise UsageError(f"--limit {text!r}: write name=number, where name is one of {', '.join(known)}")
+        if int(number) > MAX_LIMIT:
+            raise UsageError(f"--limit {text!r}: at most {MAX_LIMIT}")
+        found[name] = int(number)
+    return Limits(**found)
+
+
+class Reloader:
+    """The limits of ``symbiosis serve``, and how they change when its file has changed.
+
+    Args:
+        context: the command; what its line says wins over the file.
+    """
+
+    def __init__(self, context: typer.Context) -> None:
+        self._context = context
+        self._limits, self._max_bytes = self._wanted()
+
+    def apply(self, executor: Executor) -> None:
+        """Read the file again, apply its limits and log what has changed. A file that is wrong changes nothing."""
+        before = dict(self._context.default_map or {})
+        try:
+            read(self._context, self._context.params["config"])
+            limits, max_bytes = self._wanted()
+            executor.limit(limits, max_bytes)
+        except UsageError as error:
+            self._context.default_map = before
+            log.error("limits not reloaded", why=str(error))
+            return
+        now: dict[str, Any] = dict(self._context.default_map or {})
+        others = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+        if restart := [key for key in others if key not in ("limit", "max_bytes")]:
+            log.warning("changes need a restart", keys=", ".join(restart))
+        old = {**asdict(self._limits), "max_bytes": self._max_bytes}
+        new = {**asdict(limits), "max_bytes": max_bytes}
+        log.info("limits reloaded", **{name: f"{old[name]} → {new[name]}" for name in new if old[name] != new[name]})
+        self._limits, self._max_bytes = limits, max_bytes
+
+    def _wanted(self) -> tuple[Limits, int]:
+        return limits_of(value_of(self._context, "limit") or []), value_of(self._context, "max_bytes")
