@@ -277,7 +277,8 @@ async def _serve(
             metrics.serve(executor)
             stack.callback(metrics.close)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
-        out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
+        served = escape(executor.status()["served_layers"])
+        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {', '.join(addresses)}")
         for line in executor.sharing.lines():
             out.print(escape(line))
         await stop.wait()
@@ -303,6 +304,8 @@ def status(
     for each, state in {} if json else states.items():
         table = Table(box=None, show_header=False, title=escape(each) if several else None, title_justify="left")
         for name, value in state.items():
+            if name == "activity":  # `symbiosis top` shows it
+                continue
             table.add_row(
                 f"[bold]{escape(visible(name.replace('_', ' ')))}[/]", escape(visible(_text(value))) or "none"
             )
