@@ -1,6 +1,6 @@
 """What tenants do and which layers run, as plain data: the part of an executor's status that ``symbiosis top`` shows.
 
-All numbers but ``clients`` and ``held_bytes`` only grow, so the difference of two states is what happened between them.
+All numbers but ``clients``, ``held_bytes`` and ``blocks`` only grow, so two states tell what happened between them.
 """
 
 from __future__ import annotations
@@ -49,23 +49,16 @@ _NONE = ClientStatistics(0, 0, 0.0, 0.0)
 
 def _of_tenant(counts: ClientStatistics) -> dict[str, Any]:
     record = counts._asdict()
-    return {**record, "members": record.pop("mean_batch") * counts.requests}
+    record["members"] = record.pop("mean_batch") * counts.requests
+    return record
 
 
 def _of_layers(layers: Mapping[str, LayerStatistics]) -> dict[str, dict[str, float]]:
-    """Return the sums over equal layers of all blocks, by a name for people and the pass."""
-    groups: defaultdict[tuple[str, str], list[tuple[str, LayerStatistics]]] = defaultdict(list)
-    for key, counts in layers.items():
-        name, _, pass_ = key.partition(" ")
-        groups[_BLOCK.sub(".*.", name, 1), pass_].append((name, counts))
-    found: dict[str, dict[str, float]] = {}
-    for (pattern, pass_), members in groups.items():
-        _, inside, path = pattern.partition(".*.")
-        blocks = len({name for name, _ in members})
-        text = f"{path} in each of {blocks} blocks" if inside and blocks > 1 else members[0][0]
-        sums = zip(LayerStatistics._fields, map(sum, zip(*(counts for _, counts in members), strict=True)), strict=True)
-        found[f"{text if f'{text}, {pass_}' not in found else pattern}, {pass_}"] = dict(sums)
-    return found
+    """Return the sums over equal layers of all blocks, by a name such as ``model.layers.*.mlp.up_proj forward``."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, counts in layers.items():
+        found[_BLOCK.sub(".*.", name, 1)].update({"blocks": 1, **counts._asdict()})
+    return {name: dict(sums) for name, sums in found.items()}
 
 
 def layers_text(names: Iterable[str]) -> str:

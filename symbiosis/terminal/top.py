@@ -35,7 +35,7 @@ _TENANT: dict[str, Any] = {
     **{name: {_EACH: float} for name in ("tokens", "waits", "passes", "alone")},
     "unshared": {_EACH: {_EACH: float}},
 }
-_LAYERS = dict.fromkeys(("requests", "batches", "members", "rows", "wait_s"), float)
+_LAYERS = dict.fromkeys(("blocks", "requests", "batches", "members", "rows", "wait_s"), float)
 _ACTIVITY = {
     **dict.fromkeys(("at", "batches", "members", "run_s"), float),
     "tenants": {_EACH: _TENANT},
@@ -120,8 +120,10 @@ def between(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
         for name, tenant in past["tenants"].items()
         if tenant["requests"] or counts["tenants"][name]["clients"]
     }
+    stacks = {name.partition(".*.")[0] for name in counts["layers"] if ".*." in name}
     layers = {
         name: {
+            "name": _layers_name(name, counts["layers"][name]["blocks"], whole=len(stacks) > 1),
             "batches_per_s": layer["batches"] / seconds,
             "requests_per_batch": _part(layer["members"], layer["batches"]),
             "rows_per_batch": _part(layer["rows"], layer["batches"]),
@@ -138,6 +140,14 @@ def between(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
         "tenants": tenants,
         "layers": layers,
     }
+
+
+def _layers_name(name: str, blocks: float, whole: bool) -> str:
+    """Return the name of equal layers of all blocks for people: ``mlp.up_proj in each of 4 blocks, forward``."""
+    path, _, pass_ = name.partition(" ")
+    _, inside, short = path.partition(".*.")
+    where = f" in each of {blocks:.0f} blocks" if inside else ""
+    return f"{short if inside and not whole else path}{where}, {pass_}"
 
 
 def _minus(now: Any, then: Any) -> Any:
@@ -233,16 +243,16 @@ def view(past: Mapping[str, Any], title: str = "") -> RenderableType:
             }
         )
     parts += [_table(rows), *map(Text, past["why"])]
-    busiest = sorted(past["layers"].items(), key=lambda item: -item[1]["batches_per_s"])
+    busiest = sorted(past["layers"].values(), key=lambda layers: -layers["batches_per_s"])
     rows = [
         {
-            "layers": name,
+            "layers": layers["name"],
             "batches/s": _number(layers["batches_per_s"]),
             "batch": _number(layers["requests_per_batch"]),
             "rows per batch": _number(layers["rows_per_batch"]),
             "wait in ms": _number(layers["wait_ms"]),
         }
-        for name, layers in busiest[:SHOWN]
+        for layers in busiest[:SHOWN]
     ]
     return Group(*parts, _table(rows))
 

@@ -18,7 +18,8 @@ def tenant(requests: int = 10, **counts: Any) -> dict[str, Any]:
 
 
 def status(at: float = 2.0, apart: dict[str, int] | None = None, **tenants: Any) -> dict[str, Any]:
-    layers = {"q in each of 2 blocks, forward": {"requests": 20, "batches": 10, "members": 20, "rows": 40, "wait_s": 1}}
+    counts = {"blocks": 2, "requests": 20, "batches": 10, "members": 20, "rows": 40, "wait_s": 1}
+    layers = {"model.layers.*.q forward": counts}
     activity = {"at": at, "batches": 10, "members": 20, "run_s": 0.02, "layers": layers, "apart": apart or {}}
     known = {"model": "Llama", "policy": "P()", "served_layers": "2 layers", "load": 0.5}
     return {**known, "activity": {**activity, "tenants": tenants}, "ignored": object()}
@@ -153,11 +154,31 @@ def test_reasons_of_other_policies_and_of_joint_walks_are_shown_as_they_are() ->
     assert "alice decoded 9 tokens outside joint walks: no other client decodes." in text
 
 
+def test_blocks_of_several_stacks_have_full_names() -> None:
+    found = status(alice=tenant())
+    found["activity"]["layers"] = {
+        name: {"blocks": 3, "batches": 1}
+        for name in ("encoder.block.*.q forward", "decoder.block.*.q forward", "lm_head backward fp32")
+    }
+    names = [layers["name"] for layers in between(read(found), None)["layers"].values()]
+    stacks = [f"{stack}.block.*.q in each of 3 blocks, forward" for stack in ("encoder", "decoder")]
+    assert names == [*stacks, "lm_head, backward fp32"]
+
+
+def test_a_block_that_ran_for_the_first_time_changes_no_rate() -> None:
+    """Its layers count together with those of the blocks that ran before."""
+    before, later = read(status()), status(at=4.0)
+    later["activity"]["layers"]["model.layers.*.q forward"] |= {"blocks": 3, "batches": 12}
+    (layers,) = between(read(later), before)["layers"].values()
+    assert layers["batches_per_s"] == 1
+    assert layers["name"] == "q in each of 3 blocks, forward"
+
+
 def test_columns_without_content_are_left_out() -> None:
     plain = shown(between(read(status(alice=tenant())), None))
     assert "SLO" not in plain
     assert "service" not in plain
-    assert "q in each of 2 blocks" in plain
+    assert " q in each of 2 blocks, forward " in plain
     both = {"alice": tenant(slo_kept=9, slo_missed=1, service=30.0), "bob": tenant(service=10.0)}
     text = shown(between(read(status(**both)), None))
     assert "90 %" in text
