@@ -76,12 +76,7 @@ def top(
 
 def _done(states: States, before: States) -> States:
     """Return what each executor did between two states, or the error."""
-    return {
-        each: state
-        if "error" in state
-        else between(state, None if "error" in before.get(each, {}) else before.get(each))
-        for each, state in states.items()
-    }
+    return {each: state if "error" in state else between(state, before.get(each)) for each, state in states.items()}
 
 
 def _shown(done: States) -> RenderableType:

@@ -96,7 +96,7 @@ def between(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
 
     Without an earlier state, or if the executor has started again since, it is what happened since its start.
     """
-    counts, then = now["activity"], {} if before is None else before["activity"]
+    counts, then = now["activity"], (before or {}).get("activity", {})
     if then and then["at"] > counts["at"]:
         then = {}
     elif then and then["batches"] > counts["batches"]:  # its counters were reset
@@ -202,17 +202,14 @@ def _how_far_apart(apart: Mapping[str, float], tenants: Mapping[str, Any]) -> st
     """Return a sentence on when clients asked for the same layers."""
     total = sum(apart.values())
     if not total:
-        asked = "; ".join(f"{name}: {', '.join(_asked(tenant))}" for name, tenant in list(tenants.items())[:4])
+        passes = {name: sorted(filter(tenant["passes"].get, tenant["passes"])) for name, tenant in tenants.items()}
+        asked = "; ".join(f"{name}: {', '.join(own)}" for name, own in list(passes.items())[:4])
         return f"No two clients asked for the same layers in the same pass and precision within 10 s ({asked})."
     quarter, half = (
         next(bound for bound, reached in zip(apart, accumulate(apart.values()), strict=True) if reached >= part * total)
         for part in (0.25, 0.5)
     )
     return f"Of the requests for the same layers, a quarter came {quarter} or less after another client's, half {half}."
-
-
-def _asked(tenant: Mapping[str, Any]) -> list[str]:
-    return sorted(pass_ for pass_, requests in tenant["passes"].items() if requests)
 
 
 def view(past: Mapping[str, Any], title: str = "") -> RenderableType:
