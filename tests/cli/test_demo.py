@@ -81,7 +81,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
 
 
 def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "WATCH_S", 0.05)
+    monkeypatch.setattr(jobs, "WATCH_S", 0.2)
     result = demo("--watch", "--policy", "lockstep", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     for words in ("policy Lockstep()", "1 block", "of the requests shared a batch", "all 10 equal"):
