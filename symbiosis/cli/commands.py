@@ -17,6 +17,7 @@ from symbiosis.cli.generate import generate
 from symbiosis.cli.keys import app as keys
 from symbiosis.cli.policies import policies
 from symbiosis.cli.serve import serve, status
+from symbiosis.cli.top import top
 from symbiosis.terminal.console import CommandGroup
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app.command()(serve)
 app.command()(finetune)
 app.command()(generate)
 app.command()(status)
+app.command()(top)
 app.command()(policies)
 app.command()(simulate)
 app.command()(audit)

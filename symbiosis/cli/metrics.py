@@ -49,6 +49,7 @@ _OF_TENANTS = {
     "tenant_rows": ("Rows of these requests.", "tenant"),
     "tenant_wait_seconds": ("Time that these requests were queued.", "tenant"),
     "tenant_batch_requests": ("Sum over these requests of the size of their batch.", "tenant"),
+    "tenant_service": ("Service of a tenant as the policy counts it (fair: tokens by weights).", "tenant"),
     "tokens": ("Rows of forward passes through all layers.", "tenant", "kind"),
     "slo_tokens": ("Tokens by whether they met their latency target: kept or missed.", "tenant", "slo"),
 }
@@ -88,6 +89,12 @@ class ExecutorCollector(Collector):
         yield _counter(
             "rejections", "Peers that were refused or cut, and calls that were refused.", _by(counts.rejections), "why"
         )
+        unshared: dict[tuple[str, ...], float] = defaultdict(float)
+        for tenant in counts.tenants.values():
+            for beside, reasons in tenant.unshared.items():
+                unshared[beside,] += sum(reasons.values())
+        meaning = "Requests that had a batch to themselves, by what other clients did: alone, thinking, …"
+        yield _counter("unshared_requests", meaning, unshared, "beside")
         yield from self._of_tenants(counts.tenants)
 
     def _of_tenants(self, tenants: Mapping[str, Any]) -> Iterator[Metric]:
@@ -101,6 +108,8 @@ class ExecutorCollector(Collector):
             sums["tenant_rows"][tenant,] += counts.rows
             sums["tenant_wait_seconds"][tenant,] += counts.wait_s
             sums["tenant_batch_requests"][tenant,] += counts.mean_batch * counts.requests
+            if counts.service:
+                sums["tenant_service"][tenant,] += counts.service
             for kind, tokens in counts.tokens.items():
                 sums["tokens"][tenant, kind] += tokens
             if counts.slo_kept or counts.slo_missed:

@@ -287,7 +287,8 @@ async def _serve(
             if early.is_set():  # the signal came while the model was loaded
                 reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
-        out.print(f"serving [bold]{escape(model)}[/] ({len(executor.layers)} base layers) on {', '.join(addresses)}")
+        served = escape(executor.status()["served_layers"])
+        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {', '.join(addresses)}")
         for line in executor.sharing.lines():
             out.print(escape(line))
         asked, closed = asyncio.create_task(stop.wait()), asyncio.create_task(executor.wait_closed())
@@ -318,6 +319,8 @@ def status(
     for each, state in {} if json else states.items():
         table = Table(box=None, show_header=False, title=escape(each) if several else None, title_justify="left")
         for name, value in state.items():
+            if name == "activity":  # `symbiosis top` shows it
+                continue
             table.add_row(
                 f"[bold]{escape(visible(name.replace('_', ' ')))}[/]", escape(visible(_text(value))) or "none"
             )

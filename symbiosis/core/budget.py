@@ -55,6 +55,10 @@ class Budget:
         """Number of connections whose owner is known."""
         return len(self._accounts)
 
+    def by_client(self) -> dict[str, int]:
+        """Return the bytes that count for the connections of each client that has joined."""
+        return {one.client: one.size for one in self._accounts if one.client}
+
     @property
     def largest(self) -> int:
         """Bytes of the largest call, with its results."""
@@ -131,12 +135,13 @@ class Account:
 
     Attributes:
         owner: whom the bytes count for; until :meth:`admit`, all peers of one listener whose owner is not known.
+        client: the client that has joined over the connection; "" before.
         kept: the part of what is held that the connection keeps between calls.
         leaving: whether the connection is ending, and gives back everything soon.
     """
 
     def __init__(self, budget: Budget, cut: Callable[[], object] = lambda: None) -> None:
-        self.owner = ""
+        self.owner = self.client = ""
         self.kept = 0
         self.leaving = False
         self._budget = budget

@@ -144,6 +144,11 @@ class Policy(ABC):
         the policy has no such targets. Statistics show it."""
         return {}
 
+    def service(self) -> Mapping[str, float]:
+        """Return the service that each tenant was given so far, in the policy's own measure. Empty if the policy does
+        not count it. Statistics show it."""
+        return {}
+
     def unloaded(self, seconds: float) -> None:
         """Note how long one token takes in the base layers of an idle executor.
 

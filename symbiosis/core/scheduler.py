@@ -52,6 +52,9 @@ TURN_S = 0.01
 LONE = "lone"
 """Reason of a batch that ran without asking the policy."""
 
+ALONE, THINKING, ELSEWHERE, PASSED_OVER = "alone", "thinking", "elsewhere", "passed over"
+"""What other clients do beside a batch of one request; see :meth:`Scheduler.beside`."""
+
 
 class WaitUntil(NamedTuple):
     """Ask again at ``time`` (seconds), or as soon as anything was reported. ``inf``: only when something was."""
@@ -249,6 +252,18 @@ class Scheduler:
             self._queues.cancel(request)
             self._tell("cancelled", self.policy.cancelled, request)
         self._closed(request, now)
+
+    def beside(self, batch: Batch) -> str:
+        """Return what other clients do beside a batch of one request, before it is completed: none is in a walk
+        (ALONE), all are thinking (THINKING), or requests of them are queued, for other keys (ELSEWHERE) or for the key
+        of the batch (PASSED_OVER)."""
+        if batch.reason is LONE:
+            return ALONE
+        client = batch.slices[0].request.client
+        state, queue = self._clients.get(client), self._queues.by_key.get(batch.key)
+        if state is not None and len(self._open) > state.open:
+            return ELSEWHERE if queue is None or len(queue) == len(queue.of(client)) else PASSED_OVER
+        return THINKING if self.thinking else ALONE
 
     def measured(self, batch: Batch, seconds: float) -> None:
         """Report how long a batch took, if that was not known when it was completed."""

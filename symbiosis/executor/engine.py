@@ -143,12 +143,13 @@ class Engine:
     def statistics(self) -> Statistics:
         """Return what has run so far."""
         with self._lock:
+            policy = self.scheduler.policy
             try:
-                slo = self.scheduler.policy.slo()
+                slo, service = policy.slo(), policy.service()
             except Exception as error:  # noqa: BLE001 (a policy may raise anything)
-                log.error("the policy raised in slo(): %r", error)
-                slo = {}
-            return self.counters.snapshot([layer.spec.name for layer in self.layers], slo)
+                log.error("the policy raised in slo() or service(): %r", error)
+                slo, service = {}, {}
+            return self.counters.snapshot([layer.spec.name for layer in self.layers], slo, service)
 
     def walked(self, client: str, alone: str | None) -> None:
         """Count a token that a client of this process decoded; see :meth:`Counters.walked`."""
@@ -430,6 +431,7 @@ class Engine:
         clock = self.device_clock
         self._pace.learn(batch.key, batch.rows, ended - started)
         with self._lock:
+            beside = self.scheduler.beside(batch) if len(batch.slices) == 1 else ""
             if clock is None or began is None:
                 answered = self.scheduler.completed(batch, ended - started, now())
                 self.counters.load.ran(batch.rows, ended - started, ended)
@@ -439,7 +441,7 @@ class Engine:
                 for earlier, seconds in clock.done():
                     self.scheduler.measured(earlier, seconds)
                     self.counters.load.ran(earlier.rows, seconds, ended)
-            self.counters.count(batch, answered, started, ended)
+            self.counters.count(batch, answered, started, ended, beside)
         if self.timeline is not None:
             self.timeline.ran(batch, answered, started, ended)
         return answered

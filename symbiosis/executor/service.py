@@ -22,6 +22,7 @@ from symbiosis.core.share import Resident, Share, fingerprint_of
 from symbiosis.core.terms import JOINT, NO_TERMS, Terms
 from symbiosis.core.transport import Identity, Listener, Session
 from symbiosis.errors import ExecutorClosedError, RefusedError, ShareError, SymbiosisError, UsageError
+from symbiosis.executor.activity import activity_of, layers_text
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.session import ExecutorSession
 from symbiosis.executor.share import share_of
@@ -31,6 +32,10 @@ from symbiosis.executor.statistics import Statistics
 
 KEYS = 1 << 12
 """Keys whose shapes are kept. Few models have as many layers and groups of siblings."""
+
+ACTIVITY_EVERY_S = 0.2
+"""Seconds between two activities that are put together: with thousands of tenants each takes milliseconds, and a peer
+may ask at any rate."""
 
 DRAIN_EVERY_S = 0.02
 """Seconds between two looks at whether all walks have ended."""
@@ -76,6 +81,8 @@ class ExecutorService:
         self._identity: Identity | None = None
         self._reserved: list[Callable[[], Container[str]]] = []
         """Each returns names of tenants that are authenticated."""
+        self._activity: dict[str, Any] = {}
+        self._activity_until = 0.0
         self._started: float | None = None
         self._draining = self._closed = False
 
@@ -212,6 +219,14 @@ class ExecutorService:
         """Return what the executor has done since it started, or since its counters were reset."""
         return self._engine.statistics()
 
+    def _present_activity(self) -> dict[str, Any]:
+        """Return what tenants did, as of at most ACTIVITY_EVERY_S ago."""
+        if now() >= self._activity_until:
+            at = round(now() - (self._started or now()), 6)
+            found = activity_of(self.statistics(), self.clients, self.budget.by_client())
+            self._activity, self._activity_until = {"at": at, **found}, now() + ACTIVITY_EVERY_S
+        return self._activity
+
     def rejected(self, why: str) -> None:
         self._engine.counters.rejections[why] += 1
 
@@ -221,6 +236,7 @@ class ExecutorService:
             "model": type(self._split.model).__name__,
             "policy": repr(self._engine.scheduler.policy),
             "layers": len(self._split.layers),
+            "served_layers": layers_text(spec.name for spec in self.layers),
             "layers_elsewhere": len(self._split.elsewhere),
             "packed_layers": self._split.packed,
             "served_bytes": self.sharing.served,
@@ -237,4 +253,5 @@ class ExecutorService:
             "mean_batch": counters.members / counters.batches if counters.batches else 0.0,
             "run_s": counters.run_s,
             "load": round(counters.load.at(now()), 3),
+            "activity": self._present_activity(),
         }

@@ -55,6 +55,13 @@ class ClientStatistics(NamedTuple):
     slo_kept: int = 0
     """Tokens that were made within their latency targets, where the policy has such targets."""
     slo_missed: int = 0
+    unshared: Mapping[str, Mapping[str, int]] = {}
+    """Requests that had a batch to themselves, by what other clients did meanwhile (see
+    :meth:`~symbiosis.core.scheduler.Scheduler.beside`), and by the policy's reason for the batch."""
+    passes: Mapping[str, int] = {}
+    """Requests by pass and precision: ``forward``, ``backward``, ``forward fp32``."""
+    service: float = 0.0
+    """Service of the tenant, where the policy counts it (:meth:`~symbiosis.core.policy.Policy.service`)."""
 
 
 class Histogram(NamedTuple):
@@ -95,6 +102,9 @@ class Statistics(NamedTuple):
     rejections: Mapping[str, int]
     """Number of peers that were not admitted or were disconnected, and of calls that were not taken, by the name of the
     error; ``handshake`` for peers without a key, ``cut`` for connections that ended without a message."""
+    apart: Histogram
+    """How long after a request of another client, for the same layers in the same pass and precision, requests arrived
+    that had a batch to themselves, as the other one had."""
 
     @property
     def mean_batch(self) -> float:
@@ -115,7 +125,11 @@ BOUNDS_S = tuple(round(base * 10**power, 6) for power in range(-4, 2) for base i
 """Upper bounds of the durations that histograms count together, in seconds: 0.1 ms to 25 s."""
 OTHER = "other"
 """Stands for the reasons, or the tenants, that are too many to be counted apart."""
+APART_S = 10.0
+"""Seconds between two requests for the same layers from which on their clients are not at work at once."""
 _FORWARD = Pass.FORWARD
+_PASSES = [pass_.name.lower().replace("_", " ") + (" fp32" if fp32 else "") for pass_ in Pass for fp32 in (False, True)]
+"""Names of a key's pass and precision: ``forward``, ``forward without bias``, ``backward fp32``."""
 
 
 @dataclass(slots=True)
@@ -125,6 +139,10 @@ class _Layer:
     members: int = 0
     rows: int = 0
     wait_s: float = 0.0
+    client: str = ""
+    """The client of the latest batch, if that had one request."""
+    arrived: float = 0.0
+    """When this request arrived."""
 
 
 @dataclass(slots=True)
@@ -138,6 +156,8 @@ class _ClientCounts:
     work: list[int] = field(default_factory=lambda: [0] * len(Kind))
     """Rows of forward passes, times the layers that they went through, by kind."""
     waits: dict[str, float] = field(default_factory=dict)
+    unshared: dict[tuple[str, str], int] = field(default_factory=dict)
+    passes: list[int] = field(default_factory=lambda: [0] * len(_PASSES))
 
     def waited(self, reason: str, seconds: float) -> None:
         waits = self.waits
@@ -147,6 +167,13 @@ class _ClientCounts:
 
     def walked_alone(self, reason: str, tokens: int = 1) -> None:
         self.alone[reason if reason in self.alone or len(self.alone) < _MAX_OF_CLIENT else OTHER] += tokens
+
+    def had_batch(self, beside: str, reason: str, requests: int = 1) -> None:
+        """Count requests that had a batch to themselves."""
+        found = beside, reason
+        if found not in self.unshared and len(self.unshared) >= _MAX_OF_CLIENT:
+            found = beside, OTHER
+        self.unshared[found] = self.unshared.get(found, 0) + requests
 
     def add(self, other: _ClientCounts) -> None:
         """Add the counts of another client."""
@@ -158,10 +185,17 @@ class _ClientCounts:
             self.walked_alone(reason, tokens)
         for reason, seconds in other.waits.items():
             self.waited(reason, seconds)
+        for (beside, reason), requests in other.unshared.items():
+            self.had_batch(beside, reason, requests)
+        for number, requests in enumerate(other.passes):
+            self.passes[number] += requests
         for kind, work in enumerate(other.work):
             self.work[kind] += work
 
-    def snapshot(self, layers: int, slo: tuple[int, int]) -> ClientStatistics:
+    def snapshot(self, layers: int, slo: tuple[int, int], service: float = 0.0) -> ClientStatistics:
+        unshared: dict[str, dict[str, int]] = {}
+        for (beside, reason), requests in self.unshared.items():
+            unshared.setdefault(beside, {})[reason] = requests
         return ClientStatistics(
             self.requests,
             self.rows,
@@ -172,6 +206,9 @@ class _ClientCounts:
             {kind.name.lower(): work / layers for kind, work in zip(Kind, self.work, strict=True)},
             dict(self.waits),
             *slo,
+            unshared,
+            {name: requests for name, requests in zip(_PASSES, self.passes, strict=True) if requests},
+            service,
         )
 
 
@@ -183,6 +220,10 @@ class _Durations:
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
         self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.seconds += seconds
 
     def snapshot(self) -> Histogram:
         return Histogram(BOUNDS_S, tuple(self.counts), self.seconds)
@@ -205,6 +246,7 @@ class Counters:
     wait_times: list[_Durations] = field(default_factory=lambda: [_Durations() for _ in Kind])
     run_times: _Durations = field(default_factory=_Durations)
     rejections: Counter[str] = field(default_factory=Counter)
+    apart: _Durations = field(default_factory=_Durations)
     _left: dict[str, _ClientCounts] = field(default_factory=dict)
     """Counts of forgotten clients, by tenant."""
     _tenants: tuple[str, ...] = ()
@@ -212,8 +254,9 @@ class Counters:
     _each: _ClientCounts = field(default_factory=lambda: _ClientCounts())
     """What was counted for each of them since."""
 
-    def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float) -> None:
-        """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests.
+    def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float, beside: str = "") -> None:
+        """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests. ``beside`` says
+        what other clients did, if it had one request.
 
         A request of a joint walk counts as one of each of its tenants.
         """
@@ -230,7 +273,10 @@ class Counters:
         self.reasons[reason] += 1
         layer = self._layer(batch.key, size, batch.rows)
         layers = len(batch.key.layers) if batch.key.pass_ is _FORWARD else 0
+        pass_ = _number_of(batch.key)
         waited = 0.0
+        if size > 1:
+            layer.client = ""
         for request in answered:
             wait, rows, count, kind = started - request.arrived, request.rows, 1, request.kind
             if request.tenants:
@@ -249,12 +295,28 @@ class Counters:
             client.rows += rows
             client.companions += size
             client.work[kind] += rows * layers
+            client.passes[pass_] += 1
+            if size == 1:
+                try:
+                    client.unshared[beside, reason] += 1
+                except KeyError:
+                    client.had_batch(beside, reason)
+                self._count_apart(layer, request)
             try:
                 client.waits[reason] += wait
             except KeyError:
                 client.waited(reason, wait)
         layer.wait_s += waited
         self.waits[reason] += waited
+
+    def _count_apart(self, layer: _Layer, request: Request) -> None:
+        """Count how long after another client's request for the same layers a request arrived."""
+        if layer.client != request.client:
+            seconds = request.arrived - layer.arrived
+            if layer.client and 0 <= seconds < APART_S:
+                self.apart.add(seconds)
+            layer.client = request.client
+        layer.arrived = request.arrived
 
     def _new_reason(self, reason: str) -> str:
         """Return the name under which a reason is counted that was not counted before."""
@@ -304,16 +366,20 @@ class Counters:
             client = self.clients[name] = _ClientCounts()
         return client
 
-    def snapshot(self, names: list[str], slo: Mapping[str, tuple[int, int]]) -> Statistics:
+    def snapshot(
+        self, names: list[str], slo: Mapping[str, tuple[int, int]], service: Mapping[str, float] | None = None
+    ) -> Statistics:
         """Return the statistics so far.
 
         Args:
             names: those of the layer table.
             slo: tokens of each client that were made within their latency targets, and later.
+            service: of each tenant, where the policy counts it.
         """
         self._share_out()
+        service = service or {}
         layers = {
-            f"{group_name([names[index] for index in key.layers])} {pass_name(key)}": (
+            f"{group_name([names[index] for index in key.layers])} {_PASSES[_number_of(key)]}": (
                 LayerStatistics(layer.requests, layer.batches, layer.members, layer.rows, layer.wait_s)
             )
             for key, layer in sorted(self.layers.items())
@@ -340,11 +406,15 @@ class Counters:
             reasons=dict(self.reasons),
             layers=layers,
             clients={name: client.snapshot(len(names), slo.get(name, (0, 0))) for name, client in self.clients.items()},
-            tenants={name: client.snapshot(len(names), (kept[name], missed[name])) for name, client in tenants.items()},
+            tenants={
+                name: client.snapshot(len(names), (kept[name], missed[name]), service.get(name, 0.0))
+                for name, client in tenants.items()
+            },
             waits=dict(self.waits),
             wait_times={kind.name.lower(): times.snapshot() for kind, times in zip(Kind, self.wait_times, strict=True)},
             run_times=Histogram(BOUNDS_S, tuple(self.run_times.counts), self.run_s),
             rejections=dict(self.rejections),
+            apart=self.apart.snapshot(),
         )
 
 
@@ -356,9 +426,9 @@ def _of_tenant(tenants: dict[str, _ClientCounts], client: str) -> _ClientCounts:
     return tenants.setdefault(tenant, _ClientCounts())
 
 
-def pass_name(key: Key) -> str:
-    """Return the name of a key's pass and precision: ``forward``, ``forward without bias``, ``backward fp32``."""
-    return key.pass_.name.lower().replace("_", " ") + (" fp32" if key.fp32 else "")
+def _number_of(key: Key) -> int:
+    """Return the place of a key's pass and precision in _PASSES."""
+    return 2 * key.pass_ + key.fp32
 
 
 def group_name(names: list[str]) -> str:

@@ -70,6 +70,9 @@ class Admission(Policy):
     def slo(self) -> Mapping[str, tuple[int, int]]:
         return self.policy.slo()
 
+    def service(self) -> Mapping[str, float]:
+        return self.policy.service()
+
     @abstractmethod
     def hold(self, request: Request) -> None:
         """Note that a request was queued. It is held back until :meth:`admit` is called for it."""

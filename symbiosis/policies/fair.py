@@ -49,6 +49,8 @@ class _TenantQueue:
     number: int
     weight: float
     counter: float = 0.0
+    charged: float = 0.0
+    """The part of the counter by which the tenant was not raised."""
     queued: int = 0
     """Requests with rows to run, held back or admitted."""
     inside: int = 0
@@ -146,6 +148,10 @@ class Fair(Admission):
         found = self._tenants.get(tenant)
         return found.counter if found else 0.0
 
+    def service(self) -> Mapping[str, float]:
+        """Return the tokens that each tenant was charged for, by the weights of kinds and divided by the tenant's."""
+        return {name: tenant.charged for name, tenant in self._tenants.items()}
+
     def hold(self, request: Request) -> None:
         behind = None
         for client in request.clients:
@@ -183,6 +189,7 @@ class Fair(Admission):
             for client in clients:
                 tenant = self._of[client]
                 tenant.counter += tokens / tenant.weight
+                tenant.charged += tokens / tenant.weight
                 tenant.inside += request.rows // len(clients)
             self.admit(request)
         return math.inf

@@ -158,6 +158,7 @@ class Peer:
             except (ExecutorClosedError, RefusedError) as error:
                 self.refuse(error)
                 return
+            self.account.client = self.session.client
             log.info("client joined", client=self.session.client, tenant=self.tenant)
         share = self._service.share()
         try:

@@ -275,7 +275,15 @@ class TcpLine(StreamLine):
         if self.user is None:
             return status
         own = [name for name in status["clients"] if name.startswith(f"{self.tenant}/")]
-        return {**status, "clients": own, "other_clients": len(status["clients"]) - len(own)}
+        activity = status["activity"]
+        record = {name: counts for name, counts in activity["tenants"].items() if name == self.tenant}
+        return {
+            **status,
+            "clients": own,
+            "other_clients": len(status["clients"]) - len(own),
+            # Which layers run, and when, tells what other tenants do.
+            "activity": {**activity, "tenants": record, "layers": {}, "apart": {}},
+        }
 
     def admit(self, name: str) -> str:
         others = self.listener.connections_of(self.tenant) - 1

@@ -80,6 +80,14 @@ def test_the_whole_demo(tmp_path: Path) -> None:
         assert tenant["tokens"] > 3 * 2 * 48
 
 
+def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "WATCH_S", 0.2)
+    result = demo("--watch", "--policy", "lockstep", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for words in ("policy Lockstep()", "1 block", "of the requests shared a batch", "all 10 equal"):
+        assert words in result.stdout
+
+
 def base_bytes(folder: Path) -> int:
     from transformers import AutoModelForCausalLM
 

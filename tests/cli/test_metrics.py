@@ -23,6 +23,7 @@ import symbiosis
 from symbiosis.cli import metrics
 from symbiosis.cli.metrics import MAX_TENANTS, ExecutorCollector, MetricsServer
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
+from symbiosis.core.scheduler import ALONE
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.executor import statistics
@@ -111,6 +112,19 @@ async def test_a_scrape_shows_what_ran() -> None:
         assert "process_resident_memory_bytes" in text
 
 
+async def test_a_scrape_shows_the_service_that_fair_counts_and_what_is_not_shared() -> None:
+    async with symbiosis.Executor(tiny_model("llama"), policy="fair:output=3,weights.bob=2+no-lockstep") as executor:
+        await work(executor)
+        counts = executor.statistics()
+        text = await scrape(executor)
+    bob = counts.tenants["bob"].tokens
+    assert value(text, "tenant_service_total", tenant="bob") == pytest.approx((bob["prefill"] + 3 * bob["decode"]) / 2)
+    alice = value(text, "tenant_service_total", tenant="alice")
+    assert alice > counts.tenants["alice"].tokens["finetune"] > 0, "the backward pass counts too"
+    unshared = sum(one.value for one in samples(text) if one.name == "symbiosis_unshared_requests_total")
+    assert unshared == counts.requests > 0, "no-lockstep shares nothing"
+
+
 async def test_tokens_of_joint_walks_count() -> None:
     options: Any = {"input_ids": IDS[:1], "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     async with symbiosis.Executor(tiny_model("llama")) as executor:
@@ -126,7 +140,7 @@ async def test_tokens_of_joint_walks_count() -> None:
 
 def run_request(counters: Counters, client: str) -> None:
     request = Request(0, client, Key((0,), Pass.FORWARD), 2, Kind.PREFILL, arrived=0.0)
-    counters.count(Batch(request.key, [Slice(request, 0, 2)], "full", 2), [request], started=1.0, ended=2.0)
+    counters.count(Batch(request.key, [Slice(request, 0, 2)], "full", 2), [request], 1.0, 2.0, beside=ALONE)
 
 
 def test_counts_of_forgotten_clients_stay_with_their_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +153,10 @@ def test_counts_of_forgotten_clients_stay_with_their_tenant(monkeypatch: pytest.
     assert found.tenants["alice"].requests == 10
     assert found.tenants["alice"].tokens["prefill"] == 20
     assert found.tenants["alice"].waits == {"full": 10.0}
-    assert found.tenants["alice"][-2:] == (2, 1)
-    assert found.tenants["other"][-2:] == (4, 0)
+    assert (found.tenants["alice"].slo_kept, found.tenants["alice"].slo_missed) == (2, 1)
+    assert (found.tenants["other"].slo_kept, found.tenants["other"].slo_missed) == (4, 0)
+    assert found.tenants["alice"].unshared == {"alone": {"full": 10}}
+    assert found.tenants["alice"].passes == {"forward": 10}
     for number in range(10):
         run_request(counters, f"tenant-{number}")
     found = counters.snapshot(["layer"], {})
@@ -161,7 +177,7 @@ def test_labels_are_bounded() -> None:
 
 
 async def test_every_metric_of_the_dashboard_exists() -> None:
-    async with symbiosis.Executor(tiny_model("llama"), policy="co-serving:slo_ms=10000") as executor:
+    async with symbiosis.Executor(tiny_model("llama"), policy="fair+co-serving:slo_ms=10000") as executor:
         await work(executor)
         executor.service.rejected("BusyError")
         known = {one.name: one.labels.keys() for one in samples(await scrape(executor))}

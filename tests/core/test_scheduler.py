@@ -12,7 +12,18 @@ import pytest
 
 from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import LONE, STOPPED_S, TURN_S, Idle, Scheduler, WaitUntil
+from symbiosis.core.scheduler import (
+    ALONE,
+    ELSEWHERE,
+    LONE,
+    PASSED_OVER,
+    STOPPED_S,
+    THINKING,
+    TURN_S,
+    Idle,
+    Scheduler,
+    WaitUntil,
+)
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
@@ -83,6 +94,24 @@ def test_rows_left_stay_queued() -> None:
     assert scheduler.queues[F0].rows == 4
     assert list(scheduler.queues[F0]) == [second]
     assert scheduler.oldest is second
+
+
+@pytest.mark.parametrize(
+    ("other", "beside"), [(None, THINKING), (F1, ELSEWHERE), (B0, ELSEWHERE), (F0, PASSED_OVER), ("idle", ALONE)]
+)
+def test_what_other_clients_do_beside_a_batch(other: Key | str | None, beside: str) -> None:
+    scheduler, policy = make("a", "b")
+    mine, next_ = request(0, "a", rows=4), request(1, "a")
+    for each in (mine, next_):  # a further request of the same client says nothing about the other one
+        scheduler.submit(each)
+    if other == "idle":
+        scheduler.walk_ended("b")
+    elif isinstance(other, Key):
+        scheduler.submit(request(2, "b", other))
+    batch = run(scheduler, policy, (mine, 2))
+    assert scheduler.beside(batch) == beside
+    scheduler.client_left("a", 0.0)
+    assert scheduler.beside(batch), "a client may leave while its batch runs"
 
 
 def test_take() -> None:

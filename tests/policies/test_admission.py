@@ -194,6 +194,21 @@ def test_the_bound(
         assert max(gaps) - min(gaps) <= 2 * (quantum + max(charge[a], charge[b])) + under_way
 
 
+def test_service_is_what_a_tenant_was_charged() -> None:
+    """A tenant that is raised because it returns late was not served more for that."""
+    policy = Fair(NoLockstep(), quantum=4, weights={"late": 2})
+    world = world_of(policy, "busy/1", "busy/2", "late", layers=4)
+    for client in ("busy/1", "busy/2"):
+        for _ in range(4):
+            world.submit(client, F0, 8, Kind.PREFILL)
+            world.complete(_run(world))
+    world.submit("late", F0, 8, Kind.PREFILL)
+    world.complete(_run(world))
+    assert policy.service() == RateLimit(policy).service() == {"busy": 8 * 8 / 4, "late": 8 / 4 / 2}
+    assert policy.served("late") > policy.service()["late"]
+    assert NoLockstep().service() == {}
+
+
 def test_one_huge_request_raises_no_credit() -> None:
     """A tenant that returns is no further behind than before, for any earlier service of other tenants."""
     policy = Fair(NoLockstep(), quantum=4)

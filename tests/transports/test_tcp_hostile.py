@@ -20,6 +20,7 @@ from symbiosis.core.registry import make_transport
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import RefusedError, UsageError, WireError
+from symbiosis.executor.service import ACTIVITY_EVERY_S
 from symbiosis.transports import peer, tcp_listener, wire
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.sockets import resolve
@@ -181,6 +182,25 @@ async def test_a_tenant_sees_its_own_clients_only(base: Any, keys: Path) -> None
             assert (shown["clients"], shown["other_clients"]) == (["bob/job"], 1)
             look = make_transport(listener.address, key=keys / "bob.secret").look
             assert "secret-project" not in str((await in_thread(look, listener.address)).status)
+
+
+async def test_a_tenant_sees_its_own_activity_only(base: Any, keys: Path) -> None:
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, keys=keys)
+        alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
+        bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
+        async with alice, bob, alice.client(name="job") as hers, bob.client(name="job") as his:
+            await asyncio.gather(hers.forward(input_ids=IDS), his.forward(input_ids=IDS))
+            await asyncio.sleep(ACTIVITY_EVERY_S)
+            everything = executor.status()["activity"]
+            assert everything["tenants"].keys() == {"alice", "bob"}
+            assert everything["layers"]
+            shown = (await bob.status())["activity"]
+            assert shown["tenants"]["bob"]["requests"] == executor.statistics().tenants["bob"].requests > 0
+            assert shown["tenants"]["bob"]["held_bytes"] > 0
+            assert "alice" not in str(shown)
+            assert not shown["layers"], "layers that run tell what other tenants do"
+            assert not shown["apart"]
 
 
 async def test_a_burst_of_connections_while_the_executor_is_busy(base: Any) -> None:

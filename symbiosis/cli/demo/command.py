@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +16,7 @@ from rich.markup import escape
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import BrokenError
 from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.top import between, read, screen, view
 
 if TYPE_CHECKING:
     from symbiosis.cli.demo.jobs import Job, Run
@@ -31,6 +34,9 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the plot.")] = Path("demo-output"),
     json: Annotated[Path | None, typer.Option(help="Also write all results to this file, as JSON.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of adapters, dropout and data order.")] = 0,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show what tenants and layers do, as `symbiosis top` does.")
+    ] = False,
 ) -> None:
     """Four tenants generate, fine-tune and generate again on one base model at once, and then with plain PEFT in turn.
 
@@ -44,7 +50,7 @@ def demo(
     writable(output, folder=True)
     if json is not None:
         writable(json)
-    results = _run(out, policy, seed)
+    results = _run(out, policy, seed, watch)
     results.print(out)
     picture = output / "demo.png"
     results.plot(picture)
@@ -58,7 +64,22 @@ def demo(
         raise DisagreementError("not what plain transformers + PEFT gives:\n  " + "\n  ".join(problems))
 
 
-def _run(out: Console, policy: str, seed: int) -> Results:
+@contextlib.contextmanager
+def _live(out: Console) -> Iterator[Callable[[dict[str, Any]], object]]:
+    """Yield a function that shows what an executor did since the last call, given its status."""
+    before: dict[str, Any] | None = None
+
+    def look(status: dict[str, Any]) -> None:
+        nonlocal before
+        now = read(status)
+        show(view(between(now, before)))
+        before = now
+
+    with screen(out) as show:
+        yield look
+
+
+def _run(out: Console, policy: str, seed: int, watch: bool) -> Results:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -83,8 +104,12 @@ def _run(out: Console, policy: str, seed: int) -> Results:
         steps(f"{job.name:<5} {job.method:<13}", done, total, f"loss {run.losses[-1]:.2f}" if run.losses else "")
 
     out.print("\nfour tenants at once on one executor", style="bold")
-    with Steps(out) as steps:
-        base, mean_batch = run(run_shared(folder, policy, jobs, show))
+    if watch:
+        with _live(out) as look:
+            base, mean_batch = run(run_shared(folder, policy, jobs, lambda job, run: None, look))
+    else:
+        with Steps(out) as steps:
+            base, mean_batch = run(run_shared(folder, policy, jobs, show))
     out.print("\nthe same jobs with plain transformers + PEFT, in turn", style="bold")
     with Steps(out) as steps:
         plain_base = max([run_plain(folder, job, show) for job in jobs])

@@ -25,6 +25,9 @@ TOLERANCE = 1e-3
 TIE = 1e-2
 """Largest difference of two tokens' logits at which either may follow."""
 
+WATCH_S = 1.0
+"""Seconds between two looks at the executor."""
+
 Report = Callable[["Job", "Run"], None]
 """Called after each training step and each text."""
 
@@ -114,22 +117,37 @@ def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
     return jobs
 
 
-async def run_shared(folder: Path, policy: str, jobs: list[Job], report: Report) -> tuple[int, float]:
-    """Run all jobs at once on one executor. Return the bytes of the base model, and the mean requests of a batch."""
+async def run_shared(
+    folder: Path, policy: str, jobs: list[Job], report: Report, watch: Callable[[dict[str, Any]], object] | None = None
+) -> tuple[int, float]:
+    """Run all jobs at once on one executor. Return the bytes of the base model, and the mean requests of a batch.
+
+    Each second, ``watch`` is called with the executor's status.
+    """
     async with Executor.from_pretrained(folder, policy=policy) as executor, AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(executor.client(job.config(), name=job.name, seed=job.seed)) for job in jobs
         ]
         executor.reset_statistics()
+        watching = None if watch is None else asyncio.create_task(_watch(executor, watch))
         try:
             async with asyncio.TaskGroup() as group:
                 for client, job in zip(clients, jobs, strict=True):
                     group.create_task(_work(client, job, report))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None  # the other jobs were cancelled because of it
+        finally:
+            if watching is not None:
+                watching.cancel()
         # Weights that are packed for decoding are in memory a second time while clients train.
         base = executor.sharing.served + executor.sharing.held + executor.status()["unpacked_bytes"]
         return base, executor.statistics().mean_batch
+
+
+async def _watch(executor: Executor, watch: Callable[[dict[str, Any]], object]) -> None:
+    while True:
+        await asyncio.sleep(WATCH_S)
+        watch(executor.status())
 
 
 async def _work(client: Client, job: Job, report: Report) -> None:

@@ -1,0 +1,88 @@
+"""``symbiosis top``: what an executor, or each of several, does now."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
+from symbiosis.core.registry import is_several, make_transport
+from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
+from symbiosis.terminal.console import console, visible
+from symbiosis.terminal.top import between, read, screen, view
+
+AWAY = (BusyError, ConnectionLostError, ExecutorClosedError)
+"""Errors of an executor that may return."""
+States = dict[str, dict[str, Any]]
+"""What each executor is or did, by address; of one that does not answer the ``error``."""
+
+
+def top(
+    address: AddressArgument,
+    key: KeyOption = None,
+    insecure: InsecureOption = False,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two views.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Show one interval, and exit. Exit status 1 if an executor is away.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON for each interval.")] = False,
+) -> None:
+    """Show what tenants and layers do now, and why requests share no batches, until Ctrl-C.
+
+    Over tcp:// and dist:// with a key it shows your own tenant alone.
+
+    Example: symbiosis top shm:///run/symbiosis.sock --once
+    """
+    transport = make_transport(address, **options_of(key=key, insecure=insecure))
+    several, out = is_several(address), console()
+
+    def look() -> States:
+        try:
+            shown = transport.look(address).status
+        except AWAY as error:
+            return {address: {"error": visible(error)}}
+        states = shown["replicas"] if several else {address: shown}
+        return {
+            each: {"error": visible(state["error"])} if "error" in state else read(state)
+            for each, state in states.items()
+        }
+
+    print_all: Callable[[RenderableType], object] = out.print
+    with contextlib.suppress(KeyboardInterrupt), nullcontext(print_all) if once or json else screen(out) as show:
+        states, before = look(), States()
+        if out.is_terminal and not once and not json:
+            show(_shown(_done(states, before)))  # what was done since the start, until there is something newer
+        while True:
+            time.sleep(interval)
+            states, before = look(), states
+            done = _done(states, before)
+            if json:
+                typer.echo(json_module.dumps(done))
+            else:
+                show(_shown(done))
+            if once:
+                break
+    if once and any("error" in state for state in states.values()):
+        raise typer.Exit(1)
+
+
+def _done(states: States, before: States) -> States:
+    """Return what each executor did between two states, or the error."""
+    return {each: state if "error" in state else between(state, before.get(each)) for each, state in states.items()}
+
+
+def _shown(done: States) -> RenderableType:
+    return Group(
+        *(
+            Text(f"{each} is away; trying again: {past['error']}") if "error" in past else view(past, each)
+            for each, past in done.items()
+        )
+    )

@@ -1,0 +1,289 @@
+"""What an executor does now, for ``symbiosis top`` and ``symbiosis demo --watch``.
+
+An executor's status has counts since its start. :func:`read` checks them, :func:`between` makes rates of two of them,
+:func:`why_unshared` says why requests share no batches, and :func:`view` shows all this. None of them reads a clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from symbiosis.errors import WireError
+from symbiosis.terminal.console import visible
+
+MOST = 10_000
+"""Largest number of names in a table of an executor's status."""
+LONGEST = 300
+"""Characters of a text of an executor that are shown."""
+SHOWN = 40
+"""Tenants and groups of layers that are shown, the busiest first."""
+
+_EACH = "each name"
+_TENANT: dict[str, Any] = {
+    **dict.fromkeys(("clients", "held_bytes", "requests", "members", "rows", "wait_s", "joint", "service"), float),
+    **dict.fromkeys(("slo_kept", "slo_missed"), float),
+    **{name: {_EACH: float} for name in ("tokens", "waits", "passes", "alone")},
+    "unshared": {_EACH: {_EACH: float}},
+}
+_LAYERS = dict.fromkeys(("blocks", "requests", "batches", "members", "rows", "wait_s"), float)
+_ACTIVITY = {
+    **dict.fromkeys(("at", "batches", "members", "run_s"), float),
+    "tenants": {_EACH: _TENANT},
+    "layers": {_EACH: _LAYERS},
+    "apart": {_EACH: float},
+}
+_STATUS = {**dict.fromkeys(("model", "policy", "served_layers"), str), "load": float, "activity": _ACTIVITY}
+
+_BESIDE = {
+    "alone": "no other client was at work",
+    "thinking": "the other clients were computing their own part of the model",
+    "elsewhere": "the other clients waited for other layers, or for another pass or precision",
+    "passed over": "the policy left out a request for the same layers",
+}
+_REASONS = {
+    "at-once": "it never waits",
+    "deadline": "the request was due",
+    "full": "the batch was full",
+    "gave-up": "it waited, and no other request came in the time that a shared batch would save",
+    "no-client-thinking": "no client could join",
+    "no-gain": "it did not expect that a wait saves time",
+    "policy-error": "its decision was refused",
+}
+"""Meaning of the built-in policies' reasons to run a batch."""
+
+
+def read(status: Any) -> dict[str, Any]:
+    """Return the part of an executor's status that is shown, with texts that a terminal can print.
+
+    Raises:
+        WireError: it is malformed.
+    """
+    found: dict[str, Any] = _read(status, _STATUS, "status")
+    return found
+
+
+def _read(value: Any, shape: Any, name: str) -> Any:
+    if shape is float:
+        if type(value) not in (int, float, type(None)) or not 0 <= (value or 0) < 1e18:
+            raise WireError(f"the executor sent {value!r:.50} as {name}, which is not a number from 0 on")
+        return value or 0
+    if shape is str:
+        return _clean(value or "")
+    value = {} if value is None else value
+    if type(value) is not dict or len(value) > MOST or not all(type(key) is str for key in value):
+        raise WireError(f"the executor sent a malformed {name} in its status")
+    if _EACH in shape:
+        return {_clean(key): _read(item, shape[_EACH], name) for key, item in value.items()}
+    return {key: _read(value.get(key), each, key) for key, each in shape.items()}
+
+
+def _clean(text: object) -> str:
+    return " ".join(visible(str(text)[:LONGEST]).split())
+
+
+def between(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what an executor did between two states from :func:`read`, as plain data.
+
+    Without an earlier state, or if the executor has started again since, it is what happened since its start.
+    """
+    counts, then = now["activity"], (before or {}).get("activity", {})
+    if then and then["at"] > counts["at"]:
+        then = {}
+    elif then and then["batches"] > counts["batches"]:  # its counters were reset
+        then = {"at": then["at"]}
+    past: dict[str, Any] = _minus(counts, then)
+    seconds = max(past["at"], 1e-9)
+    service = sum(tenant["service"] for tenant in past["tenants"].values())
+    tenants = {
+        name: {
+            **{gauge: counts["tenants"][name][gauge] for gauge in ("clients", "held_bytes")},
+            "requests": tenant["requests"],
+            "rows_per_s": tenant["rows"] / seconds,
+            "tokens_per_s": {kind: tokens / seconds for kind, tokens in tenant["tokens"].items() if tokens},
+            "requests_per_batch": _part(tenant["members"], tenant["requests"]),
+            "unshared": _part(_unshared(tenant), tenant["requests"]),
+            "wait_ms": _part(1e3 * tenant["wait_s"], tenant["requests"]),
+            "waits": {why: _part(wait, tenant["wait_s"]) for why, wait in tenant["waits"].items() if wait},
+            "slo_kept": _part(tenant["slo_kept"], tenant["slo_kept"] + tenant["slo_missed"]),
+            "service": _part(tenant["service"], service if len(past["tenants"]) > 1 else 0),
+        }
+        for name, tenant in past["tenants"].items()
+        if tenant["requests"] or counts["tenants"][name]["clients"]
+    }
+    stacks = {name.partition(".*.")[0] for name in counts["layers"] if ".*." in name}
+    layers = {
+        name: {
+            "name": _layers_name(name, counts["layers"][name]["blocks"], whole=len(stacks) > 1),
+            "batches_per_s": layer["batches"] / seconds,
+            "requests_per_batch": _part(layer["members"], layer["batches"]),
+            "rows_per_batch": _part(layer["rows"], layer["batches"]),
+            "wait_ms": _part(1e3 * layer["wait_s"], layer["requests"]),
+        }
+        for name, layer in past["layers"].items()
+        if layer["batches"]
+    }
+    return {
+        **{name: now[name] for name in ("model", "served_layers", "policy", "load")},
+        "seconds": past["at"],
+        "requests_per_batch": _part(past["members"], past["batches"]),
+        "why": why_unshared(past),
+        "tenants": tenants,
+        "layers": layers,
+    }
+
+
+def _layers_name(name: str, blocks: float, whole: bool) -> str:
+    """Return the name of equal layers of all blocks for people: ``mlp.up_proj in each of 4 blocks, forward``."""
+    path, _, pass_ = name.partition(" ")
+    _, inside, short = path.partition(".*.")
+    where = f" in each of {blocks:.0f} blocks" if inside else ""
+    return f"{short if inside and not whole else path}{where}, {pass_}"
+
+
+def _minus(now: Any, then: Any) -> Any:
+    if isinstance(now, dict):
+        return {name: _minus(value, then.get(name)) for name, value in now.items()} if then else now
+    return max(now - (then or 0), 0)
+
+
+def _part(value: float, whole: float) -> float | None:
+    return value / whole if whole else None
+
+
+def _unshared(tenant: Mapping[str, Any]) -> float:
+    return float(sum(sum(reasons.values()) for reasons in tenant["unshared"].values()))
+
+
+def why_unshared(past: Mapping[str, Any]) -> list[str]:
+    """Return sentences that say how many requests shared a batch and why the others did not, from counts."""
+    tenants = {name: tenant for name, tenant in past["tenants"].items() if tenant["requests"]}
+    requests = sum(tenant["requests"] for tenant in tenants.values())
+    if not requests:
+        return ["No request was answered."]
+    causes: dict[tuple[str, str], float] = {}
+    for tenant in tenants.values():
+        for beside, reasons in tenant["unshared"].items():
+            for reason, count in reasons.items():
+                cause = beside, "" if beside == "alone" else reason
+                causes[cause] = causes.get(cause, 0) + count
+    alone = sum(causes.values())
+    found = [f"{_percent(1 - alone / requests)} of the requests shared a batch."]
+    for (beside, reason), count in sorted(causes.items(), key=lambda cause: -cause[1])[:3]:
+        if count >= requests / 10:
+            meaning = f"{_REASONS[reason]} ({reason})" if reason in _REASONS else reason
+            why = f"; the policy's reason: {meaning}" if reason else ""
+            found.append(f"{_percent(count / requests)} did not: {_BESIDE.get(beside, beside)}{why}.")
+    if alone >= requests / 2 and len(tenants) > 1 and past["layers"]:
+        found.append(_how_far_apart(past["apart"], tenants))
+        queued, ran = sum(tenant["wait_s"] for tenant in tenants.values()), past["run_s"]
+        found.append(
+            f"On average a request was queued for {1e3 * queued / requests:.2g} ms, and a batch ran for "
+            f"{1e3 * ran / max(past['batches'], 1):.2g} ms."
+        )
+    for name, tenant in list(tenants.items())[:SHOWN]:
+        own = sum(tenant["alone"].values())
+        if own > tenant["joint"]:
+            why = max(tenant["alone"], key=tenant["alone"].__getitem__)
+            found.append(f"{name} decoded {own:.0f} tokens outside joint walks: {why}.")
+    return found
+
+
+def _how_far_apart(apart: Mapping[str, float], tenants: Mapping[str, Any]) -> str:
+    """Return a sentence on when clients asked for the same layers."""
+    total = sum(apart.values())
+    if not total:
+        passes = {name: sorted(filter(tenant["passes"].get, tenant["passes"])) for name, tenant in tenants.items()}
+        asked = "; ".join(f"{name}: {', '.join(own)}" for name, own in list(passes.items())[:4])
+        return f"No two clients asked for the same layers in the same pass and precision within 10 s ({asked})."
+    quarter, half = (
+        next(bound for bound, reached in zip(apart, accumulate(apart.values()), strict=True) if reached >= part * total)
+        for part in (0.25, 0.5)
+    )
+    return f"Of the requests for the same layers, a quarter came {quarter} or less after another client's, half {half}."
+
+
+def view(past: Mapping[str, Any], title: str = "") -> RenderableType:
+    """Return what to show of an executor, from :func:`between`."""
+    parts: list[RenderableType] = [Text(title, "bold")] if title else []
+    batch = past["requests_per_batch"]
+    parts.append(
+        Text(
+            f"{past['model']}: {past['served_layers']}\npolicy {past['policy']}\n"
+            f"load {past['load']:.2f}, {'no batches' if batch is None else f'{batch:.2f} requests per batch'}, "
+            f"in the last {past['seconds']:.3g} s"
+        )
+    )
+    rows = []
+    for name, tenant in sorted(past["tenants"].items(), key=lambda item: -item[1]["rows_per_s"])[:SHOWN]:
+        shared = None if tenant["unshared"] is None else 1 - tenant["unshared"]
+        rows.append(
+            {
+                "tenant": name,
+                "tokens/s": _largest(tenant["tokens_per_s"], _number),
+                "rows/s": _number(tenant["rows_per_s"]),
+                "batch": _number(tenant["requests_per_batch"]),
+                "shared": _percent(shared),
+                "wait in ms, and why": f"{_number(tenant['wait_ms'])} {_largest(tenant['waits'], _percent)}".strip(),
+                "SLO kept": _percent(tenant["slo_kept"]),
+                "service": _percent(tenant["service"]),
+                "memory": f"{tenant['held_bytes'] / 2**20:.3g} MiB" if tenant["held_bytes"] else "",
+            }
+        )
+    parts += [_table(rows), *map(Text, past["why"])]
+    busiest = sorted(past["layers"].values(), key=lambda layers: -layers["batches_per_s"])
+    rows = [
+        {
+            "layers": layers["name"],
+            "batches/s": _number(layers["batches_per_s"]),
+            "batch": _number(layers["requests_per_batch"]),
+            "rows per batch": _number(layers["rows_per_batch"]),
+            "wait in ms": _number(layers["wait_ms"]),
+        }
+        for layers in busiest[:SHOWN]
+    ]
+    return Group(*parts, _table(rows))
+
+
+@contextlib.contextmanager
+def screen(console: Console) -> Iterator[Callable[[RenderableType], object]]:
+    """Yield a function that shows something in place of what it showed before; below it, where there is no terminal."""
+    if not console.is_terminal:
+        yield console.print
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield partial(live.update, refresh=True)
+
+
+def _table(rows: list[dict[str, str]]) -> RenderableType:
+    """Return a table of the columns that have content."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = [heading for heading in (rows[0] if rows else ()) if any(row[heading] for row in rows)]
+    for heading in shown:
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(*(Text(row[heading]) for heading in shown))
+    return table if rows else Text()
+
+
+def _largest(parts: Mapping[str, float], form: Callable[[float], str]) -> str:
+    """Return the two largest of some numbers as text."""
+    largest = sorted(parts.items(), key=lambda part: -part[1])[:2]
+    return ", ".join(f"{name} {form(number)}" for name, number in largest if number >= 0.005)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}" if value < 10 else f"{value:,.0f}"
+
+
+def _percent(part: float | None) -> str:
+    return "" if part is None else f"{100 * part:.0f} %"
