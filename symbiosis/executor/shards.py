@@ -49,8 +49,13 @@ WITHIN_S = 60.0
 """Seconds that an operation of a batch may take: the largest batch of the largest layer at the slowest shard."""
 END_WITHIN_S = 5.0
 """Seconds in which the other shards may end before they are killed."""
-MOST_SIBLINGS = 58
-"""Layers of one key. A header has 64 numbers."""
+_ROWS = 1
+"""Tag of rows and results; what is told has 0. NCCL knows no tags, and has a group for rows alone."""
+_HEADER_BYTES = 64 * 8
+_MOST_LAYERS = 32
+"""Layers that a header names."""
+_INLINE_BYTES = 1 << 16
+"""Largest matrices that go with the header, on CPUs: rows of clients that decode."""
 _FOREVER = timedelta(days=10_000)
 _RUN, _END = 1, 0
 
@@ -67,6 +72,7 @@ class Group:
 
     def __init__(self, store: Any, rank: int, count: int, local: str, device: torch.device) -> None:
         self.rank, self.count, self.device = rank, count, device
+        self._coming: tuple[torch.Tensor, Any] | None = None
         self._told = gloo(dist.PrefixStore("told", store), rank, count, local, MEET_WITHIN_S)
         cuda = device.type == "cuda"
         self._rows = nccl(dist.PrefixStore("rows", store), rank, count, WITHIN_S) if cuda else self._told
@@ -85,21 +91,45 @@ class Group:
         self._told.recv([data], rank, 0).wait(timedelta(seconds=WITHIN_S))
         return json.loads(bytes(data.numpy()))
 
-    def order(self, rank: int, header: torch.Tensor) -> Any:
-        """Begin to send a header, and return what to :meth:`finish`."""
-        return self._told.send([header], rank, 0)
+    def order(self, rank: int, header: Sequence[int], tensors: Results = ()) -> list[Any]:
+        """Begin to send a header, and the matrices of a call with it or after it. Return what to :meth:`finish`."""
+        inline = _inline(header[-1], self.device)
+        message = torch.empty(_HEADER_BYTES + (header[-1] if inline else 0), dtype=torch.uint8)
+        message[:_HEADER_BYTES].view(torch.int64)[:] = torch.tensor(header)
+        if inline:
+            for tensor, place in zip(tensors, _places(tensors), strict=True):
+                message[place] = tensor.reshape(-1).view(torch.uint8)
+        sent = [self._told.send([message], rank, 0)]
+        return sent if inline else sent + [self.send(rank, tensor) for tensor in tensors]
 
-    def await_order(self) -> list[int]:
-        """Return the next header of the first shard, whenever it comes."""
-        header = torch.empty(64, dtype=torch.int64)
-        self._told.recv([header], 0, 0).wait(_FOREVER)
-        return header.tolist()
+    def _await(self) -> tuple[torch.Tensor, Any]:
+        message = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        return message, self._told.recv([message], 0, 0)
+
+    def next_order(self) -> tuple[list[int], torch.Tensor]:
+        """Return the next header of the first shard, whenever it comes, and the message that has it.
+
+        gloo sends nothing before the other side receives, so the one after it is awaited from now on.
+        """
+        message, coming = self._coming or self._await()
+        coming.wait(_FOREVER)
+        self._coming = self._await()
+        return message[:_HEADER_BYTES].view(torch.int64).tolist(), message
+
+    def take(self, header: Sequence[int], message: torch.Tensor, tensors: Results) -> None:
+        """Fill the matrices of a call that was ordered."""
+        if _inline(header[-1], self.device):
+            for tensor, place in zip(tensors, _places(tensors), strict=True):
+                tensor.view(-1).view(torch.uint8)[:] = message[place]
+            return
+        for one in [self.receive(0, tensor) for tensor in tensors]:
+            self.finish(one)
 
     def send(self, rank: int, tensor: torch.Tensor) -> Any:
-        return self._rows.send([tensor], rank, 0)
+        return self._rows.send([tensor], rank, _ROWS)
 
     def receive(self, rank: int, tensor: torch.Tensor) -> Any:
-        return self._rows.recv([tensor], rank, 0)
+        return self._rows.recv([tensor], rank, _ROWS)
 
     def finish(self, work: Any) -> None:
         """Wait until an operation is over; on a GPU, have its stream wait."""
@@ -152,24 +182,26 @@ class Shards:
         with self._lock:
             if self._error is not None:
                 raise self._error
-            return self._run(key, tensors)
+            several = range(0, len(key.layers), _MOST_LAYERS)
+            parts = [key._replace(layers=key.layers[first : first + _MOST_LAYERS]) for first in several]
+            return tuple([result for part in parts for result in self._run(part, tensors)])
 
     def _run(self, key: Key, tensors: Results) -> Results:
         group, cut, rows = self._group, self._cut, len(tensors[0])
         others = range(1, group.count)
         answers = [tuple([_empty(rows, c, group.device) for c in cut.shapes(key, rank).answer]) for rank in others]
+        calls = [cut.call(key, tensors, rank) for rank in range(group.count)]
         own: Results | Exception
         try:
-            header, under_way = _header(key, rows), []
+            under_way = []
             for rank in others:
-                under_way.append(group.order(rank, header))
-                under_way += [group.send(rank, tensor) for tensor in cut.call(key, tensors, rank)]
+                under_way += group.order(rank, _header(key, rows, calls[rank]), calls[rank])
             for rank, answer in zip(others, answers, strict=True):
                 under_way += [group.receive(rank, tensor) for tensor in answer]
         except RuntimeError as error:
             raise self._lose(self._reason(error)) from error
         try:
-            own = run_parts(self._parts, key, cut.call(key, tensors, 0))
+            own = run_parts(self._parts, key, calls[0])
         except Exception as error:  # noqa: BLE001 (raised when the others have answered)
             own = error
         try:
@@ -209,7 +241,8 @@ class Shards:
         with contextlib.suppress(RuntimeError), self._lock:  # those that have ended cannot be told
             if self._error is None:
                 for rank in range(1, self._group.count):
-                    self._group.finish(self._group.order(rank, torch.zeros(64, dtype=torch.int64)))
+                    for work in self._group.order(rank, [_END] * 64):
+                        self._group.finish(work)
         self._launch.close(at_once=self._error is not None)
 
 
@@ -225,10 +258,26 @@ def run_parts(parts: Sequence[BaseLayer], key: Key, tensors: Results) -> Results
         return tuple([result.contiguous() for layer in key.layers for result in parts[layer].run(key, tensors)])
 
 
-def _header(key: Key, rows: int) -> torch.Tensor:
+def _header(key: Key, rows: int, call: Results) -> list[int]:
+    """Return 64 numbers that tell a shard what to run, and how many bytes its matrices have."""
     layers, pass_, fp32, choices = key
     numbers = [_RUN, pass_, fp32, choices, rows, len(layers), *layers]
-    return torch.tensor(numbers + [0] * (64 - len(numbers)))
+    places = _places(call)
+    return numbers + [0] * (63 - len(numbers)) + [places[-1].stop - _HEADER_BYTES]
+
+
+def _inline(size: int, device: torch.device) -> bool:
+    """Return whether matrices of so many bytes go with the header."""
+    return device.type != "cuda" and size <= _INLINE_BYTES
+
+
+def _places(tensors: Results) -> list[slice]:
+    """Return where matrices are in a message behind its header, each at a multiple of 8 bytes."""
+    places, start = [], _HEADER_BYTES
+    for tensor in tensors:
+        places.append(slice(start, start + tensor.nbytes))
+        start += tensor.nbytes + -tensor.nbytes % 8
+    return places
 
 
 def _key(header: Sequence[int]) -> tuple[Key, int]:
@@ -388,11 +437,10 @@ def work(group: Group, settings: Settings) -> None:
     group.tell(0, {"layers": split.fingerprints})
     cut, parts = Cut(split.specs, group.count), split.parts
     del split  # and with it what is not mapped of the model
-    while (header := group.await_order())[0] != _END:
-        key, rows = _key(header)
+    while (order := group.next_order())[0][0] != _END:
+        key, rows = _key(order[0])
         tensors = tuple([_empty(rows, columns, group.device) for columns in cut.shapes(key, group.rank).call])
-        for one in [group.receive(0, tensor) for tensor in tensors]:
-            group.finish(one)
+        group.take(*order, tensors)
         results = run_parts(parts, key, tensors)
         for one in [group.send(0, result) for result in results]:
             group.finish(one)

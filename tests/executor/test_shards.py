@@ -14,6 +14,8 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
 from symbiosis.testing import Job, run_job, run_job_plain
 from symbiosis.testing.zoo import zoo_model
@@ -75,6 +77,23 @@ async def test_it_is_the_same_model_as_that_of_a_whole_executor(tmp_path: Path) 
             assert divided.sharing == whole.sharing
             assert divided.service.share().description == whole.service.share().description
             assert divided.service.identity().weights == whole.service.identity().weights
+
+
+async def test_a_call_may_name_any_number_of_siblings(tmp_path: Path) -> None:
+    """A header has room for a limited number of layers."""
+    checkpoint, _ = saved(tmp_path, num_hidden_layers=13)
+    whole = symbiosis.Executor.from_pretrained(checkpoint, packed=False)
+    layers = tuple(spec.layer for spec in whole.layers if spec.in_features == 32)
+    assert len(layers) > 64
+    key, x = Key(layers, Pass.FORWARD), torch.randn(3, 32)
+    wanted = whole.engine.runner.run_alone(Call(key, Kind.PREFILL, (x,)))
+    async with symbiosis.Executor.from_pretrained(checkpoint, shards=2) as executor:
+        session = executor.service.join("one")
+        session.begin_walk()
+        found = await session.submit(Call(key, Kind.PREFILL, (x,)))
+        session.close()
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 async def test_an_executor_ends_with_its_shards(tmp_path: Path) -> None:
