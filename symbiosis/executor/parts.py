@@ -58,7 +58,7 @@ def part_of(layer: BaseLayer, rank: int, count: int, device: torch.device, dtype
         for count_of in ("total_experts", "num_experts"):
             if hasattr(module, count_of):
                 setattr(module, count_of, cut.stop - cut.start)
-        return _BankPart(spec._replace(experts=cut.stop - cut.start), module, cut.start)
+        return _BankPart(spec._replace(experts=cut.stop - cut.start), module, cut.start, spec.experts)
     if isinstance(layer, QuantizedLayer) or not isinstance(layer, LinearLayer | Conv1DLayer):
         why = "its weight is quantized" if isinstance(layer, QuantizedLayer) else "it is served whole"
         raise SplitError(f"{whole} cannot be divided among shards: {why}; leave --shards out")
@@ -108,15 +108,18 @@ class _BankPart(ExpertBank):
         spec: the bank's, with the number of experts of this part.
         module: the bank with the weights of these experts.
         first: the number of the first of these.
+        experts: number of experts in the bank. As in a whole bank, a number of an expert that does not exist counts
+            for the nearest that does.
     """
 
-    def __init__(self, spec: LayerSpec, module: nn.Module, first: int) -> None:
+    def __init__(self, spec: LayerSpec, module: nn.Module, first: int, experts: int) -> None:
         super().__init__(spec, module)
         self._first = first
+        self._last = experts - 1
 
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         x, chosen, weights = tensors
-        chosen = chosen - self._first
+        chosen = chosen.clamp(0, self._last) - self._first
         rows, places = ((chosen >= 0) & (chosen < self.spec.experts)).nonzero(as_tuple=True)
         y = x.new_zeros(len(x), self.spec.out_features)
         if not len(rows):
@@ -128,7 +131,7 @@ class _BankPart(ExpertBank):
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         x, chosen, weights, _ = tensors
-        chosen = chosen - self._first
+        chosen = chosen.clamp(0, self._last) - self._first
         if not ((chosen >= 0) & (chosen < self.spec.experts)).any():
             return torch.zeros_like(x), torch.zeros_like(weights)
         return super().backward(tensors, fp32=fp32)
