@@ -69,7 +69,7 @@ class Executor:
             a result may then differ from the model's own, and weights take twice the memory while a client trains. By
             default only if the executor loads the model itself. See docs/providers.md.
         allow_weights: names or patterns of base layers whose weights clients in other processes may have too, to train
-            them in full (PEFT's ``modules_to_save``). Clients of this process always may.
+            them in full (PEFT's ``modules_to_save``). Clients of this process always may, unless there are shards.
         layers: which of the base layers are served here: numbers of blocks, ranges of them, and names or patterns,
             separated by commas, such as ``"0-15,lm_head"``. Other executors serve the others; see docs/tenants.md. By
             default all of them.
@@ -160,6 +160,7 @@ class Executor:
         self._client_numbers = itertools.count(1)
         self._joint = make_decoder(joint, self._connect_joint, self.engine.may_join, self.engine.walked)
         self._closing: asyncio.Future[None] | None = None
+        self._ends = False
         self._failure: SymbiosisError | None = None
         self._closed = asyncio.Event()
 
@@ -261,6 +262,8 @@ class Executor:
             loop = asyncio.get_running_loop()
             self._shards.lost = lambda error: loop.call_soon_threadsafe(self._lost, error)
         await self.service.start()
+        if self._shards is not None and self._shards.error is not None:
+            self._lost(self._shards.error)
 
     async def listen(self, address: str, *, keep_weights: bool | None = None, **options: Any) -> Listener:
         """Open one more address, such as ``shm:///run/symbiosis.sock``.
@@ -309,6 +312,7 @@ class Executor:
 
     async def close(self) -> None:
         """Shut down. Every call that waits ends with :class:`~symbiosis.errors.ExecutorClosedError`."""
+        self._ends = True
         if self._closing is None:
             await self._close(ExecutorClosedError.of(self.service.address))
         else:
@@ -324,7 +328,7 @@ class Executor:
 
     def _lost(self, error: SymbiosisError) -> None:
         """Close, because a shard has ended."""
-        if self._closing is None:
+        if self._closing is None and not self._ends:
             self._failure = error
             self._closing = asyncio.ensure_future(self._close(error))
 

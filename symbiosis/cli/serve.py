@@ -180,14 +180,16 @@ def serve(
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
+    wait_passively(*listen)
+    limit_products()
     if shards > 1 and int(os.environ.get("RANK", "0")):
         from symbiosis import Executor
 
+        for number in (signal.SIGINT, signal.SIGTERM):  # these are for the first shard
+            signal.signal(number, signal.SIG_IGN)
         Executor.run_shard(model, shards=shards, device=device, dtype=dtype)
         return
-    wait_passively(*listen)
     allow_descriptors()
-    limit_products()
     make_policy(policy)
     from symbiosis.cli.reload import Reloader, limits_of
 

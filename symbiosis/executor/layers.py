@@ -139,20 +139,22 @@ class Conv1DLayer(BaseLayer):
 
     def __init__(self, spec: LayerSpec, module: Conv1D) -> None:
         super().__init__(spec, module)
-        self._weight, self._bias = module.weight, module.bias
+        self._parameters: dict[str, Any] = module._parameters
 
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         (x,) = tensors
+        weight, added = self._parameters["weight"], self._parameters["bias"]
         if fp32:
-            return _plus(times(x, self._weight), self._bias if bias else None)
-        return torch.addmm(self._bias, x, self._weight) if bias else x.mm(self._weight)
+            return _plus(times(x, weight), added if bias else None)
+        return torch.addmm(added, x, weight) if bias else x.mm(weight)
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         (dy,) = tensors
-        return (times_transposed(dy, self._weight) if fp32 else dy.mm(self._weight.t()),)
+        weight = self._parameters["weight"]
+        return (times_transposed(dy, weight) if fp32 else dy.mm(weight.t()),)
 
     def norms(self) -> torch.Tensor:
-        return norms(self._weight, 0)
+        return norms(self._parameters["weight"], 0)
 
 
 class ModuleLayer(BaseLayer):

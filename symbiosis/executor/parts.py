@@ -127,7 +127,7 @@ class _BankPart(ExpertBank):
         own = experts.run(
             self.module, self.spec.experts, x[rows], chosen[rows, places][:, None], weights[rows, places][:, None]
         )
-        return y.index_add(0, rows, own)
+        return y.index_add(0, rows, own.to(y.dtype))
 
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]:
         x, chosen, weights, _ = tensors

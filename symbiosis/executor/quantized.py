@@ -48,6 +48,8 @@ class QuantizedWeight:
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        self._multiple: int = (getattr(module.weight, "block_size", None) or [1])[0]
+        """Outputs that have scales in common."""
         self._bare = copy.copy(module)
         self._bare._parameters = {**module._parameters, "bias": None}
 
@@ -77,8 +79,8 @@ class QuantizedWeight:
         weight: torch.Tensor = self.module.weight.detach()
         return weight[outputs] if len(weight) > outputs.stop - outputs.start else weight
 
-    def _outputs(self, multiple: int = 1) -> Iterator[slice]:
-        step = -(-max(BLOCK // self.module.in_features, 1) // multiple) * multiple
+    def _outputs(self) -> Iterator[slice]:
+        step = -(-max(BLOCK // self.module.in_features, 1) // self._multiple) * self._multiple
         for first in range(0, self.module.out_features, step):
             yield slice(first, min(first + step, self.module.out_features))
 
@@ -116,14 +118,18 @@ class _EightBits(_Dequantized):
 class _FourBits(_Dequantized):
     """The weight of bitsandbytes' ``Linear4bit``, whose numbers lie in blocks with a scale for each."""
 
+    def __init__(self, module: Any) -> None:
+        super().__init__(module)
+        self._multiple = module.weight.quant_state.blocksize
+
     def blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
 
-        codes, state = self.module.weight.data.view(-1, 1), self.module.weight.quant_state
+        codes, state = self.module.weight.data.view(torch.uint8).view(-1, 1), self.module.weight.quant_state
         scales = state.absmax
         if state.nested:
             scales = (dequantize_blockwise(scales, state.state2) + state.offset).float()
-        for outputs in self._outputs(state.blocksize):
+        for outputs in self._outputs():
             numbers = slice(outputs.start * state.shape[1], outputs.stop * state.shape[1])
             part = copy.copy(state)
             part.absmax = scales[numbers.start // state.blocksize : -(-numbers.stop // state.blocksize)]
@@ -153,11 +159,14 @@ def weight_of(module: Any) -> QuantizedWeight:
         return _EightBits(module)
     if getattr(module.weight, "quant_state", None) is not None:
         return _FourBits(module)
+    found = QuantizedWeight(module)
     try:
-        module.weight.detach()[:1].dequantize()
+        next(found.blocks())
     except NotImplementedError:
         return _Products(module)
-    return QuantizedWeight(module)
+    except Exception:  # noqa: BLE001 (a kind of weight that cannot be cut stays whole)
+        found._multiple = module.out_features
+    return found
 
 
 def probe(name: str, module: Any, dtype: torch.dtype) -> None:

@@ -74,7 +74,7 @@ class ExecutorService:
         self._engine = engine
         self._source = source
         self._model_name = model_name
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ExecutorSession] = {}
         self.listeners: list[Listener] = []
         self.taps: list[Callable[[Session], Session]] = []
         self._share: Share | None = None
@@ -147,6 +147,8 @@ class ExecutorService:
     async def close(self, error: SymbiosisError | None = None) -> None:
         """Close all addresses and end all sessions, whose calls end with ``error``."""
         self._closed = True
+        for own in [session for session in self._sessions.values() if session.local] if error else []:
+            own.close(error)  # clients of this process get the reason, and those elsewhere may go on at a replica
         while self.listeners:
             await self.listeners.pop().close()
         error = error or ExecutorClosedError.of(self.address)
@@ -162,14 +164,15 @@ class ExecutorService:
         if not local:
             self._check_stays()
         granted = self._engine.join(client, terms, local)
-        session: Session = ExecutorSession(
+        session = ExecutorSession(
             *(self._engine, client, self.layers, self._expected, self.device, granted, local),
             *(self._check_stays, self._sessions.pop),
         )
         self._sessions[client] = session
+        tapped: Session = session
         for tap in self.taps:
-            session = tap(session)
-        return session
+            tapped = tap(tapped)
+        return tapped
 
     def reserve(self, tenants: Callable[[], Container[str]]) -> None:
         self._reserved.append(tenants)

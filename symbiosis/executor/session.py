@@ -47,7 +47,7 @@ class ExecutorSession:
         self._layers = layers
         self._expected = expected
         self._device = device
-        self._local = local
+        self.local = local
         self._check_stays = check_stays
         self._forget = forget
         self._ended: BaseException | None = None
@@ -64,7 +64,7 @@ class ExecutorSession:
 
     def _kind(self, call: Call) -> Kind:
         rows, backward = call.tensors[0].shape[0], call.key.pass_.is_backward
-        return kind_of(self.terms, call.kind, rows, backward=backward, trusted=self._local)
+        return kind_of(self.terms, call.kind, rows, backward=backward, trusted=self.local)
 
     def expects(self, key: Key) -> Expected:
         try:
@@ -92,7 +92,7 @@ class ExecutorSession:
     def begin_walk(self) -> None:
         if self._ended is not None:
             raise self._ended
-        if not self._local:
+        if not self.local:
             self._check_stays()
         self._engine.begin_walk(self.client)
 

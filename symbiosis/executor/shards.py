@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,14 @@ dist: Any = distributed  # its types leave the stores out
 
 MEET_WITHIN_S = 600.0
 """Seconds within which all shards must have loaded their parts."""
-WITHIN_S = 60.0
-"""Seconds that an operation of a batch may take: the largest batch of the largest layer at the slowest shard."""
+WITHIN_S = 600.0
+"""Seconds that an operation of a batch may take. All of a batch's work may be at one shard, if tenants choose experts
+so. A shard that has ended is noticed at once."""
 END_WITHIN_S = 5.0
 """Seconds in which the other shards may end before they are killed."""
-_ROWS = 1
-"""Tag of rows and results; what is told has 0. NCCL knows no tags, and has a group for rows alone."""
+_ROWS, _REPORT = 1, 2
+"""Tags of rows and results, and of whether a part was computed; what is told has 0. NCCL knows no tags, and has a group
+for rows alone."""
 _HEADER_BYTES = 64 * 8
 _MOST_LAYERS = 32
 """Layers that a header names."""
@@ -125,6 +128,15 @@ class Group:
         for one in [self.receive(0, tensor) for tensor in tensors]:
             self.finish(one)
 
+    def report(self, ok: bool) -> Any:
+        """Tell the first shard whether this one has computed its part."""
+        return self._told.send([torch.tensor([ok], dtype=torch.uint8)], 0, _REPORT)
+
+    def await_report(self, rank: int) -> tuple[torch.Tensor, Any]:
+        """Return where a shard's report will be, and what to wait for."""
+        report = torch.empty(1, dtype=torch.uint8)
+        return report, self._told.recv([report], rank, _REPORT)
+
     def send(self, rank: int, tensor: torch.Tensor) -> Any:
         return self._rows.send([tensor], rank, _ROWS)
 
@@ -147,28 +159,18 @@ class Shards:
         launch: the shards, which meet now.
 
     Attributes:
-        lost: called once, on any thread, with the error if another shard has ended.
+        error: what :meth:`run` raises since another shard has ended; None before.
+        lost: called once, on any thread, with that error.
     """
 
     def __init__(self, split: SplitModel, launch: Launch) -> None:
         self._launch = launch
         self._parts, self._processes = split.parts, launch.processes
-        self._group = group = launch.meet()
-        self._cut = Cut(split.specs, group.count)
+        self._cut = Cut(split.specs, launch.count)
         self._lock = threading.Lock()
-        self._error: ShardLostError | None = None
-        self._closed = False
+        self.error: ShardLostError | None = None
         self.lost: Callable[[ShardLostError], object] = lambda error: None
-        for rank in range(1, group.count):
-            group.tell(rank, {"layers": [spec.name for spec in split.specs]})
-        for rank in range(1, group.count):
-            answer = group.hear(rank)
-            if problem := answer.get("error"):
-                raise SplitError(f"shard {rank} of {group.count}: {problem}")
-            if answer["layers"] != split.fingerprints:
-                raise SplitError(
-                    f"shard {rank} of {group.count} has loaded other weights; give all the same checkpoint"
-                )
+        self._group = launch.meet(partial(_agree, split))
         launch.forget()
         for rank, process in self._processes.items():
             threading.Thread(target=self._watch, args=(rank, process), name="symbiosis-shard", daemon=True).start()
@@ -180,8 +182,8 @@ class Shards:
             ShardLostError: a shard has ended.
         """
         with self._lock:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             several = range(0, len(key.layers), _MOST_LAYERS)
             parts = [key._replace(layers=key.layers[first : first + _MOST_LAYERS]) for first in several]
             return tuple([result for part in parts for result in self._run(part, tensors)])
@@ -193,7 +195,7 @@ class Shards:
         calls = [cut.call(key, tensors, rank) for rank in range(group.count)]
         own: Results | Exception
         try:
-            under_way = []
+            under_way, reports = [], [group.await_report(rank) for rank in others]
             for rank in others:
                 under_way += group.order(rank, _header(key, rows, calls[rank]), calls[rank])
             for rank, answer in zip(others, answers, strict=True):
@@ -205,12 +207,16 @@ class Shards:
         except Exception as error:  # noqa: BLE001 (raised when the others have answered)
             own = error
         try:
+            for _, report in reports:
+                report.wait(timedelta(seconds=WITHIN_S))
             for work in under_way:
                 group.finish(work)
         except RuntimeError as error:
             raise self._lose(self._reason(error)) from error
         if isinstance(own, Exception):
             raise own
+        if failed := [rank for rank, (ok, _) in zip(others, reports, strict=True) if not ok.item()]:
+            raise RuntimeError(f"shard {failed[0]} of {group.count} did not compute its part; its log says why")
         return cut.together(key, [own, *answers])
 
     def _reason(self, error: RuntimeError) -> str:
@@ -222,28 +228,44 @@ class Shards:
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         process.wait()
-        if not self._closed:
+        if not self._launch.closed:
             self._lose(_ended(rank, self._group.count, process))
 
     def _lose(self, reason: str) -> ShardLostError:
-        first = self._error is None
-        error = self._error = self._error or ShardLostError(reason)
-        if first and not self._closed:
+        first = self.error is None
+        error = self.error = self.error or ShardLostError(reason)
+        if first and not self._launch.closed:
             log.error("%s", reason)
             self.lost(error)
         return error
 
     def close(self) -> None:
         """End the other shards."""
-        if self._closed:
+        if self._launch.closed:
             return
-        self._closed = True
+        self._launch.closed = True
         with contextlib.suppress(RuntimeError), self._lock:  # those that have ended cannot be told
-            if self._error is None:
+            if self.error is None:
                 for rank in range(1, self._group.count):
                     for work in self._group.order(rank, [_END] * 64):
                         self._group.finish(work)
-        self._launch.close(at_once=self._error is not None)
+        self._launch.close(at_once=self.error is not None)
+
+
+def _agree(split: SplitModel, group: Group) -> None:
+    """Tell the other shards the names of the base layers, and check that they have loaded the same weights.
+
+    Raises:
+        SplitError: one of them has not.
+    """
+    for rank in range(1, group.count):
+        group.tell(rank, {"layers": [spec.name for spec in split.specs]})
+    for rank in range(1, group.count):
+        answer = group.hear(rank)
+        if problem := answer.get("error"):
+            raise SplitError(f"shard {rank} of {group.count}: {problem}")
+        if answer["layers"] != split.fingerprints:
+            raise SplitError(f"shard {rank} of {group.count} has loaded other weights; give all the same checkpoint")
 
 
 def _ended(rank: int, count: int, process: subprocess.Popen[bytes]) -> str:
@@ -340,17 +362,19 @@ class Launch:
         self.count, self.settings = count, settings
         self.rank, self._local = 0, "127.0.0.1"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.closed = False
         self._folder = ""
+        self._own_threads = torch.get_num_threads()
         if "RANK" in os.environ:
             if (started := os.environ.get("WORLD_SIZE")) != str(count):
                 raise UsageError(f"torchrun has started {started} processes for {count} shards; give both one number")
             self.rank = int(os.environ["RANK"])
             self._local = socket.gethostbyname(socket.gethostname())
 
-    def _start(self) -> None:
+    def _start(self, threads: int) -> None:
         """Start the other processes."""
         self._folder = tempfile.mkdtemp(prefix="symbiosis-")
-        common = {"count": self.count, "folder": self._folder, "threads": self._threads()}
+        common = {"count": self.count, "folder": self._folder, "threads": threads}
         for rank in range(1, self.count):
             process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE)
             self.processes[rank] = process
@@ -362,27 +386,31 @@ class Launch:
     def _threads(self) -> int:
         return max(torch.get_num_threads() // self.count, 1)
 
-    def meet(self) -> Group:
-        """Start the other processes, and return the group when all have come.
+    def meet(self, then: Callable[[Group], object] = lambda group: None) -> Group:
+        """Start the other processes, and return the group when all have come and ``then`` has returned.
 
         On CPUs each computes with its part of the threads from now on.
 
         Raises:
             ShardLostError: a shard has ended, or has not come in time.
+            SymbiosisError: what ``then`` raises.
         """
         device = self.settings.device_of(self.rank)
         if "RANK" not in os.environ:
-            self._start()
+            threads = self._threads()
+            self._start(threads)
             if device.type == "cpu":
-                torch.set_num_threads(self._threads())
+                torch.set_num_threads(threads)
         found: list[Group] = []
-        reasons: list[str] = []
+        errors: list[Exception] = []
 
         def wait() -> None:  # on a thread, because nothing can end it
             try:
-                found.append(Group(self._store(), self.rank, self.count, self._local, device))
+                group = Group(self._store(), self.rank, self.count, self._local, device)
+                then(group)
+                found.append(group)
             except Exception as error:  # noqa: BLE001 (raised below)
-                reasons.append(str(error))
+                errors.append(error)
 
         waiting = threading.Thread(target=wait, name="symbiosis-shards", daemon=True)
         waiting.start()
@@ -391,8 +419,10 @@ class Launch:
             for rank, process in self.processes.items():
                 if process.poll() is not None:
                     raise ShardLostError(_ended(rank, self.count, process))
-        if not found:
-            raise ShardLostError(f"the {self.count} shards did not meet: {reasons[0]}")
+        if errors:
+            if isinstance(errors[0], SymbiosisError):
+                raise errors[0]
+            raise ShardLostError(f"the {self.count} shards did not meet: {errors[0]}")
         return found[0]
 
     def _store(self) -> Any:
@@ -408,6 +438,9 @@ class Launch:
         Args:
             at_once: whether they do not end by themselves.
         """
+        self.closed = True
+        if self.processes:
+            torch.set_num_threads(self._own_threads)
         for process in self.processes.values():
             assert process.stdin is not None
             if at_once:
@@ -431,7 +464,7 @@ def work(group: Group, settings: Settings) -> None:
     names = group.hear(0)["layers"]
     try:
         split = settings.split(names, group.rank, group.count)
-    except (SymbiosisError, OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 (the first shard raises it)
         group.tell(0, {"error": f"{type(error).__name__}: {error}"[:500]})
         return
     group.tell(0, {"layers": split.fingerprints})
@@ -441,9 +474,24 @@ def work(group: Group, settings: Settings) -> None:
         key, rows = _key(order[0])
         tensors = tuple([_empty(rows, columns, group.device) for columns in cut.shapes(key, group.rank).call])
         group.take(*order, tensors)
-        results = run_parts(parts, key, tensors)
-        for one in [group.send(0, result) for result in results]:
+        ok = True
+        try:
+            results = run_parts(parts, key, tensors)
+        except Exception:  # the first shard answers the clients of this batch
+            log.exception("a part of a batch of %d rows failed", rows)
+            ok = False
+            answer = cut.shapes(key, group.rank).answer
+            results = tuple([_empty(rows, columns, group.device).zero_() for columns in answer])
+        under_way = [group.send(0, result) for result in results]
+        group.report(ok).wait(timedelta(seconds=WITHIN_S))
+        for one in under_way:
             group.finish(one)
+
+
+def ignore_signals() -> None:
+    """Leave Ctrl-C and SIGTERM to the first shard, which tells the others when walks have ended."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_with_the_first() -> None:
@@ -460,7 +508,7 @@ def _main() -> None:
     settings = Settings(**given)
     logging.disable(logging.WARNING)  # the first shard gives the same warnings
     transformers.utils.logging.disable_progress_bar()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first shard, which tells the others
+    ignore_signals()
     torch.set_num_threads(threads)
     device = settings.device_of(rank)
     try:

@@ -164,7 +164,8 @@ class SplitModel:
             to = torch.float32 if f"{layer.spec.name}.{name}" in wide else to
             layer.spec = layer.spec._replace(dtype=to)
             self.fingerprints += layer_fingerprints([(layer.spec, layer.module)])
-            self.parts.append(part_of(layer, rank, count, torch.device(device or self.device), to))
+            layer.device = torch.device(device or self.device)
+            self.parts.append(part_of(layer, rank, count, layer.device, to))
         self._drop([(layer.spec, layer.module) for layer in self.layers])
 
     def _drop(self, layers: Sequence[tuple[LayerSpec, nn.Module]]) -> None:

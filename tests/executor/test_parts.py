@@ -91,13 +91,14 @@ def examples_of(most: int) -> Any:
     return decorate
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", sorted(MIXTURES.keys() - {"dbrx"}))
-def test_banks_of_experts(name: str, count: int) -> None:
+def test_banks_of_experts(name: str, count: int, dtype: torch.dtype) -> None:
     """Each part has some of the experts; rows whose experts are all elsewhere give zeros."""
-    bank = next(layer for layer in SplitModel(mixture(name)).layers if layer.spec.experts)
+    bank = next(layer for layer in SplitModel(mixture(name, dtype=dtype)).layers if layer.spec.experts)
     generator = torch.Generator().manual_seed(0)
-    x, dy = torch.randn(2, 7, bank.spec.in_features, generator=generator)
+    x, dy = torch.randn(2, 7, bank.spec.in_features, generator=generator).to(dtype)
     chosen = torch.stack([torch.randperm(bank.spec.experts, generator=generator)[: bank.spec.choices] for _ in x])
     chosen[3:] = chosen[3:4]
     chosen[0, 0], chosen[1, 0] = -5, 99  # as in a whole bank, these count for the nearest
@@ -107,7 +108,8 @@ def test_banks_of_experts(name: str, count: int) -> None:
         with torch.no_grad():
             bank.spec = bank.spec._replace(layer=0)
             found, whole = divided(bank, key, call, count), bank.run(key, call)
-        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+        close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(found, whole, **close)
 
 
 def test_all_of_a_banks_rows_may_be_elsewhere() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +19,8 @@ import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
+from symbiosis.executor.shards import Group, Launch, Settings, Shards, work
+from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import Job, run_job, run_job_plain
 from symbiosis.testing.zoo import zoo_model
 from tests.helpers import IDS, METHODS, adamw, assert_close, command, ia3, lora, losses, until
@@ -163,12 +167,13 @@ def test_shards_end_with_the_first(tmp_path: Path) -> None:
 
 async def test_shards_end_when_the_executor_closes(tmp_path: Path) -> None:
     checkpoint, _ = saved(tmp_path)
-    before = set(psutil.Process().children())
+    before, threads = set(psutil.Process().children()), torch.get_num_threads()
     async with symbiosis.Executor.from_pretrained(checkpoint, shards=2):
         (shard,) = set(psutil.Process().children()) - before
         began = time.monotonic()
     assert not shard.is_running()
     assert time.monotonic() - began < 4, "it is told to end, and not killed"
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.thorough  # four processes that import torch, beside those of torchrun
@@ -211,8 +216,6 @@ def anonymous(pid: int) -> int:
 
 def test_a_shard_with_other_weights_is_refused(tmp_path: Path) -> None:
     """The second process loads what the folder has by then."""
-    from symbiosis.executor.shards import Launch, Settings
-
     checkpoint, _ = saved(tmp_path)
     launch = Launch(2, Settings(str(checkpoint), None, {}, None, "cpu"))
     try:
@@ -227,10 +230,74 @@ def test_a_shard_with_other_weights_is_refused(tmp_path: Path) -> None:
 
 
 def divided_by_hand(model: Any, launch: Any) -> None:
-    from symbiosis.executor.shards import Shards
-    from symbiosis.executor.splitting import SplitModel
-
     Shards(SplitModel(model, shard=(0, launch.count)), launch)
+
+
+class Meeting:
+    """Stands for a launch of two shards in two threads of this process; the second one's first batch fails."""
+
+    count, closed = 2, False
+    processes: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, folder: Path, load: Any) -> None:
+        self._folder, self._load = folder, load
+        self.other = threading.Thread(target=self._work, daemon=True)
+        self.other.start()
+
+    def _group(self, rank: int) -> Group:
+        return Group(dist.FileStore(str(self._folder / "store"), 2), rank, 2, "127.0.0.1", torch.device("cpu"))
+
+    def _work(self) -> None:
+        work(self._group(1), self)  # type: ignore[arg-type]
+
+    def split(self, names: list[str], rank: int, count: int) -> SplitModel:
+        split = SplitModel(self._load(), names, shard=(rank, count))
+        first, run = split.parts[0], split.parts[0].run
+
+        def fail(key: Key, tensors: Any) -> Any:
+            first.run = run  # type: ignore[method-assign]
+            raise MemoryError
+
+        first.run = fail  # type: ignore[method-assign]
+        return split
+
+    def meet(self, then: Any) -> Group:
+        group = self._group(0)
+        then(group)
+        return group
+
+    def forget(self) -> None:
+        pass
+
+    def close(self, at_once: bool) -> None:
+        assert not at_once
+        self.other.join(10)
+
+
+def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(tmp_path: Path) -> None:
+    _, load = saved(tmp_path)
+    launch = Meeting(tmp_path, load)
+    split = SplitModel(load(), shard=(0, 2))
+    shards = Shards(split, launch)  # type: ignore[arg-type]
+    key, x = Key((0,), Pass.FORWARD), torch.randn(3, 32)
+    with pytest.raises(RuntimeError, match="shard 1 of 2 did not compute its part"):
+        shards.run(key, (x,))
+    (found,) = shards.run(key, (x,))
+    torch.testing.assert_close(found, x @ load().model.layers[0].self_attn.q_proj.weight.T, rtol=1e-5, atol=1e-5)
+    shards.close()
+    assert not launch.other.is_alive()
+
+
+async def test_a_shard_that_ends_before_the_executor_opens(tmp_path: Path) -> None:
+    checkpoint, _ = saved(tmp_path)
+    before = set(psutil.Process().children())
+    executor = symbiosis.Executor.from_pretrained(checkpoint, shards=2)
+    (other,) = set(psutil.Process().children()) - before
+    other.kill()
+    await asyncio.sleep(0.5)
+    async with executor:
+        with pytest.raises(ShardLostError, match="shard 1 of 2"):
+            await asyncio.wait_for(executor.wait_closed(), 10)
 
 
 @pytest.mark.parametrize(
