@@ -23,9 +23,10 @@ def test_command(tmp_path: Path) -> None:
         "a half of the layers on each of 2",
         "2 replicas",
         "2 replicas, half of the tenants on each",
+        "2 shards",
     ]
     assert all(row["decoded tok/s"] > 0 and row["bytes a token"] > 1000 for row in found["rows"])
-    assert [row["MiB of each executor"].count("+") for row in found["rows"]] == [0, 1, 1, 1]
+    assert [row["MiB of each executor"].count("+") for row in found["rows"]] == [0, 1, 1, 1, 1]
     assert set(found["headline"]) == {
         f"{figure}: {row['placement']}" for row in found["rows"][1:] for figure in ("decode", "train")
     }
