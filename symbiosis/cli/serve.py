@@ -290,9 +290,9 @@ async def _serve(
                 reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         served = escape(executor.status()["served_layers"])
-        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {', '.join(addresses)}")
+        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {', '.join(addresses)}", soft_wrap=True)
         for line in executor.sharing.lines():
-            out.print(escape(line))
+            out.print(escape(line), soft_wrap=True)
         asked, closed = asyncio.create_task(stop.wait()), asyncio.create_task(executor.wait_closed())
         await asyncio.wait([asked, closed], return_when=asyncio.FIRST_COMPLETED)
         asked.cancel()
