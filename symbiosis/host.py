@@ -32,7 +32,7 @@ from symbiosis.executor.allocator import return_freed
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.loading import load_model
 from symbiosis.executor.service import ExecutorService
-from symbiosis.executor.shards import Launch, Settings, Shards, work
+from symbiosis.executor.shards import Launch, Settings, Shards, ignore_signals, work
 from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
@@ -236,7 +236,8 @@ class Executor:
     ) -> None:
         """Be one of the further processes that ``torchrun`` has started, until the first one ends.
 
-        Args are those of :meth:`from_pretrained`, which the first process calls.
+        Ctrl-C and SIGTERM are left to the first process. The arguments are those of :meth:`from_pretrained`, which the
+        first process calls.
 
         Raises:
             UsageError: torchrun has not started this process, or has started another number.
@@ -245,6 +246,7 @@ class Executor:
         if not launch.rank:
             launch.close()
             raise UsageError("this process is not one of torchrun's, or the first; call Executor.from_pretrained here")
+        ignore_signals()
         work(launch.meet(), launch.settings)
 
     async def __aenter__(self) -> Executor:

@@ -185,8 +185,6 @@ def serve(
     if shards > 1 and int(os.environ.get("RANK", "0")):
         from symbiosis import Executor
 
-        for number in (signal.SIGINT, signal.SIGTERM):  # these are for the first shard
-            signal.signal(number, signal.SIG_IGN)
         Executor.run_shard(model, shards=shards, device=device, dtype=dtype)
         return
     allow_descriptors()

@@ -144,14 +144,13 @@ class ExecutorService:
             await asyncio.sleep(DRAIN_EVERY_S)
         return not self._engine.scheduler.walking
 
-    async def close(self, error: SymbiosisError | None = None) -> None:
+    async def close(self, error: SymbiosisError) -> None:
         """Close all addresses and end all sessions, whose calls end with ``error``."""
         self._closed = True
-        for own in [session for session in self._sessions.values() if session.local] if error else []:
+        for own in [session for session in self._sessions.values() if session.local]:
             own.close(error)  # clients of this process get the reason, and those elsewhere may go on at a replica
         while self.listeners:
             await self.listeners.pop().close()
-        error = error or ExecutorClosedError.of(self.address)
         for session in list(self._sessions.values()):
             session.close(error)
         await self._engine.stop(error)

@@ -19,7 +19,8 @@ import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
-from symbiosis.executor.shards import Group, Launch, Settings, Shards, work
+from symbiosis.executor.shard_group import Group
+from symbiosis.executor.shards import Launch, Settings, Shards, work
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import Job, run_job, run_job_plain
 from symbiosis.testing.zoo import zoo_model
@@ -162,7 +163,7 @@ def test_shards_end_with_the_first(tmp_path: Path) -> None:
     with Service(checkpoint, f"shm://{tmp_path}/one.sock", "--shards", "2") as divided:
         (shard,) = psutil.Process(divided.pid).children()
         divided.kill()
-        shard.wait(10)
+        assert not psutil.wait_procs([shard], 10)[1]
 
 
 async def test_shards_end_when_the_executor_closes(tmp_path: Path) -> None:
