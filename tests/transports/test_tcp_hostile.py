@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,46 +163,45 @@ async def test_a_connection_without_hello_is_closed(base: Any, monkeypatch: pyte
             await until(lambda: not listener.lines)  # type: ignore[attr-defined]
 
 
-async def test_names_belong_to_each_tenant(base: Any, keys: Path) -> None:
-    """Two tenants may use the same name for a client."""
+@asynccontextmanager
+async def two_tenants(base: Any, keys: Path, hers: str = "job") -> AsyncIterator[tuple[Any, Any, Any, Any, Any]]:
+    """An executor, its address, bob's connection, and a client each of alice and bob."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys)
         alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
         bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
-        async with alice, bob, alice.client(name="job") as hers, bob.client(name="job") as his:
-            await asyncio.gather(hers.forward(input_ids=IDS), his.forward(input_ids=IDS))
-            assert executor.status()["clients"] == ["alice/job", "bob/job"]
+        async with alice, bob, alice.client(name=hers) as one, bob.client(name="job") as other:
+            yield executor, listener.address, bob, one, other
+
+
+async def test_names_belong_to_each_tenant(base: Any, keys: Path) -> None:
+    """Two tenants may use the same name for a client."""
+    async with two_tenants(base, keys) as (executor, _, _, hers, his):
+        await asyncio.gather(hers.forward(input_ids=IDS), his.forward(input_ids=IDS))
+        assert executor.status()["clients"] == ["alice/job", "bob/job"]
 
 
 async def test_a_tenant_sees_its_own_clients_only(base: Any, keys: Path) -> None:
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, keys=keys)
-        alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
-        bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
-        async with alice, bob, alice.client(name="secret-project"), bob.client(name="job"):
-            shown = await bob.status()
-            assert (shown["clients"], shown["other_clients"]) == (["bob/job"], 1)
-            look = make_transport(listener.address, key=keys / "bob.secret").look
-            assert "secret-project" not in str((await in_thread(look, listener.address)).status)
+    async with two_tenants(base, keys, "secret-project") as (_, address, bob, _, _):
+        shown = await bob.status()
+        assert (shown["clients"], shown["other_clients"]) == (["bob/job"], 1)
+        look = make_transport(address, key=keys / "bob.secret").look
+        assert "secret-project" not in str((await in_thread(look, address)).status)
 
 
 async def test_a_tenant_sees_its_own_activity_only(base: Any, keys: Path) -> None:
-    async with symbiosis.Executor(base) as executor:
-        listener = await executor.listen(LOCAL, keys=keys)
-        alice = symbiosis.connect(listener.address, key=keys / "alice.secret")
-        bob = symbiosis.connect(listener.address, key=keys / "bob.secret")
-        async with alice, bob, alice.client(name="job") as hers, bob.client(name="job") as his:
-            await asyncio.gather(hers.forward(input_ids=IDS), his.forward(input_ids=IDS))
-            await asyncio.sleep(ACTIVITY_EVERY_S)
-            everything = executor.status()["activity"]
-            assert everything["tenants"].keys() == {"alice", "bob"}
-            assert everything["layers"]
-            shown = (await bob.status())["activity"]
-            assert shown["tenants"]["bob"]["requests"] == executor.statistics().tenants["bob"].requests > 0
-            assert shown["tenants"]["bob"]["held_bytes"] > 0
-            assert "alice" not in str(shown)
-            assert not shown["layers"], "layers that run tell what other tenants do"
-            assert not shown["apart"]
+    async with two_tenants(base, keys) as (executor, _, bob, hers, his):
+        await asyncio.gather(hers.forward(input_ids=IDS), his.forward(input_ids=IDS))
+        await asyncio.sleep(ACTIVITY_EVERY_S)
+        everything = executor.status()["activity"]
+        assert everything["tenants"].keys() == {"alice", "bob"}
+        assert everything["layers"]
+        shown = (await bob.status())["activity"]
+        assert shown["tenants"]["bob"]["requests"] == executor.statistics().tenants["bob"].requests > 0
+        assert shown["tenants"]["bob"]["held_bytes"] > 0
+        assert "alice" not in str(shown)
+        assert not shown["layers"], "layers that run tell what other tenants do"
+        assert not shown["apart"]
 
 
 async def test_a_burst_of_connections_while_the_executor_is_busy(base: Any) -> None:
