@@ -147,9 +147,11 @@ def _places(tensors: Results) -> list[slice]:
 
 
 def key_of(header: Sequence[int]) -> tuple[Key, int]:
+    """Return what a header tells a shard to run, and the number of rows."""
     _, pass_, fp32, choices, rows, count, *layers = header
     return Key(tuple(layers[:count]), Pass(pass_), bool(fp32), choices), rows
 
 
 def empty(rows: int, columns: Columns, device: torch.device) -> torch.Tensor:
+    """Return a matrix (rows × columns.width) whose numbers are still to be received."""
     return torch.empty(rows, columns.width, dtype=columns.dtype, device=device)
