@@ -72,6 +72,9 @@ CARRIED = (Type.SEGMENT, Type.RENDEZVOUS)
 FIRST_S, LONGEST_S = 0.05, 2.0
 """Seconds of the first and of the longest delay between attempts to join again. A local executor restarts in about a
 second."""
+FRUITLESS = 10
+"""Connections in a row without an answer to a call, from which on ``retry_s`` seconds are counted from the first loss:
+an executor that admits a client and then ends the connection, again and again, is as good as lost."""
 AGAIN_S = 5.0
 """Seconds for which to try to join again after an interrupted call, also where ``retry_s`` is shorter: the executor is
 usually there, and only the connection has to be replaced."""
@@ -210,6 +213,8 @@ class Conversation:
         self._until: float | None = None
         """Time until which attempts to join again go on, from the first attempt on."""
         self._delay = FIRST_S
+        self._fruitless = 0
+        """Connections since the last answer to a call."""
 
     def joined(self, welcome: Welcome, most_bytes: int) -> list[bytes]:
         """Note that a new connection has its WELCOME. Calls without an answer wait to be sent again.
@@ -238,7 +243,9 @@ class Conversation:
         self._welcome = welcome
         self._most_rows, self._most_bytes = welcome.limits.rows, min(most_bytes, welcome.limits.arena_bytes)
         self.outstanding.restart(welcome.limits)
-        self._patience_s, self._until, self._delay = self.retry_s, None, FIRST_S
+        self._fruitless += 1
+        if self._fruitless < FRUITLESS:
+            self._patience_s, self._until, self._delay = self.retry_s, None, FIRST_S
         if self.state is not State.ENDED:
             self.state = State.JOINED
         return [wire.BEGIN] if self.in_walk else []
@@ -312,6 +319,8 @@ class Conversation:
         """
         if type_ is _RESULT:
             pending = self.outstanding.sent.get(wire.read_id(content))
+            if pending is not None and self._fruitless:
+                self._fruitless, self._patience_s, self._until, self._delay = 0, self.retry_s, None, FIRST_S
             return None if pending is None else (pending, None)
         if type_ is Type.FAILED:
             pending = self.outstanding.sent.get(wire.read_id(content))

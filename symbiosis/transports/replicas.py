@@ -44,6 +44,9 @@ SHOWN_WITHIN_S = 5.0
 """The same, where the status of each is asked for or none has answered: a replica in a long batch answers late."""
 LOOK_EVERY_S = 5.0
 """Seconds between two looks at all replicas by clients of one process."""
+AVOID_S, LONGEST_AVOID_S = 60.0, 3600.0
+"""Seconds for which a client prefers other replicas to one that it has lost or could not join; four times as many after
+each further failure, up to the second number."""
 MAX_REPLICAS = 64
 
 
@@ -156,6 +159,7 @@ class Replicas:
                     opened = await replica.transport.join(replica.address)(hello, again or choice.has_share)
                     return choice.take(replica, opened, again)
                 except (SymbiosisError, OSError) as error:
+                    choice.failed(replica)
                     errors.append(_symbiosis(replica, error))
             raise _together(errors)
 
@@ -185,6 +189,7 @@ class Replicas:
                     opened = replica.transport.join_blocking(replica.address)(hello, again or choice.has_share)
                     return choice.take(replica, opened, again)
                 except (SymbiosisError, OSError) as error:
+                    choice.failed(replica)
                     errors.append(_symbiosis(replica, error))
             raise _together(errors)
 
@@ -285,6 +290,7 @@ class Choice:
         looks: what was seen before the first choice.
         has_share: whether the client has its share of the model from another executor.
         chance: returns a number from 0 to 1.
+        now: returns the time in seconds.
     """
 
     def __init__(
@@ -294,6 +300,7 @@ class Choice:
         looks: Looks,
         has_share: bool = False,
         chance: Callable[[], float] = random.random,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._replicas = replicas
         self._fingerprint = fingerprint
@@ -305,20 +312,30 @@ class Choice:
         self._limits: Limits | None = None
         self._judged: Looks = {}
         self._checks: list[Check] = []
-        self._passed_over: set[Replica] = set()
+        self._now = now
+        self._taken = 0.0
+        """When the replica was joined."""
+        self._moves = False
+        """Whether the client leaves a replica that works for a better one."""
+        self._failures: dict[Replica, tuple[int, float]] = {}
+        """Failures in a row of a replica, and the time until which others are preferred."""
 
     def candidates(self) -> list[Replica]:
-        """Return the replicas to join, the best one first and those that did not answer last. Blocks.
+        """Return the replicas to join, the best one first, those that were lost lately behind the others, and those
+        that did not answer last. Blocks.
 
         Raises:
             RefusedError: all of them serve another model than before.
             SymbiosisError: no replica answers. One that is silent is not joined then, because that would last while
                 another one returns.
         """
+        if self._replica is not None and not self._moves:
+            self.failed(self._replica)
+        self._replica, self._moves = None, False
         looks, self._looks = self._looks or self._replicas.looks(), None
         silent = {replica: look for replica, look in looks.items() if not isinstance(look, Look)}
         if found := ranked(self._loads(looks)):
-            return [*found, *silent]
+            return [*sorted(found, key=self._avoided), *silent]
         others = ", ".join(replica.address for replica in looks if replica not in silent)
         other = [RefusedError(f"{others} came back with another model; open a new client")] if others else []
         raise _together([*other, *silent.values()])
@@ -350,14 +367,23 @@ class Choice:
             for check in self._checks:
                 check(connection.welcome.identity)
         except SymbiosisError:
-            self._passed_over.add(replica)
             connection.close()
             raise
-        self._replica, self._device, self._limits = replica, device, least
-        self._passed_over.discard(replica)
+        self._replica, self._device, self._limits, self._taken = replica, device, least, self._now()
         if self.has_share and not again:
             connection.share = Share(connection.welcome.description, {}, {})
         return connection
+
+    def failed(self, replica: Replica) -> None:
+        """Note that a replica could not be joined, or was lost."""
+        count, _ = self._failures.get(replica, (0, 0.0))
+        if replica is self._replica and self._now() - self._taken > AVOID_S:
+            count = 0  # it has worked
+        until = self._now() + min(AVOID_S * 4**count, LONGEST_AVOID_S)
+        self._failures[replica] = min(count + 1, 10), until
+
+    def _avoided(self, replica: Replica) -> bool:
+        return self._now() < self._failures.get(replica, (0, 0.0))[1]
 
     def before_return(self, check: Check) -> None:
         """Register a check of each replica that is joined from now on; one that fails it is passed over."""
@@ -376,8 +402,9 @@ class Choice:
         self._judged = seen
         loads = self._loads(seen)
         here = loads.get(self._replica, 0.0)
-        there = min((load for replica, load in loads.items() if replica not in self._passed_over), default=1.0)
-        return here >= CROWDED > there and self._chance() < (here - there) / (2 * here)
+        there = min((load for replica, load in loads.items() if not self._avoided(replica)), default=1.0)
+        self._moves = here >= CROWDED > there and self._chance() < (here - there) / (2 * here)
+        return self._moves
 
 
 def ranked(loads: Mapping[Replica, float]) -> list[Replica]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from symbiosis import host
 from symbiosis.cli import serve as serve_command
 from symbiosis.cli.commands import app
+from symbiosis.executor import loaded
 from symbiosis.transports.limits import Limits
 from tests.service import Service, free_port, save_model
 
@@ -229,7 +229,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the model is loaded")
 
-    monkeypatch.setattr(host, "load_model", load)
+    monkeypatch.setattr(loaded, "load_model", load)
     (tmp_path / "file").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as busy:
         names = {"BUSY": str(busy.getsockname()[1]), "FOLDER": str(tmp_path)}

@@ -30,6 +30,7 @@ from symbiosis.transports import wire
 from symbiosis.transports.conversation import (
     AGAIN_S,
     FIRST_S,
+    FRUITLESS,
     LONGEST_S,
     PING_AFTER_S,
     UNANSWERED,
@@ -248,6 +249,31 @@ def test_time_for_attempts_starts_again_after_each_loss() -> None:
         assert talk.next_attempt(start) is not None
         assert talk.next_attempt(start + 9.0) is not None
         assert talk.joined(welcome(), PLENTY) == []
+
+
+def test_an_executor_that_admits_the_client_again_and_again_is_given_up() -> None:
+    """Time counts from the first loss if connections end without an answer; one answer is enough to begin anew."""
+    talk = conversation(retry_s=5.0)
+    waiting = talk.call(a_call())
+    now = 0.0
+    for joins in range(1000):
+        assert talk.outstanding.next() is waiting
+        talk.receive(*ended(ExecutorClosedError("closed")))
+        if talk.next_attempt(now) is None:
+            break
+        now += 0.1
+        talk.joined(welcome(), PLENTY)
+    assert talk.state is State.ENDED
+    assert FRUITLESS < joins < FRUITLESS + 60
+    talk = conversation(retry_s=5.0)
+    for turn in range(3 * FRUITLESS):
+        waiting = talk.call(a_call())
+        assert talk.outstanding.next() is waiting
+        assert talk.receive(Type.RESULT, [waiting.id]) == (waiting, None)
+        talk.outstanding.settle(waiting)
+        talk.receive(*ended(ExecutorClosedError("closed")))
+        assert talk.next_attempt(100.0 * turn) is not None
+        talk.joined(welcome(), PLENTY)
 
 
 def test_an_interrupted_call_is_worth_some_attempts() -> None:

@@ -440,3 +440,36 @@ def test_chaos_of_replicas(tmp_path: Path) -> None:
             executors[number % 2].start()
         done = [tenant.finish() for tenant in tenants]
         assert all(done), done
+
+
+def test_a_replica_that_was_lost_is_avoided_for_a_while(tmp_path: Path) -> None:
+    """One that admits clients and then loses them, or does not admit them, does not keep them from the others."""
+    clock = [0.0]
+    several = Replicas(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
+    several._looked = time.monotonic() + 1e9  # no look but the one below
+    bad, good = several._replicas
+    looks = several.seen = seen({bad: 0.49, good: 0.1})
+    several.looks = lambda patience_s=None: looks  # type: ignore[method-assign]
+    choice = Choice(several, "model", {}, chance=lambda: 0.0, now=lambda: clock[0])
+    assert choice.candidates() == [bad, good], "the busiest that is not crowded"
+    for avoided in (60, 240, 960, 3600, 3600):
+        choice._replica, choice._taken = bad, clock[0]
+        assert choice.candidates() == [good, bad], "it was lost"
+        clock[0] += avoided - 1
+        assert choice.candidates() == [good, bad]
+        clock[0] += 1
+        assert choice.candidates() == [bad, good]
+    choice._replica, choice._taken = bad, clock[0]
+    clock[0] += 61
+    assert choice.candidates() == [good, bad], "it worked for a minute, and then was lost"
+    clock[0] += 60
+    assert choice.candidates() == [bad, good]
+    choice.failed(bad)  # it did not admit the client
+    choice._replica, choice._taken = good, clock[0]
+    several.seen = looks = seen({bad: 0.0, good: 0.9})
+    assert not choice.better(), "a client does not leave for it either"
+    clock[0] += 240
+    several.seen = looks = seen({bad: 0.0, good: 0.9})
+    assert choice.better()
+    assert choice.candidates() == [bad, good]
+    assert good not in choice._failures, "the client left it, and did not lose it"
