@@ -17,7 +17,7 @@ from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_NOT_HERE = {"listen", "layers", "config", "trace", "metrics", "log-format", "limit", "help"}
+_NOT_HERE = {"listen", "layers", "config", "trace", "metrics", "log-format", "dist-backend", "limit", "help"}
 """Options of ``serve`` that the cluster gives itself, or that name one file for all executors."""
 
 
@@ -124,6 +124,6 @@ def _options(parameter: Any, value: str | list[str]) -> list[str]:
 
 
 def _serve_command() -> Any:
-    app = typer.Typer()
+    app = typer.Typer(add_completion=False)
     app.command()(serve)
     return typer.main.get_command(app)

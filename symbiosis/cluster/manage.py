@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from symbiosis.cluster.directory import DirectoryActor
+from symbiosis.cluster.directory import FRESH_S, DirectoryActor
 from symbiosis.cluster.executor import DRAIN_S, ExecutorActor
 from symbiosis.cluster.plan import Model, Place, Plan, changes, selectors
 from symbiosis.errors import BrokenError, UsageError
@@ -92,7 +92,7 @@ class ClusterManager:
             for place in self.places():
                 if place.model == model.name:
                     report = reports.get(str(place), {"state": "waiting", "address": "", "node": "", "error": ""})
-                    lost = report.get("age_s", 0.0) > 5 * 2
+                    lost = report.get("age_s", 0.0) > FRESH_S
                     executors.append(
                         {
                             "name": str(place),
@@ -206,7 +206,13 @@ class ClusterManager:
             for node in (reports.get(str(each), {}).get("node") or _reserved(each),)
             if node
         ]
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        nodes = [
+            node["NodeID"]
+            for node in ray.nodes()
+            if node["Alive"]
+            and all(node["Resources"].get(kind, 0.0) >= amount for kind, amount in model.resources.items())
+            and model.nodes.items() <= node["Labels"].items()
+        ]
         for selector in selectors(model, away, beside, nodes):
             group: Any = placement_group(
                 [dict(model.resources)],

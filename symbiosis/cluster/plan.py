@@ -79,7 +79,7 @@ def selectors(model: Model, away: Iterable[str], beside: Iterable[str], nodes: I
     Args:
         away: ids of nodes that are drained.
         beside: ids of nodes with an executor of the same part, which a replica should survive.
-        nodes: ids of all nodes.
+        nodes: ids of the nodes that have what the executor needs, if nothing else runs there.
     """
     away, beside = set(away), set(beside)
     alternatives = [away | beside, away] if beside - away and set(nodes) - away - beside else [away]
