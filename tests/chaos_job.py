@@ -1,7 +1,7 @@
 """A tenant's process for the chaos test. It repeats its job until it is told to stop, and checks each result.
 
-``python -m tests.chaos_job ADDRESS METHOD CHECKPOINT [KEY]`` prints a line ``done N`` for each job that succeeded. On an
-error it exits with status 1 and prints the reason to standard error.
+``python -m tests.chaos_job ADDRESS METHOD CHECKPOINT [KEY]`` prints a line ``done N`` for each job that succeeded. On
+an error it exits with status 1 and prints the reason to standard error.
 """
 
 from __future__ import annotations

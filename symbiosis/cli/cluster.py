@@ -24,7 +24,8 @@ app = typer.Typer(
 )
 
 RayOption = Annotated[
-    str, typer.Option("--ray", envvar="RAY_ADDRESS", help="Address of Ray, host:port, or auto for the one on this host.")
+    str,
+    typer.Option("--ray", envvar="RAY_ADDRESS", help="Address of Ray, host:port, or auto for the one on this host."),
 ]
 WithinOption = Annotated[float, typer.Option(min=1, help="Seconds for new executors to load their model.")]
 
@@ -150,7 +151,7 @@ def submit(
     Data, keys and the folder of --output are on a file system that all nodes share. Options of submit come before the
     word finetune. Ctrl-C stops waiting; the job goes on.
 
-    Example: symbiosis submit finetune http://head:7070/llama --key alice.secret --data train.jsonl --output adapters/alice
+    Example: symbiosis submit finetune http://head:7070/llama --key alice.secret --data train.jsonl --output alice
     """
     from symbiosis.cli.finetune import finetune
 

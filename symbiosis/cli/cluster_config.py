@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from symbiosis.cli.config import checked, parameters_of, refuse_unknown
+from symbiosis.cli.reload import limits_of
 from symbiosis.cli.serve import serve
 from symbiosis.cluster.plan import Model, Plan
 from symbiosis.core.registry import make_policy
@@ -103,6 +104,7 @@ def _model(where: str, table: Mapping[str, Any]) -> Model:
     except typer.BadParameter as error:
         raise UsageError(f"{where}: {error.format_message()}") from error
     make_policy(str(values.get("policy", "opportunistic")))
+    limits_of(list(values.get("limit", ())))
     resources = {"CPU": own.get("num-cpus", 1), "GPU": own.get("num-gpus", 0), "memory": own.get("memory", 0)}
     return Model(
         name,

@@ -30,6 +30,11 @@ class DirectoryActor:
         self._server = _server(plan.host, plan.port, self._list)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+    def close(self) -> None:
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
     def plan(self) -> Plan:
         return self._plan
 
@@ -62,7 +67,7 @@ def _server(host: str, port: int, lines: Any) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         timeout = 10
 
-        def do_GET(self) -> None:  # noqa: N802 (the name in the base class)
+        def do_GET(self) -> None:
             text = lines(self.path.strip("/")).encode()
             self.send_response(200 if text else 503)
             self.send_header("Content-Type", "text/plain; charset=utf-8")

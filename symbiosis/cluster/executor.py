@@ -36,7 +36,14 @@ class ExecutorActor:
     def __init__(self, name: str, model: str, command: list[str], directory: Any) -> None:
         context = ray.get_runtime_context()
         self._name, self._directory = name, directory
-        self._report = {"model": model, "node": context.get_node_id(), "address": "", "state": "loading", "error": ""}
+        self._report: dict[str, Any] = {
+            "model": model,
+            "node": context.get_node_id(),
+            "address": "",
+            "pid": None,
+            "state": "loading",
+            "error": "",
+        }
         self._child: Any = None
         self._draining = False
         threading.Thread(target=self._run, args=(command,), daemon=True).start()
@@ -48,16 +55,13 @@ class ExecutorActor:
             child.stop(self._child, DRAIN_S)
         ray.actor.exit_actor()
 
-    def pid(self) -> int:
-        """Return the id of the executor's process."""
-        return int(self._child.pid)
-
     def _run(self, command: list[str]) -> None:
         host = ray.util.get_node_ip_address()
         port, health = _free_port(host), _free_port("127.0.0.1")
         self._report["address"] = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
         options = ["--listen", self._report["address"], "--metrics", f"127.0.0.1:{health}"]
         self._child = child.start(["serve", *command, *options])
+        self._report["pid"] = self._child.pid
         threading.Thread(target=self._watch, args=(f"http://127.0.0.1:{health}/ready",), daemon=True).start()
         status, last = child.follow(self._child)
         if self._draining:

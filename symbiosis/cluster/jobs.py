@@ -1,8 +1,8 @@
 """Fine-tuning as a job of Ray that goes on at another node.
 
-The job's driver runs beside Ray's head (``python -m symbiosis.cluster.jobs``). It starts an actor, which runs ``symbiosis
-finetune``. When the actor, its run or its node is lost, Ray starts the actor again, and it resumes from the run's last
-checkpoint. So the folder of ``--output`` has to be on a file system that all nodes share.
+The job's driver runs beside Ray's head (``python -m symbiosis.cluster.jobs``). It starts an actor, which runs
+``symbiosis finetune``. When the actor, its run or its node is lost, Ray starts the actor again, and it resumes from the
+run's last checkpoint. So the folder of ``--output`` has to be on a file system that all nodes share.
 """
 
 from __future__ import annotations

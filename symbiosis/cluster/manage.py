@@ -8,6 +8,7 @@ node has ended. What runs is read from Ray's list of actors, so no state is kept
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,10 +27,15 @@ NAMESPACE = "symbiosis"
 DIRECTORY = "directory"
 HEAD = {"node:__internal_head__": 0.001}
 """The directory is on the node without which there is no Ray."""
+CONNECT_S = 10.0
+"""Seconds for Ray to accept a connection."""
 PLACE_S = 10.0
 """Seconds for Ray to find a node for an executor."""
 ANSWER_S = 30.0
 """Seconds for the directory to answer. It may be starting again."""
+
+_WAITING = {"state": "waiting", "address": "", "pid": None, "node": "", "error": ""}
+"""What is shown of an executor that has not reported yet: Ray has no node for it, or starts it."""
 
 Told = Callable[[str], object]
 
@@ -47,9 +53,12 @@ class ClusterManager:
 
     def __init__(self, address: str = "auto", tell: Told = lambda line: None) -> None:
         self._tell = tell
+        host, _, port = address.rpartition(":")
         try:
+            if host:
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()  # Ray would try for minutes
             self.context = ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(
                 f"no Ray at {address}: {' '.join(str(error).split())[:300]}; start it on each node with ray start, and "
                 "give --ray HOST:PORT where it is not on this host"
@@ -65,7 +74,7 @@ class ClusterManager:
         try:
             return ray.get_actor(DIRECTORY)
         except ValueError as error:
-            raise UsageError("no symbiosis cluster is up on this Ray; start one with symbiosis cluster up FILE") from error
+            raise UsageError("no symbiosis cluster is up on this Ray; symbiosis cluster up starts one") from error
 
     def _asked(self, method: str, *arguments: Any) -> Any:
         """Return what a method of the directory returns. It may be about to start again."""
@@ -91,7 +100,7 @@ class ClusterManager:
             executors = []
             for place in self.places():
                 if place.model == model.name:
-                    report = reports.get(str(place), {"state": "waiting", "address": "", "node": "", "error": ""})
+                    report = reports.get(str(place), dict(_WAITING))
                     lost = report.get("age_s", 0.0) > FRESH_S
                     executors.append(
                         {
@@ -100,6 +109,7 @@ class ClusterManager:
                             "state": "lost" if lost else report["state"],
                             "node": names.get(report["node"], ""),
                             "node_id": report["node"],
+                            "pid": report["pid"],
                             "address": report["address"],
                             "error": report["error"],
                         }
@@ -288,10 +298,9 @@ def _model(plan: Plan, name: str) -> Model:
 def _node(text: str) -> tuple[str, str]:
     """Return the id and the name of the node that a text stands for."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
+    names = ("NodeName", "NodeManagerAddress")
     found = [
-        node
-        for node in nodes
-        if text in (node["NodeName"], node["NodeManagerAddress"]) or (len(text) >= 4 and node["NodeID"].startswith(text))
+        node for node in nodes if text in map(node.get, names) or (len(text) >= 4 and node["NodeID"].startswith(text))
     ]
     if len(found) != 1:
         known = ", ".join(f"{node['NodeName']} ({node['NodeID'][:12]})" for node in nodes)

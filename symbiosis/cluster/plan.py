@@ -58,7 +58,7 @@ class Place(NamedTuple):
         """Return the place in the name of an actor, or None for an actor that is no executor."""
         model, _, rest = name.partition("/")
         part, _, number = rest.partition("/")
-        return cls(model, int(part), int(number)) if part.isdigit() and number.isdigit() else None
+        return cls(model, int(part), int(number)) if model and part.isdigit() and number.isdigit() else None
 
 
 def changes(model: Model, replicas: int, present: Collection[Place]) -> tuple[list[Place], list[Place]]:

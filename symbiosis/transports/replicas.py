@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from urllib.error import HTTPError
 
 import torch
 
@@ -403,6 +404,8 @@ def _text_at(source: str) -> str:
         with urllib.request.urlopen(source, timeout=LIST_WITHIN_S) as answer:
             return str(answer.read(MAX_LIST_BYTES).decode())
     except (OSError, ValueError, HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()
         kind = UsageError if source.startswith("file://") else ConnectionLostError
         raise kind(f"cannot read the addresses in {source.removeprefix('file://')}: {error}") from error
 
