@@ -41,8 +41,8 @@ def _is_labels(value: Any) -> bool:
 _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "replicas": (_is_count, "a whole number from 1 on"),
     "parts": (_is_texts, 'a list such as ["0-15", "16-31,lm_head"]'),
-    "num-cpus": (_is_number(0), "a number"),
-    "num-gpus": (_is_number(0), "a number"),
+    "num-cpus": (_is_number(1e-4), "a number above 0"),  # Ray counts in steps of 0.0001
+    "num-gpus": (_is_number(0), "a number from 0 on"),
     "memory": (_is_count, "a number of bytes"),
     "nodes": (_is_labels, 'a table of labels of nodes, such as { accelerator-type = "H100" }'),
 }

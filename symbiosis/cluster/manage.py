@@ -188,9 +188,11 @@ class ClusterManager:
 
     def down(self) -> None:
         """End all executors, when their walks have ended, and the directory."""
-        directory = self._directory()
-        self._remove(self.places())
-        ray.kill(directory)
+        places = self.places()
+        directory = None if places else self._directory()
+        self._remove(places)
+        with contextlib.suppress(UsageError):
+            ray.kill(directory or self._directory())
 
     # --------------------------------------------------------------------------------------------------------- steps
 
@@ -208,22 +210,9 @@ class ClusterManager:
             raise
 
     def _place(self, model: Model, place: Place) -> None:
-        away, reports = self._asked("away", [], []), self._asked("reports")
-        beside = [
-            node
-            for each in self.places()
-            if (each.model, each.part) == (place.model, place.part)
-            for node in (reports.get(str(each), {}).get("node") or _reserved(each),)
-            if node
-        ]
-        nodes = [
-            node["NodeID"]
-            for node in ray.nodes()
-            if node["Alive"]
-            and all(node["Resources"].get(kind, 0.0) >= amount for kind, amount in model.resources.items())
-            and model.nodes.items() <= node["Labels"].items()
-        ]
-        for selector in selectors(model, away, beside, nodes):
+        same = [each for each in self.places() if (each.model, each.part) == (place.model, place.part)]
+        beside = filter(None, map(_reserved, same))
+        for selector in selectors(model, self._asked("away", [], []), beside, _fitting(model)):
             group: Any = placement_group(
                 [dict(model.resources)],
                 name=str(place),
@@ -272,8 +261,8 @@ class ClusterManager:
     def _remove(self, places: Sequence[Place], drain: bool = True) -> None:
         """End executors, and free what is reserved for them."""
         names = list(map(str, places))
-        with contextlib.suppress(UsageError):
-            self._asked("forget", names)
+        with contextlib.suppress(UsageError, BrokenError):  # without the directory, no tenant gets these addresses
+            self._asked("forget", names) if names else None
         actors = {}
         for name in names:
             with contextlib.suppress(ValueError):
@@ -308,8 +297,19 @@ def _node(text: str) -> tuple[str, str]:
     return found[0]["NodeID"], found[0]["NodeName"]
 
 
+def _fitting(model: Model) -> list[str]:
+    """Return the ids of the nodes that have what an executor needs, if nothing else runs there."""
+    return [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"]
+        and all(node["Resources"].get(kind, 0.0) >= amount for kind, amount in model.resources.items())
+        and model.nodes.items() <= node["Labels"].items()
+    ]
+
+
 def _reserved(place: Place) -> str:
-    """Return the node on which there is room for an executor that has not reported yet."""
+    """Return the id of the node on which an executor has its place, or "" if Ray looks for one."""
     with contextlib.suppress(ValueError):
         table = ray.util.placement_group_table(get_placement_group(str(place)))
         return str(next(iter(table.get("bundles_to_node_id", {}).values()), ""))

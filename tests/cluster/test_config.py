@@ -85,6 +85,7 @@ MODEL = '[[model]]\nname = "a"\nmodel = "b"\n'
         (MODEL + "replicas = 0", "replicas is 0; give a whole number from 1 on"),
         (MODEL + "replicas = true", "replicas is True"),
         (MODEL + "num-gpus = -1", "num-gpus is -1; give a number"),
+        (MODEL + "num-cpus = 0", "num-cpus is 0; give a number above 0"),
         (MODEL + 'parts = "0-15"', "parts is '0-15'; give a list"),
         (MODEL + 'nodes = "a"', "nodes is 'a'; give a table of labels"),
         (MODEL + "max-rows = 0", "model 1: .*max-rows.*greater than or equal to 1"),
