@@ -92,7 +92,7 @@ def test_tenants_go_on_when_processes_and_nodes_are_killed(nodes: Nodes, tmp_pat
         for node in list(nodes.nodes):
             nodes.kill(node)
         began = time.monotonic()
-        with pytest.raises(ConnectionLostError):
+        with pytest.raises(ConnectionLostError, match="did not come back"):
             opened(IDS)
         assert 3 < time.monotonic() - began < 30
 
