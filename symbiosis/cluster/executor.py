@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from symbiosis.cluster import child
+from symbiosis.cluster.plan import reason
 
 REPORT_EVERY_S = 0.5
 """Seconds between two reports to the directory."""
@@ -67,7 +68,7 @@ class ExecutorActor:
         if self._draining:
             return
         served = self._report["state"] == "serving"
-        self._report |= {"state": "failed", "error": last or f"exit status {status}"}
+        self._report |= {"state": "failed", "error": reason(last, status)}
         self._tell()
         time.sleep(0.5 if served else PAUSE_S)  # the report leaves this process before it ends
         os._exit(1)  # Ray starts the actor again

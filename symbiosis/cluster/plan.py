@@ -97,6 +97,13 @@ def addresses(reports: Mapping[str, Mapping[str, object]], model: str, now: floa
     return [address for address, fresh in found if fresh] or [address for address, _ in found]
 
 
+def reason(output: str, status: int) -> str:
+    """Return why a command has ended: its error, or the last line that it has printed."""
+    lines = output.splitlines() or [f"it ended with status {status}"]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines)[-1]
+
+
 def with_resume(arguments: Sequence[str], has_checkpoint: bool) -> list[str]:
     """Return the arguments of ``symbiosis finetune`` for a run that was lost: it resumes, or begins again where it has
     no checkpoint yet."""

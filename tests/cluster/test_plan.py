@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.cluster.plan import NODE_ID, Model, Place, addresses, changes, selectors, with_resume
+from symbiosis.cluster.plan import NODE_ID, Model, Place, addresses, changes, reason, selectors, with_resume
 from tests.helpers import command as run_command
 
 MODEL = Model("llama", ("m",), parts=("0", "1"), nodes={"pool": "a"})
@@ -49,6 +49,12 @@ def test_tenants_get_executors_that_serve() -> None:
     assert addresses(reports, "llama", 200.0, 10.0) == ["tcp://a:1", "tcp://b:1"]
     assert addresses(reports, "gpt2", 100.0, 10.0) == ["tcp://d:1"]
     assert addresses(reports, "none", 100.0, 10.0) == []
+
+
+def test_the_reason_is_the_error() -> None:
+    assert reason("loading\nerror: there is no folder m\nbye", 1) == "there is no folder m"
+    assert reason("Traceback\nMemoryError", 1) == "MemoryError"
+    assert reason("", -9) == "it ended with status -9"
 
 
 def test_a_lost_run_resumes_or_begins_again() -> None:

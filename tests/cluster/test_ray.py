@@ -107,7 +107,7 @@ def test_commands(nodes: Nodes, tmp_path: Path) -> None:
     wrong, _ = config(tmp_path, tmp_path / "missing", *lines)
     assert "no symbiosis cluster is up" in nodes.symbiosis("cluster", "status", status=1).stderr
     failed = nodes.symbiosis("cluster", "up", str(wrong), status=1).stderr
-    assert "cannot serve: error: there is no folder" in failed
+    assert "cannot serve: there is no folder" in failed
     assert "no symbiosis cluster is up" in nodes.symbiosis("cluster", "status", status=1).stderr
     file, address = config(tmp_path, model, *lines)
     with subprocess.Popen([*COMMAND, "cluster", "up", str(file)], env=nodes.environment) as interrupted:
