@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,9 +29,10 @@ from symbiosis.core.transport import Channel, Listener
 from symbiosis.errors import ExecutorClosedError, SymbiosisError, UsageError
 from symbiosis.executor.allocator import return_freed
 from symbiosis.executor.engine import Engine, now
-from symbiosis.executor.loading import load_model
+from symbiosis.executor.launch import Launch
+from symbiosis.executor.loaded import Loaded, settings
 from symbiosis.executor.service import ExecutorService
-from symbiosis.executor.shards import Launch, Settings, Shards, ignore_signals, work
+from symbiosis.executor.shards import Shards, ignore_signals, work
 from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
@@ -53,7 +53,8 @@ class Executor:
     Use it as an asynchronous context manager, on the event loop that the clients of this process run on.
 
     Args:
-        model: any ``transformers`` model. It is frozen, and put in evaluation mode, in place.
+        model: any ``transformers`` model, or what :meth:`from_pretrained` has loaded. It is frozen, and put in
+            evaluation mode, in place.
         policy: a batching policy: an object, or a name with options such as ``"opportunistic:wait_ms=20"``.
         base_layers: what is served: ``"linear"``, ``"mlp"``, or module names or patterns; see
             :class:`~symbiosis.executor.splitting.SplitModel`.
@@ -90,7 +91,7 @@ class Executor:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Loaded,
         *,
         policy: str | Policy = "opportunistic",
         base_layers: str | Sequence[str] = "linear",
@@ -106,46 +107,19 @@ class Executor:
         model_name: str | None = None,
     ) -> None:
         _check(device, max_rows, max_bytes, model_name)
-        self._build(
-            *(model, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
-            *(layers, name, model_name, None, None),
-        )
-
-    def _build(
-        self,
-        model: nn.Module,
-        policy: str | Policy,
-        base_layers: str | Sequence[str],
-        device: str | torch.device | None,
-        dtype: torch.dtype | str | None,
-        max_rows: int,
-        max_bytes: int,
-        joint: str,
-        packed: bool,
-        allow_weights: Sequence[str],
-        layers: str | None,
-        name: str | None,
-        model_name: str | None,
-        source: str | Path | None,
-        launch: Launch | None,
-    ) -> None:
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"model is {model!r}, not a module; for a folder or hub id use Executor.from_pretrained")
-        dtype = _dtype(dtype)
         policy = make_policy(policy)
-        if source is None and dtype is not None:
-            model, dtype = model.to(dtype), None
+        loaded = model if isinstance(model, Loaded) else Loaded.given(model, device, dtype)
         split = SplitModel(
-            *(model, base_layers),
+            *(loaded.model, base_layers),
             packed=packed,
             trial=weights_read,
             allow_weights=allow_weights,
             layers=layers,
-            shard=None if launch is None else (0, launch.count),
-            device=device,
-            dtype=dtype,
+            shard=None if loaded.launch is None else (0, loaded.launch.count),
+            device=loaded.device,
+            dtype=loaded.dtype,
         )
-        self._shards = None if launch is None else Shards(split, launch)
+        self._shards = None if loaded.launch is None else Shards(split, loaded.launch)
         compute = None if self._shards is None else self._shards.run
         budget = Budget(_counted(max_bytes), return_freed)
         self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.part, compute)
@@ -155,8 +129,8 @@ class Executor:
         if walked:
             tell_unloaded(policy, self._token_s / split.part)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
-        self.service = ExecutorService(split, self.engine, budget, address, source, model_name)
-        log.info("%s: %s", type(model).__name__, "; ".join(self.service.sharing.lines()))
+        self.service = ExecutorService(split, self.engine, budget, address, loaded.source, model_name)
+        log.info("%s: %s", type(loaded.model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)
         self._joint = make_decoder(joint, self._connect_joint, self.engine.may_join, self.engine.walked)
         self._closing: asyncio.Future[None] | None = None
@@ -200,29 +174,25 @@ class Executor:
         """
         _check(device, max_rows, max_bytes, model_name)
         policy = make_policy(policy)
-        if shards == 1:
-            if dtype is not None and layers is None:
-                options["dtype"] = dtype if dtype == "auto" else _dtype(dtype)
-            loaded = load_model(model, model_class, **options)
-            launch = None
-        else:
-            launch = Launch(shards, _settings(model, model_class, dtype, device, options))
-            if launch.rank:
-                raise UsageError("this is not the first process of torchrun; call Executor.run_shard here")
-        executor = cls.__new__(cls)
-        dtype = None if dtype == "auto" or (launch is None and layers is None) else dtype  # of the part that stays
+        partly = layers is not None
+        loaded = Loaded.from_pretrained(model, model_class, device, dtype, options, partly=partly, shards=shards)
         try:
-            if launch is not None:
-                loaded, device = launch.settings.load(), launch.settings.device_of(0)
-            executor._build(
-                *(loaded, policy, base_layers, device, dtype, max_rows, max_bytes, joint, packed, allow_weights),
-                *(layers, name, model_name, model, launch),
+            return cls(
+                loaded,
+                policy=policy,
+                base_layers=base_layers,
+                max_rows=max_rows,
+                max_bytes=max_bytes,
+                joint=joint,
+                packed=packed,
+                allow_weights=allow_weights,
+                layers=layers,
+                name=name,
+                model_name=model_name,
             )
         except BaseException:
-            if launch is not None:
-                launch.close()
+            loaded.close()
             raise
-        return executor
 
     @staticmethod
     def run_shard(
@@ -242,7 +212,7 @@ class Executor:
         Raises:
             UsageError: torchrun has not started this process, or has started another number.
         """
-        launch = Launch(shards, _settings(model, model_class, dtype, device, options))
+        launch = Launch(shards, settings(model, model_class, device, dtype, options))
         if not launch.rank:
             launch.close()
             raise UsageError("this process is not one of torchrun's, or the first; call Executor.from_pretrained here")
@@ -484,24 +454,6 @@ def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, mod
         raise UsageError(f"model_name is {model_name!r:.300}; give a text of at most {MAX_NAME} printable characters")
 
 
-def _settings(
-    model: str | Path,
-    model_class: type[Any] | None,
-    dtype: torch.dtype | str | None,
-    device: str | torch.device | None,
-    options: dict[str, Any],
-) -> Settings:
-    """Return how shards load a model. Raises UsageError for what cannot be told to another process."""
-    try:
-        json.dumps(options)
-    except TypeError as error:
-        raise UsageError(f"shards are processes of their own, and {error}; leave that option out") from error
-    kind = None if model_class is None else f"{model_class.__module__}.{model_class.__qualname__}"
-    named = None if dtype == "auto" else _dtype(dtype)
-    short = None if named is None else str(named).removeprefix("torch.")
-    return Settings(str(model), kind, options, short, str(device or "cpu"))
-
-
 def _check_max_bytes(max_bytes: Any) -> None:
     if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
         raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
@@ -510,13 +462,3 @@ def _check_max_bytes(max_bytes: Any) -> None:
 def _counted(max_bytes: int) -> int:
     """Return the part of ``max_bytes`` that connections may take."""
     return (max_bytes - TABLES_BYTES) * LARGEST_PART // (LARGEST_PART + 1)
-
-
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    named = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(named, torch.dtype):
-        raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32', 'bfloat16' or 'bf16'")
-    return named

@@ -101,7 +101,13 @@ async def _try(
             steps("cells", len(cells), total, name)
             shares.append(shares_of(name, *load(name, dtype=None)))  # sizes are those of the checkpoint's precision
             model, reads = load(name)
-            for one, over in pairs:
+            if not reads:
+                total -= len(pairs)
+                kind = type(model).__name__
+                console(stderr=True).print(
+                    f"{escape(name)} is a {kind}: compat has no inputs for it, so this says only what is served"
+                )
+            for one, over in pairs if reads else ():
                 steps("cells", len(cells), total, f"{name}, {one}, {over}")
                 cells.append(await try_cell(name, model, reads, one, over))
         steps("cells", total, total)
@@ -138,4 +144,5 @@ def _show(shares: list[Shares], cells: list[Cell], *, sizes: bool) -> None:
         style = "bold red" if verdict == WRONG else "bold"
         out.print(f"[{style}]{verdict}[/]: {escape(method)} ({escape(who)}): {escape(detail)}")
     counts: Any = Counter(cell.verdict for cell in cells)
-    out.print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+    if counts:
+        out.print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from symbiosis.cli.methods import method_of
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, writable, write_json
@@ -62,11 +63,25 @@ def finetune(
             help="A LoRA: r, alpha, dropout, targets (names joined with +, or all-linear).", rich_help_panel=_METHOD
         ),
     ] = "r=8,alpha=16",
+    ia3: Annotated[
+        bool,
+        typer.Option(
+            "--ia3",
+            help="IA3 in place of a LoRA, on the layers that PEFT chooses for the model.",
+            rich_help_panel=_METHOD,
+        ),
+    ] = False,
+    prefix: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Prefix tuning in place of a LoRA: number of virtual tokens.", rich_help_panel=_METHOD
+        ),
+    ] = None,
     peft: Annotated[
         Path | None,
         typer.Option(
             help='Any PEFT method in place of a LoRA: a JSON file like an adapter_config.json, such as {"peft_type": '
-            '"IA3"}.',
+            '"VERA", "r": 64}.',
             rich_help_panel=_METHOD,
         ),
     ] = None,
@@ -184,7 +199,8 @@ def finetune(
         raise UsageError("--patience needs --validation")
     records, held_out = read_records(data), _part(validation)
     others = None if validation is None or held_out is not None else read_records(Path(validation))
-    config = lora_config(lora) if peft is None else read_config(peft)
+    lora_given = getattr(context.get_parameter_source("lora"), "name", "DEFAULT") != "DEFAULT"
+    config, option = method_of(lora, ia3, prefix, peft, lora_given)
     writable(output, folder=True)
     if json is not None:
         writable(json)
@@ -216,7 +232,7 @@ def finetune(
             examples.format.save(output)
             run = trainer_module.Run(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
-                option=f"--peft {peft}" if peft is not None else f"--lora {lora}",
+                option=option,
                 patience=patience,
                 arguments={
                     **{argument: settings[name] for name, argument in _TRAINER.items()},
@@ -338,57 +354,3 @@ def _checkpoint(folder: Path, kept: dict[str, Any]) -> Path:
         text = ", ".join(f"{name} was {before.get(name)!r} and is {kept[name]!r}" for name in different)
         raise UsageError(f"--resume: the options differ from those of the run ({text}); give the same ones")
     return max(found, key=lambda one: int(one.name.partition("-")[2]))
-
-
-# --------------------------------------------------------------------------------------------------- the PEFT method
-
-
-def read_config(file: Path) -> Any:
-    """Return the PEFT configuration of a JSON file.
-
-    Raises:
-        UsageError: the file cannot be read, or PEFT does not take it.
-    """
-    from peft import PeftConfig
-
-    try:
-        values = json_module.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--peft {file}: cannot be read as JSON ({error})") from error
-    if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
-        raise UsageError(f'--peft {file}: give an object with "peft_type", such as {{"peft_type": "IA3"}}')
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Unexpected keyword arguments")  # PEFT only warns of a misspelt option
-            return PeftConfig.from_peft_type(**{"task_type": "CAUSAL_LM", **values})
-    except (KeyError, TypeError, ValueError, UserWarning) as error:
-        raise UsageError(f"--peft {file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-
-
-def lora_config(text: str) -> Any:
-    """Return the configuration for a text such as ``"r=8,alpha=16,targets=q_proj+v_proj"``.
-
-    Raises:
-        UsageError: an option is unknown, or its value is not a number.
-    """
-    from peft import LoraConfig
-
-    options: dict[str, Any] = {}
-    known = {"r": ("r", int), "alpha": ("lora_alpha", int), "dropout": ("lora_dropout", float)}
-    for part in filter(None, text.split(",")):
-        name, _, value = part.strip().partition("=")
-        try:
-            if name == "targets":
-                options["target_modules"] = value if value == "all-linear" else value.split("+")
-            else:
-                option, kind = known[name]
-                options[option] = kind(value)
-        except (KeyError, ValueError) as error:
-            raise UsageError(
-                f"--lora {part!r}: write r=8, alpha=16, dropout=0.05 or targets=q_proj+v_proj, joined with commas"
-            ) from error
-    if options.get("r", 1) < 1 or options.get("lora_alpha", 1) < 1:
-        raise UsageError(f"--lora {text}: r and alpha are 1 or more")
-    if not 0 <= options.get("lora_dropout", 0.0) < 1:
-        raise UsageError(f"--lora {text}: dropout is a probability, at least 0 and less than 1")
-    return LoraConfig(task_type="CAUSAL_LM", **options)

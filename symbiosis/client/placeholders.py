@@ -18,7 +18,6 @@ refused. Functions of shapes and dtypes, and ``isnan``, therefore work. Function
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -100,10 +99,10 @@ class _StandsForWeight:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _is_hole(self):
-            warnings.warn(
-                "base layers' weights stay with the executor, so NaN is saved in their place; "
-                "save the adapter instead (client.save_adapter, or save_pretrained of the PEFT model)",
-                stacklevel=2,
+            raise PlaceholderError(
+                "base layers' weights stay with the executor, so a tensor that stands for one cannot be saved; save "
+                "model.state_dict(), which has none of them, or the adapter (client.save_adapter, or save_pretrained "
+                "of the PEFT model)"
             )
         values: Any = values_of(self)  # type: ignore[arg-type]
         return (nn.Parameter(values, False) if isinstance(self, nn.Parameter) else values).__reduce_ex__(protocol)
@@ -256,13 +255,15 @@ def _product(x: torch.Tensor, part: Any) -> torch.Tensor | None:
 
 
 def _whole_product(layer: Multiplying, x: torch.Tensor, forward: bool, dtype: torch.dtype, more: bool) -> torch.Tensor:
-    """Return x times the whole weight. The product is kept if ``more`` parts are likely to follow."""
+    """Return x times the whole weight, in a dtype. The product is kept if ``more`` parts are likely to follow."""
+    own = layer.spec.dtype
+    rows = x if dtype.itemsize > own.itemsize else x.to(own)  # in autocast, x may be wider than its product
     if x.is_inference() or (x.requires_grad and torch.is_grad_enabled()):  # each part has a graph of its own
-        return layer.multiply(x, forward).to(dtype)
+        return layer.multiply(rows, forward).to(dtype)
     kept, state = layer.kept, (layer, forward, dtype)
     y = kept.find(x, state, more=more)
     if y is None:
-        y = layer.multiply(x, forward).to(dtype)
+        y = layer.multiply(rows, forward).to(dtype)
         if more:
             kept.keep(x, state, y)
     return y

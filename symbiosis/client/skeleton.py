@@ -213,9 +213,9 @@ def make_skeleton(
         part.register_state_dict_post_hook(_Protection(skeleton))
         if part._parameters:
             part.register_load_state_dict_pre_hook(_fill_in_placeholders)
-    for method in ("save_pretrained", "push_to_hub"):
-        if hasattr(skeleton, method):
-            setattr(skeleton, method, _Saving(skeleton, method))
+        for method in ("save_pretrained", "push_to_hub"):
+            if hasattr(part, method):  # also those of models inside
+                setattr(part, method, _Saving(part, method))
     if hasattr(skeleton, "get_output_embeddings") and isinstance(skeleton.get_output_embeddings(), VirtLayer):
         # With the embeddings instead of the model, which would then refer to itself.
         skeleton.resize_token_embeddings = functools.partial(_resize, skeleton.get_input_embeddings())
@@ -238,8 +238,9 @@ class _Protection:
     """Leaves placeholders out of a module's state dict, where they would be NaN in a file. Puts shared parameters into
     it as they are, so that a write to one is noticed and reaches this tenant alone. Serves as a post-hook.
 
-    A copy of a part of the model has no protection: PEFT copies modules for ``modules_to_save``, and reads from the
-    state dict of the copy which tensors of an adapter it loads.
+    A copy of a base layer has no protection: PEFT copies layers for ``modules_to_save``, and reads from the state dict
+    of the copy which tensors of an adapter it loads. From the state dict of a copied part of the model, placeholders
+    are left out, and all else is as usual.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -254,14 +255,18 @@ class _Protection:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         copied = memo.get(id(self._model()))
-        return _Protection.none if copied is None else _Protection(copied)
+        return _Protection.of_part if copied is None else _Protection(copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (_Protection, "none")  # pickling goes on to a VirtLayer, which refuses it and says why
+        return getattr, (_Protection, "of_part")  # pickling goes on to a VirtLayer, which refuses it and says why
 
     @staticmethod
-    def none(*_: object) -> None:
-        """Stand for the protection of a copied part."""
+    def of_part(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+        """Be the post-hook of a copied part."""
+        if not isinstance(module, VirtLayer):
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if is_missing(parameter):
+                    state.pop(prefix + name, None)
 
 
 def _fill_in_placeholders(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,23 +24,32 @@ from symbiosis.errors import PlaceholderError
 
 log = logging.getLogger(__name__)
 
+_SIZES = (
+    *("image_size", "num_channels", "num_mel_bins", "max_length", "max_source_positions"),
+    "feature_projection_input_dim",
+)
+_SHAPES: dict[str, tuple[tuple[str | int, ...], ...]] = {
+    "pixel_values": ((1, "num_channels", "height", "width"), (1, 3, 64, 64), (1, 3, 224, 224)),
+    "input_values": ((1, 3200), (1, "max_length", "num_mel_bins")),
+    "input_features": ((1, "num_mel_bins", "frames"), (1, 8, "feature_projection_input_dim")),
+}
+"""Shapes of main inputs, in numbers and in sizes of the configuration. 3200 samples are a fifth of a second."""
+
 READS = "the model's own code reads its weight"
 
 
 def weights_read(resident: Resident) -> dict[str, str]:
     """Return the names of base layers whose weights the model's own code reads or writes, each with the reason.
 
-    A skeleton is walked on a short input, in evaluation and in training mode, with zeros in place of the base layers'
-    results. Layers of the same name in other blocks are treated alike. A model for which no input is known, or that
-    fails for another reason, is not tried.
+    A skeleton is walked on short inputs, in evaluation and in training mode, with zeros in place of the base layers'
+    results; and so are the models inside, such as a vision tower, that have another main input. Layers of the same name
+    in other blocks are treated alike. A model for which no input is known, or that fails for another reason, is not
+    tried.
     """
     model, layers = resident.model, list(resident.layers)
-    inputs = _inputs(model)
-    if inputs is None:
-        return {}
     found: dict[str, str] = {}
     while layers:
-        names = _try(Resident(model, layers), inputs)
+        names = _try(Resident(model, layers))
         if not names:
             break
         kinds = {_without_numbers(name) for name in names}
@@ -48,33 +58,50 @@ def weights_read(resident: Resident) -> dict[str, str]:
     return found
 
 
-def _try(resident: Resident, inputs: dict[str, torch.Tensor]) -> set[str]:
-    """Return the names of base layers whose weights a walk reads or writes; those that it came to."""
-    device = next(iter(inputs.values())).device
+def _try(resident: Resident) -> set[str]:
+    """Return the names of base layers whose weights a walk reads or writes; those that the first such walk came to."""
+    device = next(resident.model.parameters()).device
     requester = Requester()
     skeleton: Any = make_skeleton(resident.model, resident.layers, requester, device)
     for module in skeleton.modules():  # hooks of the model's owner
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+    walked: dict[str, set[str]] = {}
     with RandomStream(device), requester.rehearsing(), torch.no_grad():
-        for training in (False, True):
-            skeleton.train(training)
-            try:
-                skeleton(**inputs)
-            except PlaceholderError as error:
-                if error.layer is not None:
-                    return {error.layer}
-            except Exception as error:  # noqa: BLE001 (the input may not be one for this model)
-                log.debug("%s was not tried: %s", type(resident.model).__name__, error)
-                return set()
-            written = {
-                module.spec.name
-                for module in skeleton.modules()
-                if isinstance(module, VirtLayer)
-                and any(isinstance(p, SharedParameter) and p.own for p in module._parameters.values())
-            }
-            if written:
-                return written
+        for name, module in skeleton.named_modules():
+            main = getattr(module, "main_input_name", None)
+            inside = walked.setdefault(str(main), set())
+            if main is None or any(f"{name}.".startswith(f"{outer}.") or not outer for outer in inside):
+                continue
+            for inputs in _inputs(module, main):
+                try:
+                    if read := _walk(module, inputs):
+                        return read
+                except Exception as error:  # noqa: BLE001 (the input may not be one for this model)
+                    log.debug("%s was not tried with %s: %s", type(module).__name__, list(inputs), error)
+                else:
+                    inside.add(name)
+                    break
+    return set()
+
+
+def _walk(module: Any, inputs: dict[str, torch.Tensor]) -> set[str]:
+    """Return the names of base layers whose weights a walk of a skeleton, or of a model inside, reads or writes."""
+    for training in (False, True):
+        module.train(training)
+        try:
+            module(**inputs)
+        except PlaceholderError as error:
+            if error.layer is not None:
+                return {error.layer}
+        written = {
+            layer.spec.name
+            for layer in module.modules()
+            if isinstance(layer, VirtLayer)
+            and any(isinstance(p, SharedParameter) and p.own for p in layer._parameters.values())
+        }
+        if written:
+            return written
     return set()
 
 
@@ -82,20 +109,26 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"\b\d+\b", "0", name)
 
 
-def _inputs(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Return a short input for a transformers model, by its main input; None if none is known."""
+def _inputs(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield short inputs for a transformers model, by its main input. One of them may suit; none if none is known."""
     config: Any = getattr(model, "config", None)
-    main = getattr(model, "main_input_name", None)
-    device = next(model.parameters()).device
-    if config is None:
-        return None
-    ids = torch.zeros(1, 4, dtype=torch.long, device=device)
+    parameter = next(model.parameters(), None)
+    if config is None or parameter is None:
+        return
+    ids = torch.zeros(1, 4, dtype=torch.long, device=parameter.device)
+    decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
     if main == "input_ids":
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
-    if main == "pixel_values":
-        size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
-        height, width = size if isinstance(size, list | tuple) else (size, size)
-        if isinstance(height, int) and isinstance(width, int):
-            dtype = next(model.parameters()).dtype
-            return {"pixel_values": torch.zeros(1, channels, height, width, dtype=dtype, device=device)}
-    return None
+        yield {"input_ids": ids, **decoder}
+        return
+    known = {name: getattr(config, name, None) for name in _SIZES}
+    if isinstance(known["image_size"], list | tuple):
+        known["height"], known["width"] = known["image_size"]
+    else:
+        known["height"] = known["width"] = known["image_size"]
+    known["num_channels"] = known["num_channels"] or 3
+    known["frames"] = 2 * (known["max_source_positions"] or 0) or None
+    sizes: dict[str, int] = {name: size for name, size in known.items() if isinstance(size, int)}
+    for names in _SHAPES.get(main, ()):
+        shape = [sizes.get(each, 0) if isinstance(each, str) else each for each in names]
+        if all(shape):
+            yield {main: torch.zeros(shape, dtype=parameter.dtype, device=parameter.device), **decoder}

@@ -136,14 +136,30 @@ class VirtLayer(nn.Module):
     def multiply(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
         """Return X·Wᵀ, [..., i] → [..., o], or with ``forward=False`` X·W, [..., o] → [..., i]. Linear layers only.
 
-        For code that multiplies by the weight instead of calling the layer.
+        For code that multiplies by the weight instead of calling the layer. Rows of a wider dtype than the weight's are
+        multiplied in fp32, as code does that converts the weight first.
         """
         self._requester.before_backward()
+        if x.dtype.itemsize > self.spec.dtype.itemsize:
+            x = x.float()
+            y = self._multiply_wide(x.detach(), forward)
+            return _wrap_wide(x, self, [y], forward) if x.requires_grad and torch.is_grad_enabled() else y
         x = x.to(self.spec.dtype)
         if forward:
             return self._call(x, Pass.FORWARD_WITHOUT_BIAS if self.spec.bias else Pass.FORWARD)
         y = self._backward(x.detach(), None)
         return _wrap_backward(x, self, [y]) if x.requires_grad and torch.is_grad_enabled() else y
+
+    def _multiply_wide(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
+        """Return a product in fp32 with a weight of a narrower dtype."""
+        spec = self.spec
+        before, after = (spec.in_features, spec.out_features)[:: 1 if forward else -1]
+        if not x.numel() or self.rehearsing:
+            return x.new_zeros(*x.shape[:-1], after)
+        pass_ = Pass.BACKWARD if not forward else Pass.FORWARD_WITHOUT_BIAS if spec.bias else Pass.FORWARD
+        key, rows = Key((spec.layer,), pass_, fp32=True), x.reshape(-1, before).as_subclass(torch.Tensor)
+        (y,) = self._requester.request(key, self._kind(key, x), (rows,), spec.name)
+        return y.view(*x.shape[:-1], after)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtLayer:
         copied = type(self).__new__(type(self))
@@ -194,9 +210,24 @@ class _WrapBackward(torch.autograd.Function):
         return ctx.layer.multiply(dy, forward=True), None, None
 
 
+class _WrapWide(torch.autograd.Function):
+    """An autograd node around a product in fp32 that is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor], forward: bool) -> torch.Tensor:
+        ctx.layer, ctx.backwards = layer, not forward
+        return result.pop()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.layer.multiply(dy, forward=ctx.backwards), None, None, None
+
+
 _Apply = Callable[[torch.Tensor, VirtLayer, list[torch.Tensor]], torch.Tensor]
 _wrap = cast(_Apply, _Wrap.apply)
 _wrap_backward = cast(_Apply, _WrapBackward.apply)
+_wrap_wide = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor], bool], torch.Tensor], _WrapWide.apply)
 
 
 class _VirtLinear(VirtLayer):

@@ -295,21 +295,30 @@ def _probe(name: str, module: nn.Module) -> tuple[int, int, torch.dtype]:
     width = weight.shape[0] if isinstance(first, Conv1D) else weight.shape[1]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(3, width, generator=generator).to(weight.device, weight.dtype)
-    was_training = module.training
+    modes = {each: each.training for each in module.modules()}
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]  # training changes those of batch norms
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             together = module(x)
             alone = torch.cat([module(row[None]) for row in x])
+            for each in modes:
+                each.training = not isinstance(each, nn.modules.dropout._DropoutNd)  # clients run active ones
+            trained = module(x)
     except Exception as error:
         raise SplitError(
             f"{name} ({type(module).__name__}) cannot be served whole: it does not run on a matrix of rows "
             f"[n, {width}] alone; serve its linear layers instead"
         ) from error
     finally:
-        module.train(was_training)
+        for each, training in modes.items():
+            each.training = training
+        for buffer, before in buffers:
+            buffer.copy_(before)
     if not isinstance(together, torch.Tensor) or together.ndim != 2 or together.shape[0] != 3:
         raise SplitError(f"{name} ({type(module).__name__}) cannot be served whole: it does not give a row for a row")
     if not torch.allclose(together.float(), alone.float(), rtol=2e-2, atol=1e-3):
         raise SplitError(f"{name} ({type(module).__name__}) cannot be served whole: its rows depend on one another")
+    if not torch.allclose(together.float(), trained.float(), rtol=2e-2, atol=1e-3):
+        raise SplitError(f"{name} ({type(module).__name__}) cannot be served whole: it has another result in training")
     return width, together.shape[1], weight.dtype

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from symbiosis.errors import UsageError
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -61,3 +63,14 @@ def class_of(config: Any) -> Any:
 def _config_options(options: dict[str, Any]) -> dict[str, Any]:
     shared = ("revision", "trust_remote_code", "token", "cache_dir", "subfolder", "local_files_only")
     return {name: options[name] for name in shared if name in options}
+
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def dtype_of(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return the precision that a text such as "bf16" or "float32" names. Raises UsageError if none does."""
+    named = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(named, torch.dtype):
+        raise UsageError(f"dtype is {dtype!r}; name one of torch's, such as 'float32', 'bfloat16' or 'bf16'")
+    return named

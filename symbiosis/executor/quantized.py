@@ -89,12 +89,13 @@ class _Dequantized(QuantizedWeight):
     """A weight that is dequantized for the pass backward."""
 
     def gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        dtype = getattr(self.module, "compute_dtype", None) or dy.dtype  # in which Linear4bit multiplies
         dx = None
         for outputs, weight in self.blocks():
-            part = dy[:, outputs].mm(weight.to(dy.dtype))
+            part = dy[:, outputs].to(dtype).mm(weight.to(dtype))
             dx = part if dx is None else dx.add_(part)
         assert dx is not None
-        return dx
+        return dx.to(dy.dtype)
 
 
 class _EightBits(_Dequantized):

@@ -13,8 +13,8 @@ from symbiosis.core.terms import Kind, tenant_of
 from symbiosis.executor.load import Load
 
 MAX_KEYS = 4096
-MAX_CLIENTS = 4096
-"""Largest number of clients with counts of their own; beyond it the oldest are forgotten."""
+MAX_CLIENTS = 2048
+"""Largest number of clients with counts of their own, of some 6 KiB each; beyond it the oldest are forgotten."""
 
 
 class LayerStatistics(NamedTuple):

@@ -89,7 +89,7 @@ class MaskedChannel:
             )
         width, dtype = rows
         narrow = dtype.itemsize < 4
-        sent = key._replace(fp32=narrow)
+        sent = key._replace(fp32=narrow or key.fp32)
         effects = sent._replace(pass_=Pass.FORWARD_WITHOUT_BIAS) if key.pass_ is Pass.FORWARD else sent
         masked = MaskedKey(
             sent, effects, specs, width, tuple(one.width for one in results), torch.float32 if narrow else dtype

@@ -37,6 +37,7 @@ class Job:
         prepare: called with the adapted model first, for example to switch on gradient checkpointing or to unfreeze a
             norm.
         inputs: returns the model's arguments for a batch, given its number, with labels; in place of token ids.
+        loss: returns the loss of a model's output, for models that return none.
     """
 
     vocabulary: int = 64
@@ -48,6 +49,11 @@ class Job:
     learning_rate: float = 1e-3
     prepare: Callable[[Any], object] | None = None
     inputs: Callable[[int], Mapping[str, torch.Tensor]] | None = None
+    loss: Callable[[Any], torch.Tensor] | None = None
+
+    def loss_of(self, output: Any) -> Any:
+        """Return the loss of a model's output."""
+        return output.loss if self.loss is None else self.loss(output)
 
     def batch(self, number: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Return the arguments for a batch. By default they are token ids, mask and labels, [sequences, length] each,
@@ -184,11 +190,11 @@ def run_job_plain(
         if job.steps and trainable(adapted):
             torch.manual_seed(job.seed)
             adapted.train()
-            adapted(**job.batch(0, device)).loss.backward()
+            job.loss_of(adapted(**job.batch(0, device))).backward()
             outcome.gradients = _gradients(adapted)
             optimizer = torch.optim.AdamW(trainable(adapted).values(), lr=job.learning_rate)
             for number in range(job.steps):
-                loss = adapted(**job.batch(number, device)).loss
+                loss = job.loss_of(adapted(**job.batch(number, device)))
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -218,11 +224,18 @@ async def run_job(client: Client, job: Job | None = None) -> Outcome:
     if job.steps and trainable(model):
         client.manual_seed(job.seed)
         model.train()
-        await client.backward((await client.forward(**job.batch(0, device))).loss)
+        await client.backward(job.loss_of(await client.forward(**job.batch(0, device))))
         outcome.gradients = _gradients(model)
         optimizer = torch.optim.AdamW(trainable(model).values(), lr=job.learning_rate)
         for number in range(job.steps):
-            outcome.losses.append(await client.train_step(job.batch(number, device), optimizer))
+            if job.loss is None:
+                outcome.losses.append(await client.train_step(job.batch(number, device), optimizer))
+                continue
+            loss = job.loss(await client.forward(**job.batch(number, device)))
+            await client.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            outcome.losses.append(loss.item())
         outcome.adapter = {name: _copy(parameter) for name, parameter in trainable(model).items()}
     return outcome
 
@@ -260,9 +273,9 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """Return the logits in a model's output; of several, the first."""
-    found = getattr(output, "logits", None)
-    return _copy(output.start_logits if found is None else found)
+    """Return the logits in a model's output; of several, the first; of a model without a head, its last states."""
+    names = ("logits", "start_logits", "last_hidden_state")
+    return _copy(next(getattr(output, name) for name in names if getattr(output, name, None) is not None))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

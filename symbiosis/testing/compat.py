@@ -139,9 +139,10 @@ _READS = {
     "ForSequenceClassification": "class",
     "ForTokenClassification": "tokens",
     "ForQuestionAnswering": "answer",
+    "ForMaskedLM": "masked",
 }
 """What a model of one's own reads, by the end of its class's name."""
-_FITTED = ("pairs", "image", "mel")
+_FITTED = ("pairs", "image", "mel", "wave")
 """What models of one's own may read besides, if the zoo has their class: its inputs have the sizes that they need."""
 _TASKS = {
     "text": "CAUSAL_LM",
@@ -200,8 +201,12 @@ def load(name: str, dtype: torch.dtype | None = torch.float32) -> tuple[Any, str
         name: the model's name, folder, hub id or configuration.
         dtype: precision of a model of one's own; None for that of the checkpoint, in which an executor serves it.
 
+    Returns:
+        The model, and what it reads; nothing (``""``) if that is not known. Models of images and text are tried with
+        text alone, and those without a head with the mean of their squared outputs as loss.
+
     Raises:
-        UsageError: there is no such model, or it is not known what it reads.
+        UsageError: there is no such model.
     """
     known, format_ = split_name(name)
     if known in ZOO:
@@ -223,10 +228,10 @@ def load(name: str, dtype: torch.dtype | None = torch.float32) -> tuple[Any, str
             return model, reads
     if kind in ZOO and ZOO[kind].reads in _FITTED:
         return model, ZOO[kind].reads
-    raise UsageError(
-        f"{name} is a {kind}; compat tries models of one's own that end in {', '.join(_READS)}, and the table's "
-        "encoder–decoders, Whisper and models that classify images"
-    )
+    if hasattr(model.config, "text_config") and kind.endswith("ForConditionalGeneration"):
+        return model, "text"
+    headless = kind.endswith("Model") and getattr(model, "main_input_name", None) == "input_ids"
+    return model, "features" if headless and not model.config.is_encoder_decoder else ""
 
 
 def _has_no_weights(path: Path) -> bool:
@@ -273,8 +278,9 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
     """
     inputs = partial(_with_task, model, reads) if method == "POLY" else partial(zoo_inputs, model, reads)
     prepare = partial(_factor_inputs, inputs) if method == "EVA" else None
-    job = Job(steps=3, new_tokens=6 if reads in GENERATING else 0, inputs=inputs, prepare=prepare)
-    task, limits = _TASKS.get(reads), limits_of(name, model)
+    loss = _square if reads == "features" else None
+    job = Job(steps=3, new_tokens=6 if reads in GENERATING else 0, inputs=inputs, prepare=prepare, loss=loss)
+    task, limits = _TASKS.get(reads), limits_of(name, model, method)
     verdict = partial(Cell, name, method, transport)
     try:
         config = METHODS[method](task, model)
@@ -301,6 +307,12 @@ async def try_cell(name: str, model: Any, reads: str, method: str, transport: st
 def _with_task(model: Any, reads: str, number: int) -> dict[str, Any]:
     """Return inputs with the numbers of the examples' tasks, which POLY asks for."""
     return zoo_inputs(model, reads, number) | {"task_ids": torch.zeros(2, dtype=torch.long)}
+
+
+def _square(output: Any) -> torch.Tensor:
+    """Return a loss of a model without a head."""
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden.float().square().mean()
 
 
 def _factor_inputs(inputs: Callable[[int], dict[str, Any]], model: Any) -> None:

@@ -56,8 +56,28 @@ def _nf4() -> Any:
     return _bitsandbytes(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 
 
+def _qlora() -> Any:
+    return _bitsandbytes(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+ROUND_OTHERWISE = ("AdaLoRA", "DEFT", "DoRA", "HRA")
+"""Methods that change a layer's weight in plain PEFT, and its rows or results where the weight is served."""
+
+
 FORMATS: dict[str, Format] = {
-    "bf16": Format(torch.bfloat16, None, 1e-2, 2e-2),
+    "bf16": Format(
+        torch.bfloat16,
+        None,
+        1e-2,
+        2e-2,
+        note=f"{', '.join(ROUND_OTHERWISE)} round in other places than in plain PEFT, which rounds a changed weight: "
+        "with these, numbers are within 0.1, and tokens are not compared.",
+    ),
     "torchao int8": FP32._replace(quantization=lambda: _torchao("Int8WeightOnlyConfig")),
     "torchao fp8": FP32._replace(quantization=lambda: _torchao("Float8WeightOnlyConfig")),
     "torchao int4": FP32._replace(quantization=_int4),
@@ -65,6 +85,15 @@ FORMATS: dict[str, Format] = {
         quantization=_nf4,
         note="Both models keep the layout of weights that gives gradients. On a CPU with AVX-512 bf16, a plain model "
         "that only generates gets another layout of bitsandbytes: its logits differ by up to 0.8 %, and texts may.",
+    ),
+    "bitsandbytes NF4 with bf16": Format(
+        torch.bfloat16,
+        _qlora,
+        5e-2,
+        5e-2,
+        tokens=False,
+        note="Model, products and scales are as QLoRA has them. PEFT rounds an adapter's first values and its results "
+        "to bf16 there; a client keeps them in fp32.",
     ),
     "bitsandbytes int8": Format(
         torch.float32,
@@ -79,6 +108,7 @@ _IN_BF16 = (
     *("LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel", "FalconForCausalLM", "MixtralForCausalLM"),
     *("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "MambaForCausalLM", "T5ForConditionalGeneration"),
     *("BertForSequenceClassification", "ViTForImageClassification", "LlavaForConditionalGeneration"),
+    "LongcatFlashForCausalLM",
 )
 _QUANTIZED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
 _TRIED = {"bf16": _IN_BF16, "torchao int4": _QUANTIZED[:1]}
@@ -97,16 +127,19 @@ def split_name(name: str) -> tuple[str, str | None]:
     return (model, format_) if model in ZOO and format_ in FORMATS else (name, None)
 
 
-def limits_of(name: str, model: Any = None) -> Format:
-    """Return the format in a name, whose limits hold for it; for any other name, that of the model's quantization, or
-    fp32."""
+def limits_of(name: str, model: Any = None, method: str = "") -> Format:
+    """Return the format in a name, with the limits that hold for it and for a PEFT method; for any other name, that of
+    the model's quantization, or fp32."""
     _, format_ = split_name(name)
+    if format_ == "bf16" and method in ROUND_OTHERWISE:
+        return FORMATS[format_]._replace(computed=0.1, trained=0.1, tokens=False)
     if format_ is not None:
         return FORMATS[format_]
     given = getattr(getattr(model, "config", None), "quantization_config", None)
     narrow = getattr(given, "bnb_4bit_compute_dtype", torch.float32) is not torch.float32
-    rounds = getattr(given, "load_in_8bit", False) or (getattr(given, "load_in_4bit", False) and narrow)
-    return FORMATS["bitsandbytes int8"] if rounds else FP32
+    if getattr(given, "load_in_8bit", False):
+        return FORMATS["bitsandbytes int8"]
+    return FORMATS["bitsandbytes NF4 with bf16"] if getattr(given, "load_in_4bit", False) and narrow else FP32
 
 
 def keep_trainable(model: Any) -> Any:

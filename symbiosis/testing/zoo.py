@@ -6,6 +6,7 @@ To add an architecture, add its class to a line of :data:`ZOO`, with the options
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -89,8 +90,8 @@ class Entry(NamedTuple):
     """How to build a model, and what it reads."""
 
     reads: str
-    """``text``; ``pairs`` of texts; ``class``, ``tokens`` or ``answer``: texts with other labels; ``image``; ``wave``
-    or ``mel``: speech; ``image and text``."""
+    """``text``; ``pairs`` of texts; ``class``, ``tokens`` or ``answer``: texts with other labels; ``masked`` texts;
+    ``features``: texts without labels; ``image``; ``wave`` or ``mel``: speech; ``image and text``."""
     options: Mapping[str, Any]
 
 
@@ -182,7 +183,7 @@ ZOO: dict[str, Entry] = {
             "ConvNextForImageClassification": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2},
         },
     ),
-    **_lines("wave", {"Wav2Vec2ForCTC HubertForCTC": _WAVE}),
+    **_lines("wave", {"Wav2Vec2ForCTC HubertForCTC WavLMForCTC": _WAVE}),
     **_lines(
         "mel",
         {
@@ -275,7 +276,10 @@ def zoo_inputs(model: Any, reads: str, number: int) -> dict[str, Any]:
     if reads == "pairs":
         return {"input_ids": ids, "decoder_input_ids": ids[:, 1:7].clone(), "labels": ids[:, :6].clone()}
     if reads == "wave":
-        return {"input_values": torch.randn(2, 400, generator=generator), "labels": ids[:, :4].clone()}
+        samples = 25 * math.prod(model.config.conv_stride)
+        return {"input_values": torch.randn(2, samples, generator=generator), "labels": ids[:, :4].clone()}
+    if reads == "features":
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if reads == "mel":
         config = model.config
         sound = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions, generator=generator)

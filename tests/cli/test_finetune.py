@@ -45,9 +45,13 @@ def data(tmp_path: Path) -> Path:
     return file
 
 
+LORA = "r=8,alpha=16,dropout=0.1,targets=all-linear"
+
+
 def options(service: Service, data: Path, output: Path, *more: Any) -> list[str]:
-    lora = "--lora", "r=8,alpha=16,dropout=0.1,targets=all-linear", "--learning-rate", "0.02", "--every", "5"
-    return ["finetune", service.address, "--data", str(data), "--output", str(output), *lora, *map(str, more)]
+    lora = () if {"--ia3", "--prefix", "--peft"} & {*more} else ("--lora", LORA)
+    given = *lora, "--learning-rate", "0.02", "--every", "5", *map(str, more)
+    return ["finetune", service.address, "--data", str(data), "--output", str(output), *given]
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:
@@ -157,9 +161,28 @@ def test_any_peft_method_from_a_file(service: Service, data: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    ("given", "kind", "values"),
+    [
+        (["--ia3"], "IA3", {"target_modules": ["down_proj", "k_proj", "v_proj"]}),
+        (["--prefix", "4"], "PREFIX_TUNING", {"num_virtual_tokens": 4}),
+    ],
+)
+def test_short_options_of_other_methods(
+    service: Service, data: Path, tmp_path: Path, given: list[str], kind: str, values: dict[str, Any]
+) -> None:
+    done = command(*options(service, data, tmp_path / "a", "--steps", 2, *given))
+    assert done.exit_code == 0, done.stderr
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert config["peft_type"] == kind
+    assert {name: sorted(v) if isinstance(v := config[name], list) else v for name in values} == values
+
+
+@pytest.mark.parametrize(
     ("given", "complaint"),
     [
         (["--schedule", "zigzag"], "zigzag"),
+        (["--ia3", "--lora", "r=4"], "--lora and --ia3 each name a PEFT method"),
+        (["--ia3", "--prefix", "4"], "--ia3 and --prefix each name a PEFT method"),
         (["--log-to", "nologger"], "nologger is not supported"),
         (["--window", "8", "--accumulate", "2"], "--window and --accumulate do not go together"),
         (["--patience", "2"], "--patience needs --validation"),

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 import symbiosis
 from symbiosis.client.parameters import SharedParameter
+from symbiosis.client.virtlayer import VirtLayer
 from symbiosis.errors import CannotWaitError, ClientClosedError, PlaceholderError
 from symbiosis.testing import tiny_model
 from tests.fused import LOSSES, Chunked, step
@@ -461,7 +462,8 @@ async def test_state_dicts_of_parts_have_no_placeholders(base_layers: Any, tmp_p
             base.client(lora(target_modules=["q_proj"])) as client,
         ):
             wrapped = nn.ModuleDict({"model": client.model})
-            for part in [*wrapped.modules(), *copy.deepcopy(wrapped).modules()]:
+            copies = [copy.deepcopy(part) for part in client.model.modules() if not isinstance(part, VirtLayer)]
+            for part in [*wrapped.modules(), *copy.deepcopy(wrapped).modules(), *copies]:
                 state = part.state_dict()
                 assert not any(tensor.isnan().any() for tensor in state.values())
                 assert part.load_state_dict(state) == ([], [])
@@ -495,3 +497,62 @@ async def test_a_trained_weight_is_in_the_state_dict(client: Any) -> None:
     assert not client.model.state_dict()["linear.weight"].isnan().any()
     with pytest.raises(RuntimeError, match=r"Missing key.*linear\.weight"):
         client.model.load_state_dict({})
+
+
+async def test_placeholders_are_not_saved_as_nan(client: Any) -> None:
+    """A state dict leaves them out. A dictionary of parameters has them, and a file of NaN would be of no use."""
+    for tensors in (dict(client.model.named_parameters()), [p.detach().clone() for p in client.model.parameters()]):
+        with pytest.raises(PlaceholderError, match=r"save model.state_dict\(\)"):
+            torch.save(tensors, io.BytesIO())
+
+
+async def test_models_inside_refuse_to_be_saved_too(tmp_path: Any) -> None:
+    """They would be saved without their base layers, and loaded with random ones."""
+    async with symbiosis.Executor(tiny_model()) as executor, executor.client(lora()) as client:
+        inside = client.model.base_model.model.model
+        for model in (inside, copy.deepcopy(inside)):
+            with pytest.raises(PlaceholderError, match=r"client\.save_adapter"):
+                model.save_pretrained(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------ products in a wider dtype
+
+
+@pytest.mark.parametrize("kind", ["linear", "biased", "conv"])
+@pytest.mark.parametrize("privacy", ["none", "noise-pool:size=8"])
+async def test_a_weight_that_is_converted_first_is_multiplied_in_fp32(kind: str, privacy: str) -> None:
+    """In bf16 a mixture's router, or a loss, converts a weight to fp32 so that nothing is rounded to bf16."""
+    x, dy = torch.randn(N, I), torch.randn(N, O)
+
+    def products(model: Any) -> list[torch.Tensor]:
+        weight = weight_of(model, kind).float()
+        found = []
+        for rows, by in ((x, weight.t()), (dy, weight)):
+            given = rows.clone().requires_grad_()
+            y = given @ by
+            found += [y.detach(), *torch.autograd.grad(y.square().sum(), given)] if privacy == "none" else [y.detach()]
+        return found
+
+    expected = products(Layers().bfloat16())
+    async with symbiosis.Executor(Layers().bfloat16()) as executor, executor.client(privacy=privacy) as client:
+        if privacy == "none":
+            found = await asyncio.to_thread(products, client.model)
+        else:
+            found = await client.run(products, client.model)
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours.dtype is torch.float32
+        torch.testing.assert_close(ours, plain, rtol=1e-4 if privacy == "none" else 1e-2, atol=1e-4)
+    assert not torch.equal(expected[0], expected[0].bfloat16().float()), "in bf16 it would be another result"
+
+
+async def test_parts_under_autocast_are_products_of_the_layers_own_dtype() -> None:
+    """A layer in bf16 is not multiplied in fp32 because autocast, which makes bf16, is given fp32."""
+    x = torch.randn(N, I)
+
+    def product(model: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, model.linear.weight)
+
+    expected = product(Layers().bfloat16())
+    async with symbiosis.Executor(Layers().bfloat16()) as executor, executor.client() as client:
+        assert torch.equal(await client.run(product, client.model), expected)

@@ -24,6 +24,8 @@ from tests.helpers import IDS
         ("MambaForCausalLM", {"backbone.layers.*.mixer.dt_proj"}),
         ("JambaForCausalLM", {"model.layers.*.mamba.dt_proj"}),
         ("RwkvForCausalLM", {"rwkv.blocks.*.attention.output", "rwkv.blocks.*.feed_forward.value"}),
+        ("WavLMForCTC", {"wavlm.encoder.layers.*.attention.out_proj"}),
+        ("WhisperForConditionalGeneration", set()),
         ("LlamaForCausalLM", set()),
         ("MixtralForCausalLM", set()),
         ("T5ForConditionalGeneration", set()),
@@ -131,3 +133,13 @@ def test_only_layers_of_the_same_name_are_left_out() -> None:
     found = weights_read(SplitModel(model).resident())
     assert set(found) == {"model.layers.0.mlp.fc1", "model.layers.1.mlp.fc1"}
     assert not calls, "hooks of the model's owner are not called"
+
+
+def test_models_inside_are_tried_with_inputs_of_their_own() -> None:
+    """Text alone does not walk the vision tower of a model that reads images too."""
+    model = zoo_model("LlavaForConditionalGeneration")
+    for name, _ in list(model.named_modules()):
+        if "vision_tower" in name and name.endswith("mlp"):
+            model.set_submodule(name, Reading())
+    found = weights_read(SplitModel(model).resident())
+    assert {re.sub(r"\.\d+\.", ".*.", name.partition("encoder.")[2]) for name in found} == {"layers.*.mlp.fc1"}

@@ -232,6 +232,13 @@ class Pair(Centred):
         return self.proj(x), x
 
 
+class DropsByFunction(Centred):
+    """Has dropout that no module of it shows, as Seed-OSS does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.proj(x), 0.5, self.training)
+
+
 class NeedsMore(Centred):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.proj(x) * mask
@@ -244,6 +251,8 @@ class NeedsMore(Centred):
         (Folding(), "does not give a row for a row"),
         (Pair(), "does not"),
         (NeedsMore(), "does not run on a matrix of rows"),
+        (DropsByFunction(), "has another result in training"),
+        (nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)), "has another result in training"),
         (nn.LayerNorm(5), "no linear layer inside"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
@@ -253,6 +262,7 @@ def test_modules_that_cannot_be_served_whole(module: nn.Module, complaint: str) 
         base_layer(0, "block.mlp", module)
     assert "block.mlp" in str(caught.value)
     assert type(module).__name__ in str(caught.value)
+    assert all(not buffer.is_floating_point() or buffer.unique().numel() == 1 for buffer in module.buffers())
 
 
 def test_probing_draws_no_random_numbers_and_keeps_the_mode() -> None:

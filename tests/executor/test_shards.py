@@ -19,8 +19,9 @@ import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
+from symbiosis.executor.launch import Launch, Settings
 from symbiosis.executor.shard_group import Group
-from symbiosis.executor.shards import Launch, Settings, Shards, work
+from symbiosis.executor.shards import Shards, work
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import Job, run_job, run_job_plain
 from symbiosis.testing.zoo import zoo_model

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import symbiosis
 from symbiosis.errors import UnknownNameError
@@ -30,7 +31,7 @@ from symbiosis.testing.compat import (
 )
 from symbiosis.testing.compat_page import write_page
 from symbiosis.testing.formats import FORMATS, IN_FORMATS, split_name
-from symbiosis.testing.zoo import ZOO, zoo_inputs, zoo_model
+from symbiosis.testing.zoo import SMALL, ZOO, zoo_inputs, zoo_model
 from tests.helpers import command
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore::FutureWarning", "ignore::RuntimeWarning")
@@ -89,7 +90,8 @@ async def test_formats(format_: str) -> None:
     assert shares_of(name, model, reads).served > 0.9
     for method, transport in (("LoRA", "shm"), ("IA3", "inproc")):
         cell = await try_cell(name, model, reads, method, transport)
-        assert cell.verdict == EQUAL, cell
+        fails = (format_, method) == ("bitsandbytes NF4 with bf16", "IA3")  # PEFT multiplies fp32 and bf16
+        assert cell.verdict == (NOT_PLAIN if fails else EQUAL), cell
 
 
 async def test_plain_torchao_int4_has_no_gradients_on_a_cpu() -> None:
@@ -128,10 +130,41 @@ def test_every_model_of_the_zoo_runs(name: str) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) < 2_000_000
 
 
+BELOW = {
+    **dict.fromkeys(("MambaForCausalLM", "FalconMambaForCausalLM"), (0.85, "conv1d", "dt_proj")),
+    "RwkvForCausalLM": (0.7, "output", "value"),
+    "SiglipForImageClassification": (0.85, "MultiheadAttention", "Siglip"),
+    "ConvNextForImageClassification": (0.65, "Conv2d"),
+    **dict.fromkeys(("Wav2Vec2ForCTC", "HubertForCTC", "WavLMForCTC"), (0.5, "Conv1d")),
+    "WhisperForConditionalGeneration": (0.85, "Conv1d"),
+    "Gemma3ForConditionalGeneration": (0.85, "MultiheadAttention"),
+    "Mistral3ForConditionalGeneration": (0.85, "Conv2d"),
+}
+"""Models of which less than 90 % is served at this size: the least part, and what the table says of the rest."""
+
+
 @pytest.mark.parametrize("name", ZOO)
 def test_nearly_all_linear_and_expert_weights_are_served(name: str) -> None:
+    """The convolutions of these small models are a larger part of them than in real ones."""
     shares = shares_of(name, *load(name))
-    assert shares.served >= 0.9 or shares.unserved, shares
+    least, *reasons = BELOW.get(name, (0.9,))
+    assert shares.served >= least, shares
+    for reason in reasons:
+        assert any(str(reason) in text for text in shares.unserved), shares.unserved
+    assert (name in BELOW) is (shares.served < 0.9), "a model that is served now leaves the list"
+
+
+@pytest.mark.parametrize("method", ["LoRA", "DoRA", "HRA", "DEFT", "AdaLoRA"])
+async def test_bf16(method: str) -> None:
+    name = "LlamaForCausalLM in bf16"
+    cell = await try_cell(name, *load(name), method, "inproc")
+    assert cell.verdict == EQUAL, cell
+
+
+async def test_a_router_in_bf16_chooses_as_in_the_plain_model() -> None:
+    name = "LongcatFlashForCausalLM in bf16"
+    cell = await try_cell(name, *load(name), "LoRA", "inproc")
+    assert cell.verdict == EQUAL, cell
 
 
 async def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +209,34 @@ def test_the_command_with_a_model_of_ones_own(tmp_path: Path) -> None:
     assert "are served once for all tenants; " in result.output
     assert "are with each tenant" in result.output
     assert found["machine"]["cores"]
+
+
+def small(name: str) -> Any:
+    """Return a small random model of a class of transformers."""
+    if name in ZOO:
+        return zoo_model(name)
+    sizes = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = transformers.BertConfig(num_attention_heads=4, **sizes)
+    return getattr(transformers, name)(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [
+        ("LlavaForConditionalGeneration", True),
+        ("Wav2Vec2ForCTC", True),
+        ("BertModel", True),
+        ("BertForMaskedLM", True),
+        ("BertForNextSentencePrediction", False),
+    ],
+)
+def test_other_kinds_of_models_of_ones_own(tmp_path: Path, name: str, tried: bool) -> None:
+    small(name).save_pretrained(tmp_path / "mine")
+    result = command("compat", str(tmp_path / "mine"), "--method", "LoRA", "--transport", "inproc")
+    assert result.exit_code == 0, result.output
+    assert "are served once for all tenants; " in result.output
+    assert ("1 equal" in result.output) is tried
+    assert ("compat has no inputs for it" in result.output) is not tried
 
 
 @pytest.mark.parametrize("what", ["config.json", "folder", "architecture"])

@@ -113,4 +113,4 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Results:
     out.print("\nthe same jobs with plain transformers + PEFT, in turn", style="bold")
     with Steps(out) as steps:
         plain_base = max([run_plain(folder, job, show) for job in jobs])
-    return Results(policy, tokenizer, jobs, mean_batch, (base, plain_base))
+    return Results(policy, tokenizer, jobs, mean_batch, base, plain_base)

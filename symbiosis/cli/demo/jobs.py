@@ -20,13 +20,17 @@ NEW_TOKENS = 64
 """Length of each generated text."""
 STEPS, BATCH, LENGTH = 50, 2, 48
 """Training steps of each tenant, sequences in a batch, and tokens in a sequence."""
-TOLERANCE = 1e-3
-"""Largest relative difference of two losses that counts as equal."""
-TIE = 1e-2
-"""Largest difference of two tokens' logits at which either may follow."""
-
 WATCH_S = 1.0
 """Seconds between two looks at the executor."""
+PLANS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
+    ("alice", "LoRA", {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": "all-linear"}, "turtle", 3e-3,
+     ["Move the turtle", "Return the"]),
+    ("bob", "IA3", {}, "_pydecimal", 3e-2, ["Returns the", ">>> ExtendedContext"]),
+    ("carol", "rsLoRA", {"r": 32, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}, "tkinter", 3e-3,
+     ["Return the", "Set the"]),
+    ("dave", "prefix tuning", {"num_virtual_tokens": 16}, "argparse", 1e-1, ["The argument", "Return"]),
+]  # fmt: skip
+"""Tenant, PEFT method, its options, module whose docstrings it learns from, learning rate, and prompts."""
 
 Report = Callable[["Job", "Run"], None]
 """Called after each training step and each text."""
@@ -45,10 +49,6 @@ class Run:
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes that the job needs beside the base model: adapter, gradients, optimizer, activations."""
 
-    def mark(self) -> None:
-        """Note that a part of the job begins or ends now."""
-        self.marks.append(time.monotonic())
-
 
 @dataclass
 class Job:
@@ -57,7 +57,8 @@ class Job:
     name: str
     method: str
     """Name of the PEFT method in tables."""
-    config: Callable[[], Any]
+    options: dict[str, Any]
+    """Options of the PEFT method."""
     learns: str
     """Name of the training text in tables."""
     rate: float
@@ -69,6 +70,13 @@ class Job:
     plain: Run = field(default_factory=Run)
     gaps: list[float] = field(default_factory=list)
     """For each text, by how much plain PEFT prefers its first token that differs; 0 if the texts are equal."""
+
+    def config(self) -> Any:
+        """Return a new configuration of its PEFT method."""
+        import peft
+
+        kinds = {"IA3": peft.IA3Config, "prefix tuning": peft.PrefixTuningConfig}
+        return kinds.get(self.method, peft.LoraConfig)(task_type="CAUSAL_LM", **self.options)
 
     @property
     def tokens(self) -> int:
@@ -87,34 +95,44 @@ class Job:
 
 def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
     """Return the jobs of four tenants, each with a PEFT method and a text of its own."""
-    from peft import IA3Config, LoraConfig, PrefixTuningConfig
-
-    def lora() -> Any:
-        return LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, lora_dropout=0.05, target_modules="all-linear")
-
-    def rslora() -> Any:
-        return LoraConfig(task_type="CAUSAL_LM", r=32, use_rslora=True, target_modules=["q_proj", "v_proj"])
-
-    def ia3() -> Any:
-        return IA3Config(task_type="CAUSAL_LM")
-
-    def prefix() -> Any:
-        return PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=16)
-
-    plans = [
-        ("alice", "LoRA", lora, "turtle", 3e-3, ["Move the turtle", "Return the"]),
-        ("bob", "IA3", ia3, "_pydecimal", 3e-2, ["Returns the", ">>> ExtendedContext"]),
-        ("carol", "rsLoRA", rslora, "tkinter", 3e-3, ["Return the", "Set the"]),
-        ("dave", "prefix tuning", prefix, "argparse", 1e-1, ["The argument", "Return"]),
-    ]
     jobs = []
-    for number, (name, method, config, module, rate, own) in enumerate(plans, seed):
+    for number, (name, method, options, module, rate, own) in enumerate(PLANS, seed):
         documents = docstrings(module) or topics()
         batches = make_batches(documents, tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
         texts = [*own, "A list is", 'The "with" statement', "When an exception is raised"]
         prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
-        jobs.append(Job(name, method, config, f"docstrings of {module.strip('_')}", rate, batches, prompts, number))
+        jobs.append(Job(name, method, options, f"docstrings of {module.strip('_')}", rate, batches, prompts, number))
     return jobs
+
+
+def write(model: Any, job: Job, run: Run, report: Report) -> None:
+    """Generate the texts, with a client's model as with a plain one."""
+    texts = run.after if run.losses else run.before
+    model.eval()
+    run.marks.append(time.monotonic())
+    for prompt in job.prompts:
+        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+        texts.append(model.generate(prompt, do_sample=False, no_repeat_ngram_size=4, **options)[0].tolist())
+        if run is job.plain:
+            job.gaps.append(_gap(model, (job.shared.before + job.shared.after)[len(job.gaps)], texts[-1]))
+        report(job, run)
+    run.marks.append(time.monotonic())
+
+
+def _adamw(model: Any, job: Job) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=job.rate)
+
+
+async def _work(client: Client, job: Job, report: Report) -> None:
+    """Do a job as a client of an executor."""
+    run = job.shared
+    await client.run(write, client.model, job, run, report)
+    optimizer = _adamw(client.model, job)
+    for batch in job.batches:
+        run.losses.append(await client.train_step(batch, optimizer))
+        report(job, run)
+    await client.run(write, client.model, job, run, report)
+    run.memory = await client.run(_memory, client.model, optimizer, job.batches[-1])
 
 
 async def run_shared(
@@ -150,27 +168,6 @@ async def _watch(executor: Executor, watch: Callable[[dict[str, Any]], object]) 
         watch(executor.status())
 
 
-async def _work(client: Client, job: Job, report: Report) -> None:
-    run, model = job.shared, client.model
-    run.mark()
-
-    async def write(texts: list[list[int]]) -> None:
-        for prompt in job.prompts:
-            texts.append((await client.generate(input_ids=prompt, **_options(prompt)))[0].tolist())
-            report(job, run)
-
-    await write(run.before)
-    run.mark()
-    optimizer = torch.optim.AdamW(_trainable(model), lr=job.rate)
-    for batch in job.batches:
-        run.losses.append(await client.train_step(batch, optimizer))
-        report(job, run)
-    run.mark()
-    await write(run.after)
-    run.mark()
-    run.memory = await client.run(_memory, model, optimizer, job.batches[-1])
-
-
 def run_plain(folder: Path, job: Job, report: Report) -> int:
     """Run a job on a base model of its own, with nothing of symbiosis. Return the bytes of that model."""
     from peft import get_peft_model
@@ -180,19 +177,9 @@ def run_plain(folder: Path, job: Job, report: Report) -> int:
     size = sum(_storages([*base.parameters(), *base.buffers()]).values())
     torch.manual_seed(job.seed)
     run, model = job.plain, get_peft_model(base, job.config())
-    run.mark()
-
-    def write(texts: list[list[int]]) -> None:
-        for prompt in job.prompts:
-            texts.append(model.generate(input_ids=prompt, **_options(prompt))[0].tolist())
-            report(job, run)
-
-    model.eval()
-    write(run.before)
-    run.mark()
-    job.gaps += [_gap(model, *pair) for pair in zip(job.shared.before, run.before, strict=True)]
+    write(model, job, run, report)
     model.train()
-    optimizer = torch.optim.AdamW(_trainable(model), lr=job.rate)
+    optimizer = _adamw(model, job)
     for batch in job.batches:
         loss = model(**batch).loss
         loss.backward()
@@ -200,11 +187,7 @@ def run_plain(folder: Path, job: Job, report: Report) -> int:
         optimizer.zero_grad()
         run.losses.append(loss.item())
         report(job, run)
-    run.mark()
-    model.eval()
-    write(run.after)
-    run.mark()
-    job.gaps += [_gap(model, *pair) for pair in zip(job.shared.after, run.after, strict=True)]
+    write(model, job, run, report)
     run.memory = _memory(model, optimizer, job.batches[-1])
     return size
 
@@ -220,24 +203,8 @@ def _gap(model: Any, ours: list[int], plain: list[int]) -> float:
     return float(logits[plain[differ[0]]] - logits[ours[differ[0]]])
 
 
-def _options(prompt: torch.Tensor) -> dict[str, Any]:
-    """Return options of ``generate``: greedy, and without loops."""
-    return {
-        "attention_mask": torch.ones_like(prompt),
-        "max_new_tokens": NEW_TOKENS,
-        "do_sample": False,
-        "no_repeat_ngram_size": 4,
-        "pad_token_id": 0,
-    }
-
-
-def _trainable(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def _memory(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, int]:
     """Return the bytes of a job's tensors beside the base model. Runs a forward pass, as in training."""
-    state = [value for values in optimizer.state.values() for value in values.values()]
     saved: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -250,9 +217,9 @@ def _memory(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[
     mine = {*_storages(model.parameters()), *_storages(model.buffers())}
     activations = sum(size for address, size in _storages(saved).items() if address not in mine)
     del loss
-    adapter = sum(_storages(_trainable(model)).values())
-    optimizer_state = sum(_storages(state).values())
-    return {"adapter": adapter, "gradients": adapter, "optimizer": optimizer_state, "activations": activations}
+    adapter = sum(_storages(p for p in model.parameters() if p.requires_grad).values())
+    state = sum(_storages(value for values in optimizer.state.values() for value in values.values()).values())
+    return {"adapter": adapter, "gradients": adapter, "optimizer": state, "activations": activations}
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

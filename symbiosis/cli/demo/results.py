@@ -13,9 +13,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from symbiosis.cli.demo.jobs import TIE, TOLERANCE, Job, Run
+from symbiosis.cli.demo.jobs import Job, Run
 
+TOLERANCE = 1e-3
+"""Largest relative difference of two losses that counts as equal."""
+TIE = 1e-2
+"""Largest difference of two tokens' logits at which either may follow."""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # readers with colour blindness can tell them apart
+_WAYS = ("shared", "plain")
 
 
 class Results:
@@ -23,38 +28,35 @@ class Results:
 
     Args:
         mean_batch: requests in a batch of the executor.
-        bases: bytes of the base model: the executor's, at most, and that of a plain job.
+        base, plain_base: bytes of the base model: the executor's, at most, and that of a plain job.
     """
 
-    def __init__(self, policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, bases: tuple[int, int]) -> None:
-        self.jobs = jobs
-        self._policy = policy
-        self._tokenizer = tokenizer
-        self._mean_batch = mean_batch
-        self._bases = bases[0], bases[1] * len(jobs)
-        self._own = tuple(sum(sum(run.memory.values()) for run in way) for way in self._ways())
-        self._bytes = self._bases[0] + self._own[0], self._bases[1] + self._own[1]
-        shared, plain = self._ways()
-        self._seconds = (
-            max(run.marks[-1] for run in shared) - min(run.marks[0] for run in shared),
-            sum(run.marks[-1] - run.marks[0] for run in plain),
-        )
+    def __init__(
+        self, policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, base: int, plain_base: int
+    ) -> None:
+        self.jobs, self._policy, self._tokenizer, self._mean_batch = jobs, policy, tokenizer, mean_batch
+        self._runs = [job.shared for job in jobs], [job.plain for job in jobs]
+        self._bases = base, plain_base * len(jobs)
+        self._own = [sum(sum(run.memory.values()) for run in runs) for runs in self._runs]
+        self._bytes = [base + own for base, own in zip(self._bases, self._own, strict=True)]
+        self._began = min(run.marks[0] for run in self._runs[0])
+        shared_s = max(run.marks[-1] for run in self._runs[0]) - self._began
+        self._seconds = shared_s, sum(run.marks[-1] - run.marks[0] for run in self._runs[1])
         self.throughput_ratio = self._seconds[1] / self._seconds[0]
         self.memory_ratio = self._bytes[0] / self._bytes[1]
-
-    def _ways(self) -> tuple[list[Run], list[Run]]:
-        return [job.shared for job in self.jobs], [job.plain for job in self.jobs]
 
     def problems(self, job: Job) -> list[str]:
         """Return what differs from plain transformers + PEFT by more than rounding."""
         found = []
         if not job.difference <= TOLERANCE:
-            found.append(f"{job.name} ({job.method}): losses differ by {job.difference:.1e}, relative to plain PEFT's")
+            found.append(f"losses differ by {job.difference:.1e}, relative to plain PEFT's")
         texts = zip(job.gaps, job.shared.before + job.shared.after, job.plain.before + job.plain.after, strict=True)
-        for gap, ours, plain in texts:
-            if not gap <= TIE:
-                found.append(f"{job.name} ({job.method}): {self._decode(ours)!r} in place of {self._decode(plain)!r}")
-        return found
+        found += [
+            f"{self._decode(ours)!r} in place of {self._decode(plain)!r}"
+            for gap, ours, plain in texts
+            if not gap <= TIE
+        ]
+        return [f"{job.name} ({job.method}): {problem}" for problem in found]
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
@@ -69,15 +71,10 @@ class Results:
         for job in self.jobs:
             ties, count = sum(gap > 0 for gap in job.gaps), len(job.gaps)
             verdict = f"all {count} equal" if not ties else f"{count - ties} equal, {ties} with tied tokens"
-            table.add_row(
-                *(
-                    job.name,
-                    job.method,
-                    job.learns,
-                    f"{_mean(job.shared.losses[:5])} → {_mean(job.shared.losses[-5:])}",
-                ),
-                *(f"{job.difference:.0e}", "[red]differ[/]" if self.problems(job) else verdict),
-            )
+            verdict = "[red]differ[/]" if self.problems(job) else verdict
+            begins, ends = (sum(part) / len(part) for part in (job.shared.losses[:5], job.shared.losses[-5:]))
+            losses = f"{begins:.2f} → {ends:.2f}"
+            table.add_row(job.name, job.method, job.learns, losses, f"{job.difference:.0e}", verdict)
         out.print(table)
         table = Table("", "seconds", "tokens/s", "mean batch", "memory", box=box.SIMPLE_HEAD)
         tokens = sum(job.tokens for job in self.jobs)
@@ -97,20 +94,14 @@ class Results:
             "memory_ratio": self.memory_ratio,
             "agrees": not any(self.problems(job) for job in self.jobs),
             "policy": self._policy,
-            "seconds": dict(zip(("shared", "plain"), self._seconds, strict=True)),
-            "bytes": dict(zip(("shared", "plain"), self._bytes, strict=True)),
-            "base_bytes": dict(zip(("shared", "plain"), self._bases, strict=True)),
+            "seconds": dict(zip(_WAYS, self._seconds, strict=True)),
+            "bytes": dict(zip(_WAYS, self._bytes, strict=True)),
+            "base_bytes": dict(zip(_WAYS, self._bases, strict=True)),
             "mean_batch": self._mean_batch,
             "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
             "tenants": [
-                {
-                    **{
-                        name: getattr(job, name)
-                        for name in ("name", "method", "learns", "tokens", "difference", "gaps")
-                    },
-                    "shared": self._run_data(job.shared),
-                    "plain": self._run_data(job.plain),
-                }
+                {name: getattr(job, name) for name in ("name", "method", "learns", "tokens", "difference", "gaps")}
+                | {"shared": self._run_data(job.shared), "plain": self._run_data(job.plain)}
                 for job in self.jobs
             ],
         }
@@ -130,38 +121,24 @@ class Results:
             f"Four tenants on one base model: {self.throughput_ratio:.1f}× the throughput of plain jobs in turn, "
             f"{self.memory_ratio:.2f}× the memory of plain jobs side by side"
         )
-        self._plot_times(axes["time"])
+        plain_s = [run.marks[-1] - run.marks[0] for run in self._runs[1]]
+        begins = [*(run.marks[0] - self._began for run in self._runs[0]), *itertools.accumulate([0.0, *plain_s[:-1]])]
+        for row, (run, begin) in enumerate(zip((*self._runs[0], *self._runs[1]), begins, strict=True)):
+            for (start, end), part in zip(itertools.pairwise(run.marks), (0, 1, 0), strict=True):
+                axes["time"].barh(row, end - start, left=begin + start - run.marks[0], color=_COLOURS[part])
+        names = [f"{way}: {job.name}" for way in ("at once", "plain") for job in self.jobs]
+        axes["time"].set_yticks(range(len(names)), names)
+        axes["time"].invert_yaxis()
+        axes["time"].set(title="When each job generates (blue) and trains (orange)", xlabel="seconds")
         for job, colour in zip(self.jobs, _COLOURS, strict=True):
             axes["loss"].plot(job.plain.losses, color=colour, alpha=0.3, linewidth=5)
             axes["loss"].plot(job.shared.losses, color=colour, linewidth=1.3, label=f"{job.name}: {job.method}")
         axes["loss"].set(title="Training losses (wide lines: plain PEFT)", xlabel="step", ylabel="nats per token")
-        axes["loss"].legend(fontsize=9)
         bases, own = ([size / 1e6 for size in sizes] for sizes in (self._bases, self._own))
-        for sizes, bottoms, label in ((bases, [0.0, 0.0], "base model"), (own, bases, "adapters, AdamW, activations")):
-            axes["memory"].bar(["at once", "plain, side by side"], sizes, 0.6, bottoms, label=label)
+        ways = ["at once", "plain, side by side"]
+        axes["memory"].bar(ways, bases, 0.6, label="base model")
+        axes["memory"].bar(ways, own, 0.6, bases, label="adapters, AdamW, activations")
         axes["memory"].set(title="Memory of the four jobs", ylabel="MB")
-        axes["memory"].legend(fontsize=9)
+        for panel in ("loss", "memory"):
+            axes[panel].legend(fontsize=9)
         figure.savefig(file, format="png")
-
-    def _plot_times(self, axes: Any) -> None:
-        shared, plain = self._ways()
-        began = min(run.marks[0] for run in shared)
-        begins = [*(run.marks[0] - began for run in shared), *itertools.accumulate(_durations(plain), initial=0.0)]
-        for row, (run, begin) in enumerate(zip(shared + plain, begins, strict=False)):
-            marks = [begin + mark - run.marks[0] for mark in run.marks]
-            for (start, end), colour in zip(itertools.pairwise(marks), (0, 1, 0), strict=True):
-                axes.barh(row, end - start, left=start, color=_COLOURS[colour])
-        names = [job.name for job in self.jobs]
-        axes.set_yticks(
-            range(len(begins) - 1), [*(f"at once: {name}" for name in names), *(f"plain: {n}" for n in names)]
-        )
-        axes.invert_yaxis()
-        axes.set(title="When each job generates (blue) and trains (orange)", xlabel="seconds")
-
-
-def _durations(runs: list[Run]) -> list[float]:
-    return [run.marks[-1] - run.marks[0] for run in runs]
-
-
-def _mean(values: list[float]) -> str:
-    return f"{sum(values) / len(values):.2f}"
