@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "symbiosis.cli.main"]
 
 
 class Nodes:
-    """A head without CPUs and three nodes of two CPUs.
+    """A head without CPUs and three nodes of two CPUs; the first two have the label ``pool=a``.
 
     Args:
         folder: Ray's. Its path is short, because it is a part of names of sockets.
@@ -40,7 +40,7 @@ class Nodes:
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
         }
-        self.nodes = [self._cluster.add_node(**self._options) for _ in range(3)]
+        self.nodes = [self._cluster.add_node(**self._options, labels={"pool": pool}) for pool in "aab"]
 
     def add(self) -> None:
         self.nodes.append(self._cluster.add_node(**self._options))
