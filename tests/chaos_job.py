@@ -1,7 +1,7 @@
 """A tenant's process for the chaos test. It repeats its job until it is told to stop, and checks each result.
 
-``python -m tests.chaos_job ADDRESS METHOD CHECKPOINT`` prints a line ``done N`` for each job that succeeded. On an
-error it exits with status 1 and prints the reason to standard error.
+``python -m tests.chaos_job ADDRESS METHOD CHECKPOINT [KEY]`` prints a line ``done N`` for each job that succeeded. On
+an error it exits with status 1 and prints the reason to standard error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def stop() -> bool:
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-def main(address: str, method: str, checkpoint: str) -> None:
+def main(address: str, method: str, checkpoint: str, key: str | None = None) -> None:
     torch.set_num_threads(1)
     config: Any = METHODS[method.removesuffix("-async")]("llama")
     expected = run_job_plain(AutoModelForCausalLM.from_pretrained(checkpoint), config, JOB)
@@ -42,7 +42,7 @@ def main(address: str, method: str, checkpoint: str) -> None:
 
     async def coroutine() -> None:
         async with contextlib.AsyncExitStack() as stack:
-            base = await stack.enter_async_context(symbiosis.connect(address, retry=90.0))
+            base = await stack.enter_async_context(symbiosis.connect(address, retry=90.0, key=key))
             count = 0
             while count == 0 or not stop():
                 count += 1
@@ -60,23 +60,23 @@ def main(address: str, method: str, checkpoint: str) -> None:
             except ConnectionLostError:
                 await asyncio.sleep(0.2)
 
-    wait_for(address)
+    wait_for(address, key)
     if method.endswith("-async"):
         asyncio.run(coroutine())
         return
-    with symbiosis.open_model(address, retry=90.0) as model:
+    with symbiosis.open_model(address, retry=90.0, key=key) as model:
         count = 0
         while count == 0 or not stop():
             count += 1
             report(run_job_plain(model, config, JOB), count)
 
 
-def wait_for(address: str) -> None:
+def wait_for(address: str, key: str | None) -> None:
     """Wait until an executor answers. ``retry`` covers an executor that was lost, not one that has not started yet."""
     end = time.monotonic() + 60
     while True:
         try:
-            make_transport(address).look(address)
+            make_transport(address, key=key).look(address)
         except ConnectionLostError:
             if time.monotonic() > end:
                 raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import subprocess
@@ -18,6 +18,8 @@ ROOT = Path(symbiosis.__file__).parent
 MODULES = sorted(
     module.name for module in pkgutil.walk_packages([str(ROOT)], "symbiosis.") if not module.name.endswith("__main__")
 )
+if importlib.util.find_spec("ray") is None:
+    MODULES = [name for name in MODULES if not name.startswith("symbiosis.cluster.")]
 PUBLIC = [
     name for name in ["symbiosis", *MODULES] if not name.startswith(("symbiosis.cli", "symbiosis.bench", "symbiosis._"))
 ]

@@ -10,6 +10,8 @@ from symbiosis._version import __version__
 from symbiosis.bench.commands import app as bench
 from symbiosis.bench.simulate import simulate
 from symbiosis.cli.audit import audit
+from symbiosis.cli.cluster import app as cluster
+from symbiosis.cli.cluster import submit
 from symbiosis.cli.compat import compat
 from symbiosis.cli.demo.command import demo
 from symbiosis.cli.finetune import finetune
@@ -36,6 +38,8 @@ app.command()(policies)
 app.command()(simulate)
 app.command()(audit)
 app.command()(compat)
+app.command(context_settings={"allow_interspersed_args": False})(submit)
+app.add_typer(cluster, name="cluster")
 app.add_typer(keys, name="keys")
 app.add_typer(bench, name="bench")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,26 +29,51 @@ def read(context: typer.Context, file: Path | None) -> Path | None:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--config {file}: {getattr(error, 'strerror', None) or error}") from error
-    parameters = {each.opts[0].lstrip("-"): each for each in context.command.params}
-    known = sorted(({"limits"} | parameters.keys()) - {"limit", "config", "help"})
-    defaults: dict[str, Any] = {}
+    parameters = parameters_of(context.command)
+    values = checked(f"--config {file}", content, parameters, parameters.keys() - {"limit", "config", "help"})
+    context.default_map = {parameters[key].name: value for key, value in values.items()}
+    return file
+
+
+def parameters_of(command: Any) -> dict[str, Any]:
+    """Return the arguments and options of a command, by their keys in a file."""
+    return {each.opts[0].lstrip("-"): each for each in command.params}
+
+
+def checked(
+    where: str, content: Mapping[str, Any], parameters: Mapping[str, Any], known: Iterable[str]
+) -> dict[str, str | list[str]]:
+    """Return the values of a table for a command, as texts, so that the same values are refused as on the command line.
+
+    Args:
+        where: names the table in errors.
+        known: the keys that the table may have, beside ``limits``.
+
+    Raises:
+        UsageError: a key or the form of a value is wrong.
+    """
+    known = sorted({"limits", *known})
+    values: dict[str, str | list[str]] = {}
     for key, value in content.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known)
-            raise UsageError(f"--config {file}: unknown key {key!r}; {_known(near or known)}")
+        refuse_unknown(where, key, known)
         if key == "limits":
             if not isinstance(value, dict):
-                raise UsageError(f"--config {file}: limits is a table: [limits], then lines such as calls = 64")
+                raise UsageError(f"{where}: limits is a table: [limits], then lines such as calls = 64")
             key, value = "limit", [f"{name}={number}" for name, number in value.items()]
         elif isinstance(value, dict):
-            raise UsageError(f"--config {file}: {key} is a table; give a value as on the command line")
+            raise UsageError(f"{where}: {key} is a table; give a value as on the command line")
         several = parameters[key].nargs != 1 or getattr(parameters[key], "multiple", False)
         if isinstance(value, list) is not bool(several):
-            raise UsageError(f"--config {file}: {key} is {value!r}; give a {'list of texts' if several else 'value'}")
-        # As text, so that the same values are refused as on the command line.
-        defaults[parameters[key].name] = [str(each) for each in value] if several else str(value)
-    context.default_map = defaults
-    return file
+            raise UsageError(f"{where}: {key} is {value!r}; give a {'list of texts' if several else 'value'}")
+        values[key] = [str(each) for each in value] if several else str(value)
+    return values
+
+
+def refuse_unknown(where: str, key: str, known: Sequence[str]) -> None:
+    """Raise UsageError for a key that is not known, with those that were perhaps meant."""
+    if key not in known:
+        near = difflib.get_close_matches(key, known)
+        raise UsageError(f"{where}: unknown key {key!r}; {_known(near or list(known))}")
 
 
 def value_of(context: typer.Context, name: str) -> Any:

@@ -51,6 +51,8 @@ _BUILT_IN = {
     },
 }
 
+LISTS = ("file://", "http://", "https://")
+"""Beginnings of the addresses of a list of addresses: a file, or what a server answers to GET."""
 
 _WHAT = {POLICIES: "policy", TRANSPORTS: "transport", PRIVACY: "privacy scheme"}
 
@@ -189,8 +191,8 @@ def _number(text: str) -> Any:
 
 
 def is_several(address: str) -> bool:
-    """Return whether an address stands for several executors: a list, or a file of addresses."""
-    return len(addresses_in(address)) > 1 or address.startswith("file://")
+    """Return whether an address stands for several executors: a list, or where a list is kept (:data:`LISTS`)."""
+    return len(addresses_in(address)) > 1 or address.startswith(LISTS)
 
 
 def addresses_in(address: str) -> list[str]:
@@ -200,7 +202,7 @@ def addresses_in(address: str) -> list[str]:
 
 def make_transport(address: str, **options: Any) -> Transport:
     """Return the transport for an address such as ``inproc://name``, or for several addresses of one model, separated
-    by commas or in a file (``file:///path``). Options that are None are left out.
+    by commas, in a file (``file:///path``) or from a server (``http://…``). Options that are None are left out.
 
     Raises:
         UnknownNameError: no transport has this scheme.
@@ -219,7 +221,7 @@ def transport_options(address: str) -> set[str]:
     """Return the names of the options that the transport for an address has; of several addresses, those that any of
     the transports has. Raises like :func:`make_transport`."""
     known: set[str] = set()
-    for each in ("shm://", "tcp://") if address.startswith("file://") else addresses_in(address):
+    for each in ("shm://", "tcp://") if address.startswith(LISTS) else addresses_in(address):
         scheme, separator, _ = each.partition("://")
         if not separator:
             schemes = ", ".join(names(TRANSPORTS))

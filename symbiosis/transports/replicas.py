@@ -14,13 +14,16 @@ import queue
 import random
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from urllib.error import HTTPError
 
 import torch
 
-from symbiosis.core.registry import addresses_in, make_transport, transport_options
+from symbiosis.core.registry import LISTS, addresses_in, make_transport, transport_options
 from symbiosis.core.share import Share
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.core.transport import Channel, Check, Listener, Look, Service
@@ -48,6 +51,9 @@ AVOID_S, LONGEST_AVOID_S = 60.0, 3600.0
 """Seconds for which a client prefers other replicas to one that it has lost or could not join; four times as many after
 each further failure, up to the second number."""
 MAX_REPLICAS = 64
+LIST_WITHIN_S = 5.0
+"""Seconds for which a server may be silent that is asked for a list of addresses."""
+MAX_LIST_BYTES = 64 << 10
 
 
 class Joinable(Protocol):
@@ -76,8 +82,8 @@ class Replicas:
     """Connect to executors of the same model.
 
     Args:
-        address: their addresses, separated by commas, or ``file:///path`` of a file with an address on each line. The
-            file is read again when it has changed.
+        address: their addresses, separated by commas, or where a list with an address on each line is kept:
+            ``file:///path`` or ``http://host:port/path``. The list is read again before executors are chosen.
         retry: seconds for which a client that has lost an executor tries to reach any of them; 0 gives up at once.
         **options: of the transports. Each transport gets those that it has.
 
@@ -89,11 +95,11 @@ class Replicas:
     def __init__(self, address: str, retry: float = 60.0, **options: Any) -> None:
         self._retry_s = retry
         self._options = options
-        self._file = Path(address.removeprefix("file://")) if address.startswith("file://") else None
-        self._state: object = None
-        self._replicas = self._made(address) if self._file is None else []
-        if self._file is not None:
-            self._read(self._file)
+        self._list = address if address.startswith(LISTS) else None
+        self._text: str | None = None
+        self._replicas = self._made(address) if self._list is None else []
+        if address.startswith("file://"):
+            self._read(address)
         self._looked = -LOOK_EVERY_S
         self.seen: Looks = {}
         """What the latest look has shown."""
@@ -113,22 +119,22 @@ class Replicas:
             made.append(Replica(each, transport))
         return made
 
-    def _read(self, file: Path) -> None:
-        """Read the addresses in a file, if it has changed."""
-        try:
-            stat = file.stat()
-            state = stat.st_mtime_ns, stat.st_size
-            if state == self._state:
-                return
-            lines = (line.partition("#")[0].strip() for line in file.read_text().splitlines())
-            found = ",".join(filter(None, lines))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"cannot read the addresses in {file}: {error}") from error
+    def _read(self, source: str) -> None:
+        """Read the list of addresses, and use it if it has changed. Blocks.
+
+        Raises:
+            UsageError: the list cannot be read, or is malformed.
+            ConnectionLostError: the server does not give it.
+        """
+        text = _text_at(source)
+        if text == self._text:
+            return
+        found = ",".join(filter(None, (line.partition("#")[0].strip() for line in text.splitlines())))
         if not found:
-            raise UsageError(f"{file} has no address; write one on each line")
+            raise UsageError(f"{source} has no address; write one on each line")
         known = {replica.address: replica for replica in self._replicas}
         self._replicas = [known.get(replica.address, replica) for replica in self._made(found)]
-        self._state = state
+        self._text = text
 
     def check(self, address: str) -> NoReturn:
         raise UsageError(
@@ -236,11 +242,13 @@ class Replicas:
     def looks(self, patience_s: float | None = PATIENCE_S) -> Looks:
         """Ask all replicas at once. Those that do not answer within ``patience_s`` after the first one are left out, as
         are all after :data:`SHOWN_WITHIN_S`; None waits for all."""
-        if self._file is not None:
+        if self._list is not None:
             try:
-                self._read(self._file)
-            except UsageError as error:  # the addresses that it had go on
-                log.warning("addresses not changed", why=str(error))
+                self._read(self._list)
+            except SymbiosisError as error:
+                if not self._replicas:
+                    raise
+                log.warning("addresses not changed", why=str(error))  # those that were read before stay in use
         asked = list(self._replicas)
         answers: queue.SimpleQueue[tuple[Replica, Look | SymbiosisError]] = queue.SimpleQueue()
 
@@ -413,6 +421,20 @@ def ranked(loads: Mapping[Replica, float]) -> list[Replica]:
     room = [replica for replica, load in loads.items() if load < CROWDED]
     crowded = [replica for replica, load in loads.items() if load >= CROWDED]
     return sorted(room, key=lambda replica: -loads[replica]) + sorted(crowded, key=lambda replica: loads[replica])
+
+
+def _text_at(source: str) -> str:
+    """Return the list of addresses in a file, or from a server. Raises like :meth:`Replicas._read`."""
+    try:
+        if source.startswith("file://"):
+            return Path(source.removeprefix("file://")).read_text()
+        with urllib.request.urlopen(source, timeout=LIST_WITHIN_S) as answer:
+            return str(answer.read(MAX_LIST_BYTES).decode())
+    except (OSError, ValueError, HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()
+        kind = UsageError if source.startswith("file://") else ConnectionLostError
+        raise kind(f"cannot read the addresses in {source.removeprefix('file://')}: {error}") from error
 
 
 def _load(look: Look) -> float:

@@ -23,8 +23,8 @@ KINDS = ["lora", "ia3-async", "prefix", "lora-async", "ia3", "prefix-async"]
 class Tenant:
     """A process of a tenant, which is replaced by a new one when it is killed."""
 
-    def __init__(self, address: str, kind: str, checkpoint: Path, folder: Path) -> None:
-        self._command = [sys.executable, "-W", "ignore", "-m", "tests.chaos_job", address, kind, str(checkpoint)]
+    def __init__(self, address: str, kind: str, checkpoint: Path, folder: Path, *key: str) -> None:
+        self._command = [sys.executable, "-W", "ignore", "-m", "tests.chaos_job", address, kind, str(checkpoint), *key]
         self._errors = folder / f"{kind}.err"
         self.killed = 0
         self.start()

@@ -9,7 +9,9 @@ import math
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +358,44 @@ async def test_addresses_in_a_file_that_changes(tmp_path: Path) -> None:
             await one.close()
             assert_close(await job, expected)
         assert other.statistics().requests
+
+
+async def test_addresses_from_a_server(tmp_path: Path) -> None:
+    """A server's list is read again when an executor is lost. Clients that run do not notice a server that fails."""
+    expected = run_job_plain(tiny_model(), lora(), JOB)
+    answer = {"status": 503, "text": ""}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answer["status"])
+            self.end_headers()
+            self.wfile.write(answer["text"].encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server, ThreadPoolExecutor() as pool:
+        pool.submit(server.serve_forever, 0.05)
+        address = f"http://127.0.0.1:{server.server_port}/llama"
+        for status, text, why in ((503, "", "503"), (200, "# none", "has no address"), (200, "dist://h:1", "can be")):
+            answer.update(status=status, text=text)
+            with pytest.raises(SymbiosisError, match=why):
+                await in_thread(lambda: make_transport(address).look(address))
+        async with two(tmp_path) as (one, other, addresses):
+            first, second = addresses_in(addresses)
+            answer.update(status=200, text=first)
+            async with symbiosis.connect(address) as base, base.client(lora(), seed=0) as client:
+                job = asyncio.create_task(run_job(client, JOB))
+                await until(lambda: one.statistics().requests > 20)
+                answer.update(status=500)
+                await in_thread(base._transport.looks)  # type: ignore[attr-defined]
+                answer.update(status=200, text=f"{first}\n{second}\n")
+                await one.close()
+                assert_close(await job, expected)
+            assert other.statistics().requests
+        server.shutdown()
+    with pytest.raises(ConnectionLostError, match=r"cannot read the addresses in http://127.0.0.1:\d+/llama"):
+        await in_thread(lambda: make_transport(address).look(address))
 
 
 @pytest.mark.parametrize(

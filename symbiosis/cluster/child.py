@@ -1,0 +1,71 @@
+"""Commands of symbiosis as child processes that end with their parent, however that ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
+LINES = 20
+"""Lines of the output that are kept."""
+
+
+def start(arguments: Sequence[str], cwd: str | None = None) -> subprocess.Popen[str]:
+    """Start ``symbiosis`` with arguments, both outputs in one pipe.
+
+    Linux ends the child when the thread ends that started it, so that thread has to wait for the child.
+    """
+    command = [sys.executable, "-m", __spec__.name, str(os.getpid()), *arguments]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def follow(child: subprocess.Popen[str]) -> tuple[int, str]:
+    """Copy a child's output to this process's until the child ends. Return its exit status and its last lines."""
+    last: deque[str] = deque(maxlen=LINES)
+    assert child.stdout is not None
+    for line in child.stdout:
+        last.append(line)
+        sys.stderr.write(line)
+    return child.wait(), "".join(last).strip()
+
+
+def stop(child: subprocess.Popen[str], within_s: float) -> None:
+    """Ask a child to end, and kill it if it has not after some seconds."""
+    child.send_signal(signal.SIGTERM)
+    until = time.monotonic() + within_s
+    while child.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    child.kill()
+
+
+def main() -> None:
+    """Run the command of the arguments. The first argument is the id of the process that started this one."""
+    parent = int(sys.argv.pop(1))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        sys.exit(1)
+    import runpy
+
+    sys.argv[0] = "symbiosis"
+    runpy.run_module("symbiosis.cli.main", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Fine-tuning as a job of Ray that goes on at another node.
+
+The job's driver runs beside Ray's head (``python -m symbiosis.cluster.jobs``). It starts an actor, which runs
+``symbiosis finetune``. When the actor, its run or its node is lost, Ray starts the actor again, and it resumes from the
+run's last checkpoint. So the folder of ``--output`` has to be on a file system that all nodes share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from symbiosis.cluster import child
+from symbiosis.cluster.plan import with_resume
+from symbiosis.errors import UsageError
+
+RESTARTS = 10
+"""Times that a run may be lost before the job fails."""
+LOOK_EVERY_S = 0.5
+
+
+class FineTuning:
+    """One run of ``symbiosis finetune``."""
+
+    def run(self, arguments: list[str], output: str, folder: str) -> tuple[int, str]:
+        """Return the exit status and the last lines of the run. ``folder`` is where relative paths begin."""
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            complete = (Path(folder) / output).glob("checkpoint-*/trainer_state.json")
+            arguments = with_resume(arguments, any(complete))
+        status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
+        if status < 0:  # a signal ended it
+            os._exit(1)  # Ray starts the actor again
+        return status, last
+
+
+def main() -> None:
+    """Run the fine-tuning that the first argument describes, as JSON."""
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    ray.init("auto", log_to_driver=False, logging_level="ERROR")
+    options = {"num_cpus": job["num_cpus"], "num_gpus": job["num_gpus"]}
+    actor: Any = ray.remote(FineTuning).options(**options, max_restarts=RESTARTS, max_task_retries=RESTARTS).remote()
+    status, last = ray.get(actor.run.remote(job["arguments"], job["output"], job["folder"]))
+    sys.stdout.write(f"{last}\n")
+    sys.exit(status)
+
+
+def submit(dashboard: str, job: dict[str, Any]) -> str:
+    """Submit a job to the Ray whose dashboard is at a URL, and return its id.
+
+    Raises:
+        UsageError: there are no jobs at that URL.
+    """
+    command = shlex.join([sys.executable, "-m", __spec__.name, json.dumps(job)])
+    try:
+        return str(_client(dashboard).submit_job(entrypoint=command))
+    except (ConnectionError, RuntimeError) as error:
+        raise UsageError(f"no jobs of Ray at {dashboard}: {error}; install ray[default] on the head node") from error
+
+
+def wait(dashboard: str, job: str, tell: Callable[[str], object]) -> tuple[bool, str]:
+    """Wait until a job has ended, and return whether it succeeded and what it has printed. ``tell`` gets its states."""
+    client, state = _client(dashboard), ""
+    while state not in ("SUCCEEDED", "FAILED", "STOPPED"):
+        time.sleep(LOOK_EVERY_S)
+        now = str(client.get_job_status(job).value)
+        if now != state:
+            state = now
+            tell(state.lower())
+    return state == "SUCCEEDED", str(client.get_job_logs(job))
+
+
+def _client(dashboard: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    return JobSubmissionClient(dashboard)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""Start, move, count and end the executors of a cluster, from a process beside Ray.
+
+Each executor is a detached actor in a detached placement group of its own, both with the name of its
+:class:`~symbiosis.cluster.plan.Place`. Ray starts the actor again where the placement group is, and moves both when the
+node has ended. What runs is read from Ray's list of actors, so no state is kept that could be wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from symbiosis.cluster.directory import FRESH_S, DirectoryActor
+from symbiosis.cluster.executor import DRAIN_S, ExecutorActor
+from symbiosis.cluster.plan import Model, Place, Plan, changes, selectors
+from symbiosis.errors import BrokenError, UsageError
+
+NAMESPACE = "symbiosis"
+DIRECTORY = "directory"
+HEAD = {"node:__internal_head__": 0.001}
+"""The directory is on the node without which there is no Ray."""
+CONNECT_S = 10.0
+"""Seconds for Ray to accept a connection."""
+PLACE_S = 10.0
+"""Seconds for Ray to find a node for an executor."""
+ANSWER_S = 30.0
+"""Seconds for the directory to answer. It may be starting again."""
+
+_WAITING = {"state": "waiting", "address": "", "pid": None, "node": "", "error": ""}
+"""What is shown of an executor that has not reported yet: Ray has no node for it, or starts it."""
+
+Told = Callable[[str], object]
+
+
+class ClusterManager:
+    """The symbiosis cluster of a running Ray cluster.
+
+    Args:
+        address: of Ray: ``auto``, or ``host:port``.
+        tell: is told what happens, a line each.
+
+    Raises:
+        UsageError: no Ray answers there.
+    """
+
+    def __init__(self, address: str = "auto", tell: Told = lambda line: None) -> None:
+        self._tell = tell
+        host, _, port = address.rpartition(":")
+        try:
+            if host:
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()  # Ray would try for minutes
+            self.context = ray.init(address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"no Ray at {address}: {' '.join(str(error).split())[:300]}; start it on each node with ray start, and "
+                "give --ray HOST:PORT where it is not on this host"
+            ) from error
+
+    def close(self) -> None:
+        """Disconnect from Ray. What was started goes on."""
+        ray.shutdown()
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    def _directory(self) -> Any:
+        try:
+            return ray.get_actor(DIRECTORY)
+        except ValueError as error:
+            raise UsageError("no symbiosis cluster is up on this Ray; symbiosis cluster up starts one") from error
+
+    def _asked(self, method: str, *arguments: Any) -> Any:
+        """Return what a method of the directory returns. It may be about to start again."""
+        directory, until = self._directory(), time.monotonic() + ANSWER_S
+        while True:
+            try:
+                return ray.get(getattr(directory, method).remote(*arguments), timeout=ANSWER_S)
+            except RayError as error:
+                if time.monotonic() > until:
+                    raise BrokenError(f"the directory of the cluster does not answer: {error}") from error
+                time.sleep(0.5)
+
+    def places(self) -> list[Place]:
+        """Return all executors, those included that wait for a node."""
+        return sorted(filter(None, map(Place.of, ray.util.list_named_actors())))
+
+    def status(self) -> dict[str, Any]:
+        """Return the address and the executors of each model."""
+        plan, reports, away = self._asked("plan"), self._asked("reports"), self._asked("away", [], [])
+        names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
+        states: dict[str, Any] = {}
+        for model in plan.models:
+            executors = []
+            for place in self.places():
+                if place.model == model.name:
+                    report = reports.get(str(place), dict(_WAITING))
+                    lost = report.get("age_s", 0.0) > FRESH_S
+                    executors.append(
+                        {
+                            "name": str(place),
+                            "layers": model.parts[place.part] if model.parts else "all",
+                            "state": "lost" if lost else report["state"],
+                            "node": names.get(report["node"], ""),
+                            "node_id": report["node"],
+                            "pid": report["pid"],
+                            "address": report["address"],
+                            "error": report["error"],
+                        }
+                    )
+            states[model.name] = {"address": self.url(plan, model.name), "executors": executors}
+        return {"models": states, "drained": sorted(away)}
+
+    def url(self, plan: Plan, model: str) -> str:
+        """Return the address of a model for tenants."""
+        head = next((node["NodeManagerAddress"] for node in ray.nodes() if set(HEAD) <= set(node["Resources"])), "")
+        host = head if plan.host in ("0.0.0.0", "::") and head else plan.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{plan.port}/{model}"
+
+    # ------------------------------------------------------------------------------------------------------ commands
+
+    def up(self, plan: Plan, within_s: float) -> None:
+        """Start the directory and all executors, and wait until they serve. Nothing is left if one cannot.
+
+        Raises:
+            UsageError: a cluster is up, an executor has no room, or cannot serve.
+        """
+        with contextlib.suppress(ValueError):
+            ray.get_actor(DIRECTORY)
+            raise UsageError("a symbiosis cluster is up on this Ray; change it with scale, or end it with down first")
+        options = {"name": DIRECTORY, "lifetime": "detached", "max_restarts": -1, "num_cpus": 0, "resources": HEAD}
+        directory = ray.remote(DirectoryActor).options(**options).remote(plan)
+        try:
+            try:
+                ray.get(directory.plan.remote(), timeout=ANSWER_S)
+            except RayError as error:
+                why = str(getattr(error, "cause", None) or error).strip().splitlines()[-1]
+                raise UsageError(f"cannot listen on {plan.host}:{plan.port} of the head node: {why}") from error
+            started = [place for model in plan.models for place in changes(model, model.replicas, ())[0]]
+            self._start(plan, started, within_s)
+        except BaseException:
+            self._remove(self.places(), drain=False)
+            ray.kill(directory)
+            raise
+
+    def scale(self, name: str, replicas: int, within_s: float) -> None:
+        """Start or end executors, so that each part of a model has this many.
+
+        Raises:
+            UsageError: there is no such model, or a new executor has no room, or cannot serve. Then nothing changes.
+        """
+        plan = self._asked("plan")
+        start, end = changes(_model(plan, name), replicas, self.places())
+        self._start(plan, start, within_s)
+        self._remove(end)
+
+    def drain(self, node: str, within_s: float) -> None:
+        """Start the executors of a node elsewhere, and then end them there. The node gets no more executors.
+
+        Args:
+            node: its name or IP address, or the beginning of its id.
+
+        Raises:
+            UsageError: there is no such node, or an executor has no room elsewhere. Then nothing changes.
+        """
+        plan, (found, name) = self._asked("plan"), _node(node)
+        reports = self._asked("reports")
+        leave = [place for place in self.places() if reports.get(str(place), {}).get("node") == found]
+        self._asked("away", [found], [])
+        try:
+            present, start = self.places(), []
+            for place in leave:
+                stay = [each for each in present if (each.model, each.part) == (place.model, place.part)]
+                start.append(place._replace(number=1 + max(each.number for each in stay)))
+                present.append(start[-1])
+            self._start(plan, start, within_s)
+        except BaseException:
+            self._asked("away", [], [found])
+            raise
+        self._remove(leave)
+        self._tell(f"{name} has no executors, and gets none until its Ray is started again")
+
+    def down(self) -> None:
+        """End all executors, when their walks have ended, and the directory."""
+        places = self.places()
+        directory = None if places else self._directory()
+        self._remove(places)
+        with contextlib.suppress(UsageError):
+            ray.kill(directory or self._directory())
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def _start(self, plan: Plan, places: Sequence[Place], within_s: float) -> None:
+        """Start executors, and wait until they serve. Ends them again if one of them cannot."""
+        if not places:
+            return
+        try:
+            for place in places:
+                self._place(_model(plan, place.model), place)
+            for state in self._states(places, within_s):
+                self._tell(state)
+        except BaseException:
+            self._remove(places, drain=False)
+            raise
+
+    def _place(self, model: Model, place: Place) -> None:
+        same = [each for each in self.places() if (each.model, each.part) == (place.model, place.part)]
+        beside = filter(None, map(_reserved, same))
+        for selector in selectors(model, self._asked("away", [], []), beside, _fitting(model)):
+            group: Any = placement_group(
+                [dict(model.resources)],
+                name=str(place),
+                lifetime="detached",
+                bundle_label_selector=[selector] if selector else None,
+            )
+            if group.wait(PLACE_S):
+                break
+            remove_placement_group(group)
+        else:
+            raise UsageError(f"no node has room for {place}: {_shown(model)}; see ray status")
+        options: dict[str, Any] = {
+            "name": str(place),
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "max_concurrency": 2,
+            "num_cpus": model.resources.get("CPU", 0),
+            "num_gpus": model.resources.get("GPU", 0),
+            "memory": model.resources.get("memory"),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
+        }
+        command = model.command(place.part)
+        ray.remote(ExecutorActor).options(**options).remote(str(place), model.name, command, self._directory())
+
+    def _states(self, places: Sequence[Place], within_s: float) -> Iterator[str]:
+        """Yield a line for each executor that serves, until all do.
+
+        Raises:
+            UsageError: an executor has ended.
+            BrokenError: one does not serve in time.
+        """
+        left, until = list(map(str, places)), time.monotonic() + within_s
+        while left:
+            reports: Mapping[str, Any] = self._asked("reports")
+            for name in list(left):
+                report = reports.get(name, {})
+                if report.get("state") == "failed":
+                    raise UsageError(f"{name} cannot serve: {report['error']}")
+                if report.get("state") == "serving":
+                    left.remove(name)
+                    yield f"{name} serves on {report['address']}"
+            if left and time.monotonic() > until:
+                raise BrokenError(f"{', '.join(left)} did not serve within {within_s:g} s; raise --within")
+            time.sleep(0.2)
+
+    def _remove(self, places: Sequence[Place], drain: bool = True) -> None:
+        """End executors, and free what is reserved for them."""
+        names = list(map(str, places))
+        with contextlib.suppress(UsageError, BrokenError):  # without the directory, no tenant gets these addresses
+            self._asked("forget", names) if names else None
+        actors = {}
+        for name in names:
+            with contextlib.suppress(ValueError):
+                actors[name] = ray.get_actor(name)
+        ends = [actor.drain.remote() for actor in actors.values()] if drain else []
+        ray.wait(ends, num_returns=len(ends), timeout=DRAIN_S) if ends else None
+        for name in names:
+            if name in actors:
+                with contextlib.suppress(RayActorError):
+                    ray.kill(actors[name])
+            with contextlib.suppress(ValueError):
+                remove_placement_group(get_placement_group(name))
+
+
+def _model(plan: Plan, name: str) -> Model:
+    for model in plan.models:
+        if model.name == name:
+            return model
+    raise UsageError(f"no model {name!r} in this cluster; it has {', '.join(model.name for model in plan.models)}")
+
+
+def _node(text: str) -> tuple[str, str]:
+    """Return the id and the name of the node that a text stands for."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    names = ("NodeName", "NodeManagerAddress")
+    found = [
+        node for node in nodes if text in map(node.get, names) or (len(text) >= 4 and node["NodeID"].startswith(text))
+    ]
+    if len(found) != 1:
+        known = ", ".join(f"{node['NodeName']} ({node['NodeID'][:12]})" for node in nodes)
+        raise UsageError(f"{text!r} is the name of {len(found)} nodes; give one of {known}")
+    return found[0]["NodeID"], found[0]["NodeName"]
+
+
+def _fitting(model: Model) -> list[str]:
+    """Return the ids of the nodes that have what an executor needs, if nothing else runs there."""
+    return [
+        node["NodeID"]
+        for node in ray.nodes()
+        if node["Alive"]
+        and all(node["Resources"].get(kind, 0.0) >= amount for kind, amount in model.resources.items())
+        and model.nodes.items() <= node["Labels"].items()
+    ]
+
+
+def _reserved(place: Place) -> str:
+    """Return the id of the node on which an executor has its place, or "" if Ray looks for one."""
+    with contextlib.suppress(ValueError):
+        table = ray.util.placement_group_table(get_placement_group(str(place)))
+        return str(next(iter(table.get("bundles_to_node_id", {}).values()), ""))
+    return ""
+
+
+def _shown(model: Model) -> str:
+    parts = [f"{name} {amount:g}" for name, amount in model.resources.items()]
+    return ", ".join(parts + [f"{label}={value}" for label, value in model.nodes.items()])
