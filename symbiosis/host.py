@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count(1)
+MAX_BYTES = 1 << 50
+"""Largest value of ``max_bytes``, a pebibyte."""
 
 
 class Executor:
@@ -455,8 +457,8 @@ def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, mod
 
 
 def _check_max_bytes(max_bytes: Any) -> None:
-    if type(max_bytes) is not int or max_bytes < LEAST_BYTES:
-        raise UsageError(f"max_bytes is {max_bytes!r}; give a whole number, {LEAST_BYTES} or more")
+    if type(max_bytes) is not int or not LEAST_BYTES <= max_bytes <= MAX_BYTES:
+        raise UsageError(f"max_bytes is {max_bytes!r:.40}; give a whole number, {LEAST_BYTES} to {MAX_BYTES}")
 
 
 def _counted(max_bytes: int) -> int:

@@ -27,7 +27,7 @@ def read(context: typer.Context, file: Path | None) -> Path | None:
         return None
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--config {file}: {getattr(error, 'strerror', None) or error}") from error
     parameters = parameters_of(context.command)
     values = checked(f"--config {file}", content, parameters, parameters.keys() - {"limit", "config", "help"})

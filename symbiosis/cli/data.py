@@ -276,11 +276,15 @@ def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], answer: bool = T
     """Return the token ids of a conversation, by default with the beginning of the assistant's next message.
 
     Raises:
-        UsageError: the tokenizer has no chat template.
+        UsageError: the tokenizer has no chat template, or that fails.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the model's tokenizer has no chat template; give prompts and completions, not messages")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+    except Exception as error:  # a template is a program of the provider's
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"the model's chat template fails: {type(error).__name__}: {reason}") from error
     return _encode(tokenizer, text)
 
 

@@ -7,6 +7,7 @@ nothing is counted twice and an executor that is not scraped pays nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections import defaultdict
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from symbiosis import Executor
 
 T = TypeVar("T")
+MAX_REQUESTS = 16
+"""Requests under way at a time; further connections are closed at once, so that they take no file descriptors and
+threads of the executor."""
+REQUEST_WITHIN_S = 10.0
+"""Seconds that a request may take."""
 ANSWER_S = 5.0
 """Seconds within which the event loop has to answer."""
 MAX_TENANTS = 100
@@ -226,9 +232,21 @@ class MetricsServer:
 
 
 class _Quiet(WSGIRequestHandler):
-    """Logs no requests, and gives up a client that sends nothing."""
+    """Logs no requests, and gives up a client that is slow."""
 
-    timeout = 10
+    def setup(self) -> None:
+        super().setup()
+        self._end = threading.Timer(REQUEST_WITHIN_S, self._give_up)
+        self._end.daemon = True
+        self._end.start()
+
+    def finish(self) -> None:
+        self._end.cancel()
+        super().finish()
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the name in the base class)
         pass
@@ -237,5 +255,24 @@ class _Quiet(WSGIRequestHandler):
 def _server_class(host: str) -> type[ThreadingWSGIServer]:
     class Server(ThreadingWSGIServer):
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self._free = threading.BoundedSemaphore(MAX_REQUESTS)
+            super().__init__(*arguments, **options)
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            if self._free.acquire(blocking=False):
+                super().process_request(request, client_address)
+            else:
+                self.shutdown_request(request)
+
+        def process_request_thread(self, request: Any, client_address: Any) -> None:
+            try:
+                super().process_request_thread(request, client_address)
+            finally:
+                self._free.release()
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # the peer was too slow, or went away
 
     return Server

@@ -32,10 +32,10 @@ def limits_of(given: list[str]) -> Limits:
     found: dict[str, int] = {}
     for text in given:
         name, _, number = text.partition("=")
-        if name not in known or not number.isascii() or not number.isdigit() or int(number) < 1:
-            raise UsageError(f"--limit {text!r}: write name=number, where name is one of {', '.join(known)}")
-        if int(number) > MAX_LIMIT:
-            raise UsageError(f"--limit {text!r}: at most {MAX_LIMIT}")
+        if name not in known or not number.isascii() or not number.isdigit() or not number.strip("0"):
+            raise UsageError(f"--limit {text!r:.300}: write name=number, where name is one of {', '.join(known)}")
+        if len(number) > 20 or int(number) > MAX_LIMIT:
+            raise UsageError(f"--limit {text!r:.300}: at most {MAX_LIMIT}")
         found[name] = int(number)
     return Limits(**found)
 
@@ -56,6 +56,8 @@ class Reloader:
         before = dict(self._context.default_map or {})
         try:
             read(self._context, self._context.params["config"])
+            if before and not self._context.default_map:  # it is perhaps being written
+                raise UsageError("the file is empty")
             limits, max_bytes = self._wanted()
             executor.limit(limits, max_bytes)
         except UsageError as error:

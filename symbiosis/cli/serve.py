@@ -180,6 +180,8 @@ def serve(
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
+    if config is not None:
+        signal.signal(signal.SIGHUP, lambda *_: _hung_up.append(True))  # until it can be obeyed
     wait_passively(*listen)
     limit_products()
     if shards > 1 and int(os.environ.get("RANK", "0")):
@@ -227,6 +229,8 @@ def serve(
     )
 
 
+_hung_up: list[bool] = []
+"""One entry for each SIGHUP that came before the executor was there."""
 DRAIN_S = 15.0
 """Seconds for which walks may end after the first signal. Service managers wait longer before they kill a process
 (systemd 90 s, Kubernetes 30 s), and a walk that does not end in time loses nothing: its calls are sent again."""
@@ -256,9 +260,6 @@ async def _serve(
     out = console(stderr=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    early = asyncio.Event()
-    if reloader is not None:
-        loop.add_signal_handler(signal.SIGHUP, early.set)
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -284,7 +285,7 @@ async def _serve(
             stack.callback(metrics.close)
         if reloader is not None:
             loop.add_signal_handler(signal.SIGHUP, reloader.apply, executor)
-            if early.is_set():  # the signal came while the model was loaded
+            if _hung_up:  # the signal came before
                 reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         served = escape(executor.status()["served_layers"])

@@ -197,7 +197,8 @@ def ignore_signals() -> None:
 
 def _end_with_the_first() -> None:
     """End this process when the one that has started it has ended, whatever it waits for."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):  # a buffered read on a thread would abort the process when it ends by itself
+        pass
     os._exit(1)
 
 

@@ -35,6 +35,8 @@ from symbiosis.transports.connection import AsyncConnection, BlockingConnection,
 from symbiosis.transports.conversation import MAY_RETURN
 from symbiosis.transports.directory import DirectoryChannel, GapError, checked, merge
 from symbiosis.transports.limits import Limits
+from symbiosis.transports.shm_client import socket_path
+from symbiosis.transports.sockets import host_and_port
 from symbiosis.transports.wire import Hello
 
 log = get_logger(__name__)
@@ -112,6 +114,7 @@ class Replicas:
         for each in addresses:
             if each.partition("://")[0] not in ("shm", "tcp"):
                 raise UsageError(f"{each}: an address beside others can be shm:// or tcp://")
+            (socket_path if each.startswith("shm:") else host_and_port)(each)  # refuse one that is malformed
             taken = transport_options(each)
             transport: Any = make_transport(
                 each, **{name: self._options[name] for name in self._options.keys() & taken}

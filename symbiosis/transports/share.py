@@ -9,9 +9,12 @@ all clients of a process until one of them writes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +32,10 @@ from symbiosis.transports import wire
 
 CHUNK = 1 << 18
 """Bytes of a chunk."""
+MAX_SHARE = 1 << 36
+"""Bytes of the largest share: 64 GiB."""
+LEAST_RATE, SLOW_S = 1 << 17, 60.0
+"""Bytes per second at which a share must arrive, and seconds for which it may be slower."""
 _SHOW_FROM = 8 << 20
 """Bytes of a share from which a bar is shown: smaller ones arrive in less than a second."""
 
@@ -88,18 +95,21 @@ class ReceivedShare:
     """The client's side, where the share arrives in chunks: a temporary file without a name."""
 
     def __init__(self, size: Any) -> None:
-        if type(size) is not int or not 8 < size < 1 << 44:
+        if type(size) is not int or not 8 < size < MAX_SHARE:
             raise WireError(f"the executor announces a share of {size!r} bytes")
         self.size = size
         self.done = 0
+        self._began = time.monotonic()
         try:
+            if shutil.disk_usage(tempfile.gettempdir()).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._file = tempfile.TemporaryFile(prefix="symbiosis-")  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise self._no_room(error) from error
 
     def add(self, start: int, data: Any) -> None:
-        """Write the next chunk. Raises WireError if it is not the next chunk, or has another length, and ShareError if
-        it cannot be written."""
+        """Write the next chunk. Raises WireError if it is not the next chunk, has another length, or comes too late,
+        and ShareError if it cannot be written."""
         if start != self.done or len(data) != min(CHUNK, self.size - start):
             raise WireError(f"{len(data)} bytes of the share at {start} have come, not those at {self.done}")
         try:
@@ -108,6 +118,8 @@ class ReceivedShare:
         except OSError as error:
             raise self._no_room(error) from error
         self.done += len(data)
+        if self.done < LEAST_RATE * (time.monotonic() - self._began - SLOW_S):
+            raise WireError(f"the share arrives too slowly: {self.done} of {self.size} bytes")
 
     def _no_room(self, error: OSError) -> ShareError:
         return ShareError(

@@ -41,16 +41,22 @@ class Endpoint(NamedTuple):
 def resolve(address: str) -> Endpoint:
     """Return the IP address and port of ``scheme://host:port``. Blocks while it looks up the host. Raises UsageError:
     the address does not have this form; ConnectionLostError: there is no such host."""
+    host, port = host_and_port(address)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConnectionLostError(f"{address}: there is no host {host!r}: {error}") from error
+    return Endpoint(str(found[0][4][0]), port)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Return the parts of ``scheme://host:port``. Raises UsageError if the address does not have this form."""
     scheme, _, where = address.partition("://")
     host, colon, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
         raise UsageError(f"{address!r}: write {scheme}://host:port, such as {scheme}://127.0.0.1:7000")
-    try:
-        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConnectionLostError(f"{address}: there is no host {host!r}: {error}") from error
-    return Endpoint(str(found[0][4][0]), int(port))
+    return host, int(port)
 
 
 def bind(address: str, endpoint: Endpoint) -> socket.socket:

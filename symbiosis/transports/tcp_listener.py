@@ -274,15 +274,27 @@ class TcpLine(StreamLine):
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         if self.user is None:
             return status
+        # Sums over all tenants, and which layers run when, tell what the others do: the rows of a batch are the tokens
+        # of a prompt.
         own = [name for name in status["clients"] if name.startswith(f"{self.tenant}/")]
-        activity = status["activity"]
-        record = {name: counts for name, counts in activity["tenants"].items() if name == self.tenant}
+        record = status["activity"]["tenants"].get(self.tenant)
+        mine = record or {"requests": 0, "rows": 0, "members": 0}
+        activity = {
+            "at": status["activity"]["at"],
+            "tenants": {} if record is None else {self.tenant: record},
+            "batches": mine["requests"],
+            "members": mine["members"],
+            "run_s": 0.0,
+            "layers": {},
+            "apart": {},
+        }
         return {
-            **status,
+            **{name: value for name, value in status.items() if name not in _OF_ALL_TENANTS},
             "clients": own,
             "other_clients": len(status["clients"]) - len(own),
-            # Which layers run, and when, tells what other tenants do.
-            "activity": {**activity, "tenants": record, "layers": {}, "apart": {}},
+            "requests": mine["requests"],
+            "rows": mine["rows"],
+            "activity": activity,
         }
 
     def admit(self, name: str) -> str:
@@ -297,6 +309,11 @@ class TcpLine(StreamLine):
         return str(self._transport.get_extra_info("sockname")[0])
 
 
+_OF_ALL_TENANTS = {
+    *("addresses", "requests", "batches", "rows", "mean_batch", "run_s", "outstanding"),
+    *("held_bytes", "free_bytes", "unpacked_bytes"),
+}
+"""Entries of the status that a tenant with a key does not see."""
 _NO_TLS = "it speaks no TLS; perhaps it has no key"
 _UNKNOWN = "its key is not in the folder of keys"
 

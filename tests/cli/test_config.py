@@ -170,7 +170,11 @@ def test_reloaded_limits(tmp_path: Path, served: dict[str, Any], caplog: pytest.
         ("max-bytes = 7", "max-bytes"),
         ("max-bytes = 'many'", "max-bytes"),
         ("polcy = 'fair'", "unknown key 'polcy'"),
+        ("", "is empty"),
+        ("x = " + 5000 * "[", "--config"),
+        (f"[limits]\ncalls = '{'9' * 5000}'", "calls"),
     ],
+    ids=lambda given: given[:20],
 )
 def test_a_wrong_file_reloads_nothing(
     tmp_path: Path, served: dict[str, Any], caplog: pytest.LogCaptureFixture, text: str, reason: str

@@ -210,3 +210,12 @@ def test_damaged_formats(tmp_path: Path, content: str) -> None:
 
 def test_chat_prompts_end_with_the_beginning_of_an_answer() -> None:
     assert TOKENIZER.decode(chat_prompt(TOKENIZER, CHAT[:2])) == "<system>Be brief.<user>hi<assistant>"
+
+
+def test_a_chat_template_that_fails_is_an_error_of_the_model() -> None:
+    """A template is a program of the provider's, and so is what it says."""
+    tokenizer = chat_tokenizer()
+    for template in ("{{ raise_exception('\x1b]0;owned') }}", "{{ ''.__class__.__mro__ }}", "{% for %}"):
+        tokenizer.chat_template = template
+        with pytest.raises(UsageError, match="the model's chat template fails"):
+            chat_prompt(tokenizer, CHAT[:2])

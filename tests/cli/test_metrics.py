@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -216,6 +217,30 @@ async def test_an_event_loop_that_hangs_is_not_healthy(monkeypatch: pytest.Monke
             time.sleep(1.5)  # noqa: ASYNC251 (the event loop hangs)
             asking.join(10)
             assert found == {"/health": 503, "/ready": 503, "/metrics": 503, "/other": 404}
+    finally:
+        server.close()
+
+
+def test_slow_peers_take_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take all file descriptors and threads of the executor, and with them those of tenants."""
+    monkeypatch.setattr(metrics, "REQUEST_WITHIN_S", 1.0)
+    port = free_port()
+    server = MetricsServer(f"127.0.0.1:{port}")
+    before = threading.active_count()
+    try:
+        slow = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(40)]
+        until = time.monotonic() + 20
+        while time.monotonic() < until and threading.active_count() < before + 2 * metrics.MAX_REQUESTS:
+            for one in slow:
+                with contextlib.suppress(OSError):
+                    one.sendall(b"G")  # one byte at a time, without end
+            assert threading.active_count() <= before + 2 * metrics.MAX_REQUESTS, "a thread and a timer for each"
+            time.sleep(0.1)
+            if time.monotonic() > until - 17:
+                break
+        for one in slow:
+            one.close()
+        assert get(f"http://127.0.0.1:{port}/health")[0] == 200
     finally:
         server.close()
 

@@ -173,3 +173,15 @@ def test_a_configuration_that_names_another_model(
         Hollow(changed(share, config=config, model_type=model_type, architecture=architecture), torch.device("cpu"))
     assert not asked
     assert not huggingface_hub.constants.HF_HUB_OFFLINE, "other code of the process may ask"
+
+
+def test_a_tokenizer_is_read_without_code_and_hub(tokenizer: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without these options transformers would ask on standard input whether to run code."""
+    import transformers
+
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(
+        transformers.AutoTokenizer, "from_pretrained", lambda _, **options: given.update(options) or "read"
+    )
+    assert tokenizer_of(tokenizer, "shm:///x") == "read"
+    assert given == {"trust_remote_code": False, "local_files_only": True}

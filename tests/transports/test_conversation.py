@@ -255,13 +255,13 @@ def test_an_executor_that_admits_the_client_again_and_again_is_given_up() -> Non
     """Time counts from the first loss if connections end without an answer; one answer is enough to begin anew."""
     talk = conversation(retry_s=5.0)
     waiting = talk.call(a_call())
-    now = 0.0
-    for joins in range(1000):
+    now, joins = 0.0, 0
+    while joins < 1000:
         assert talk.outstanding.next() is waiting
         talk.receive(*ended(ExecutorClosedError("closed")))
         if talk.next_attempt(now) is None:
             break
-        now += 0.1
+        now, joins = now + 0.1, joins + 1
         talk.joined(welcome(), PLENTY)
     assert talk.state is State.ENDED
     assert FRUITLESS < joins < FRUITLESS + 60

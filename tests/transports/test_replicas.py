@@ -352,8 +352,10 @@ async def test_addresses_in_a_file_that_changes(tmp_path: Path) -> None:
         async with symbiosis.connect(f"file://{file}") as base, base.client(lora(), seed=0) as client:
             job = asyncio.create_task(run_job(client, JOB))
             await until(lambda: one.statistics().requests > 20)
-            file.write_text("nonsense")
-            await in_thread(base._transport.looks)  # type: ignore[attr-defined]
+            for nonsense in ("nonsense", "tcp://127.0.0.1", f"{first}\nshm://relative", "tcp://a:b", ""):
+                file.write_text(nonsense)
+                await in_thread(base._transport.looks)  # type: ignore[attr-defined]
+                assert [one.address for one in base._transport._replicas] == [first]  # type: ignore[attr-defined]
             file.write_text(f"{first}\n\n{second}  # the new one\n")
             await one.close()
             assert_close(await job, expected)

@@ -127,6 +127,14 @@ def test_an_endless_handshake_is_refused(ends: tuple[TlsByteStream, TlsByteStrea
         feed(server, record * (MAX_HANDSHAKE // len(record) + 2))
 
 
+def test_the_bytes_of_a_handshake_are_counted(ends: tuple[TlsByteStream, TlsByteStream]) -> None:
+    """OpenSSL has limits of its own; a peer without a key may send 64 KiB, whatever they are."""
+    _, server = ends
+    server._before = MAX_HANDSHAKE
+    with pytest.raises(WireError, match="no end of the TLS handshake"):
+        feed(server, b"\x16\x03")
+
+
 def test_a_tls_version_before_1_3_is_refused(tmp_path: Path, ends: tuple[TlsByteStream, TlsByteStream]) -> None:
     context = tls_of(tmp_path / "alice.secret")
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2

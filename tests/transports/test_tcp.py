@@ -19,9 +19,10 @@ import torch
 import symbiosis
 from symbiosis.core.registry import make_transport
 from symbiosis.core.share import Share
-from symbiosis.errors import ClientClosedError, ConnectionLostError, RefusedError, UsageError, WireError
+from symbiosis.errors import ClientClosedError, ConnectionLostError, RefusedError, ShareError, UsageError, WireError
 from symbiosis.testing import Comparison, run_job, run_job_plain, tiny_model
-from symbiosis.transports.share import CHUNK, ReceivedShare, ServedShare
+from symbiosis.transports import share as share_module
+from symbiosis.transports.share import CHUNK, MAX_SHARE, SLOW_S, ReceivedShare, ServedShare
 from symbiosis.transports.sockets import resolve
 from tests.helpers import HANGS, IDS, METHODS, SHORT, assert_close, crowd, in_thread, lora, restart, until
 
@@ -169,7 +170,7 @@ def test_a_share_for_shm_is_sealed() -> None:
 
 
 def test_an_invalid_share() -> None:
-    for size in (None, "1", -1, 3, 1 << 60):
+    for size in (None, "1", -1, 3, MAX_SHARE):
         with pytest.raises(WireError):
             ReceivedShare(size)
     file = ReceivedShare(2 * CHUNK)
@@ -181,6 +182,24 @@ def test_an_invalid_share() -> None:
     file.add(CHUNK, bytes(CHUNK))
     with pytest.raises(WireError, match="cannot be read"):
         file.tensors()
+    file.close()
+
+
+def test_a_share_that_has_no_room_or_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile executor announces what it likes, and sends it as slowly as it likes."""
+    with monkeypatch.context() as patch:
+        patch.setattr(share_module.shutil, "disk_usage", lambda _: SimpleNamespace(free=CHUNK))
+        with pytest.raises(ShareError, match="No space left"):
+            ReceivedShare(2 * CHUNK)
+    clock = [0.0]
+    monkeypatch.setattr(share_module.time, "monotonic", lambda: clock[0])
+    file = ReceivedShare(1 << 30)
+    for number in range(40):
+        file.add(number * CHUNK, bytes(CHUNK))
+        clock[0] += 2.0  # 128 KiB a second
+    clock[0] += SLOW_S + 10.0
+    with pytest.raises(WireError, match="too slowly"):
+        file.add(40 * CHUNK, bytes(CHUNK))
     file.close()
 
 

@@ -202,6 +202,13 @@ async def test_a_tenant_sees_its_own_activity_only(base: Any, keys: Path) -> Non
         assert "alice" not in str(shown)
         assert not shown["layers"], "layers that run tell what other tenants do"
         assert not shown["apart"]
+        status = await bob.status()
+        own = executor.statistics().tenants["bob"]
+        assert (status["requests"], status["rows"]) == (own.requests, own.rows)
+        assert (shown["batches"], shown["run_s"]) == (own.requests, 0.0)
+        sums = {"batches", "mean_batch", "run_s", "outstanding", "held_bytes", "free_bytes", "addresses"}
+        assert not sums & status.keys(), "their changes tell when others send how many tokens"
+        assert sums < executor.status().keys()
 
 
 async def test_a_burst_of_connections_while_the_executor_is_busy(base: Any) -> None:
