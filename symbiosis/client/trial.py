@@ -6,11 +6,15 @@ so such a layer has to stay with the clients.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -25,15 +29,17 @@ from symbiosis.errors import PlaceholderError
 log = logging.getLogger(__name__)
 
 _SIZES = (
-    *("image_size", "num_channels", "num_mel_bins", "max_length", "max_source_positions"),
+    *("image_size", "patch_size", "num_channels", "num_mel_bins", "max_length", "max_source_positions"),
     "feature_projection_input_dim",
 )
 _SHAPES: dict[str, tuple[tuple[str | int, ...], ...]] = {
     "pixel_values": ((1, "num_channels", "height", "width"), (1, 3, 64, 64), (1, 3, 224, 224)),
-    "input_values": ((1, 3200), (1, "max_length", "num_mel_bins")),
+    "input_values": ((1, 8000), (1, "max_length", "num_mel_bins")),
     "input_features": ((1, "num_mel_bins", "frames"), (1, 8, "feature_projection_input_dim")),
 }
-"""Shapes of main inputs, in numbers and in sizes of the configuration. 3200 samples are a fifth of a second."""
+"""Shapes of main inputs, in numbers and in sizes of the configuration. 8000 samples are half a second."""
+MOST_PATCHES = 1024
+"""Patches of the largest image that a vision tower is tried with: attention takes time by their square."""
 
 READS = "the model's own code reads its weight"
 
@@ -67,7 +73,7 @@ def _try(resident: Resident) -> set[str]:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     walked: dict[str, set[str]] = {}
-    with RandomStream(device), requester.rehearsing(), torch.no_grad():
+    with RandomStream(device), _numpys_stream(), requester.rehearsing(), torch.no_grad():
         for name, module in skeleton.named_modules():
             main = getattr(module, "main_input_name", None)
             inside = walked.setdefault(str(main), set())
@@ -85,7 +91,17 @@ def _try(resident: Resident) -> set[str]:
     return set()
 
 
-def _walk(module: Any, inputs: dict[str, torch.Tensor]) -> set[str]:
+@contextlib.contextmanager
+def _numpys_stream() -> Iterator[None]:
+    """Keep the state of numpy's random numbers, with which speech models mask frames."""
+    state = numpy.random.get_state()
+    try:
+        yield
+    finally:
+        numpy.random.set_state(state)
+
+
+def _walk(module: Any, inputs: dict[str, Any]) -> set[str]:
     """Return the names of base layers whose weights a walk of a skeleton, or of a model inside, reads or writes."""
     for training in (False, True):
         module.train(training)
@@ -109,7 +125,7 @@ def _without_numbers(name: str) -> str:
     return re.sub(r"\b\d+\b", "0", name)
 
 
-def _inputs(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
+def _inputs(model: nn.Module, main: str) -> Iterator[dict[str, Any]]:
     """Yield short inputs for a transformers model, by its main input. One of them may suit; none if none is known."""
     config: Any = getattr(model, "config", None)
     parameter = next(model.parameters(), None)
@@ -128,7 +144,11 @@ def _inputs(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
     known["num_channels"] = known["num_channels"] or 3
     known["frames"] = 2 * (known["max_source_positions"] or 0) or None
     sizes: dict[str, int] = {name: size for name, size in known.items() if isinstance(size, int)}
+    zeros = partial(torch.zeros, dtype=parameter.dtype, device=parameter.device)
+    side = 4 * sizes.get("patch_size", 0)
+    if side and "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
+        yield {main: zeros(1, sizes["num_channels"], side, side), "interpolate_pos_encoding": True}
     for names in _SHAPES.get(main, ()):
         shape = [sizes.get(each, 0) if isinstance(each, str) else each for each in names]
-        if all(shape):
-            yield {main: torch.zeros(shape, dtype=parameter.dtype, device=parameter.device), **decoder}
+        if all(shape) and (main != "pixel_values" or not side or 16 * shape[-1] * shape[-2] <= MOST_PATCHES * side**2):
+            yield {main: zeros(shape), **decoder}

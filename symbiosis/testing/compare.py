@@ -8,11 +8,13 @@ A provider can check in this way whether a model or a PEFT method agrees before 
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -173,7 +175,7 @@ def run_job_plain(
     job = job or Job()
     device = next(model.parameters()).device
     outcome = Outcome()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), numpys_stream(job.seed):
         adapted: Any = copy.deepcopy(model).requires_grad_(False)
         torch.manual_seed(seed)
         if peft_config is not None:
@@ -210,6 +212,11 @@ async def run_job(client: Client, job: Job | None = None) -> Outcome:
     if job.prepare is not None:
         await client.run(job.prepare, model)
     device = next(model.parameters()).device
+    with numpys_stream(job.seed):
+        return await _run_job(client, job, model, device)
+
+
+async def _run_job(client: Client, job: Job, model: Any, device: torch.device) -> Outcome:
     outcome = Outcome()
 
     def logits() -> torch.Tensor:
@@ -258,6 +265,18 @@ async def compare(
         executor.client(copy.deepcopy(peft_config), seed=seed) as client,
     ):
         return Comparison.of(await run_job(client, job), expected)
+
+
+@contextlib.contextmanager
+def numpys_stream(seed: int) -> Iterator[None]:
+    """Seed numpy's random numbers meanwhile, with which speech models mask frames in training. All clients of a process
+    share them."""
+    state = numpy.random.get_state()
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        numpy.random.set_state(state)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

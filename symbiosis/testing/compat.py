@@ -12,7 +12,7 @@ import contextlib
 import copy
 import re
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -222,16 +222,31 @@ def load(name: str, dtype: torch.dtype | None = torch.float32) -> tuple[Any, str
         raise UsageError(
             f"{name}: no class of the table, and no model that can be loaded ({_first_line(error)})"
         ) from error
+    return model, next((reads for reads in _readings(model) if _takes(model, reads)), "")
+
+
+def _readings(model: Any) -> Iterator[str]:
+    """Yield what a model of one's own may read, by its class."""
     kind = type(model).__name__
-    for ending, reads in _READS.items():
-        if kind.endswith(ending):
-            return model, reads
     if kind in ZOO and ZOO[kind].reads in _FITTED:
-        return model, ZOO[kind].reads
+        yield ZOO[kind].reads
+    if getattr(model, "main_input_name", None) != "input_ids":
+        return
+    yield from (reads for ending, reads in _READS.items() if kind.endswith(ending))
     if hasattr(model.config, "text_config") and kind.endswith("ForConditionalGeneration"):
-        return model, "text"
-    headless = kind.endswith("Model") and getattr(model, "main_input_name", None) == "input_ids"
-    return model, "features" if headless and not model.config.is_encoder_decoder else ""
+        yield "text"
+    if kind.endswith("Model") and not model.config.is_encoder_decoder:
+        yield "features"
+
+
+def _takes(model: Any, reads: str) -> bool:
+    """Return whether a model runs on such inputs."""
+    try:
+        with torch.no_grad():
+            model.eval()(**zoo_inputs(model, reads, 0))
+    except Exception:  # noqa: BLE001 (whatever a model raises for inputs that are not its own)
+        return False
+    return True
 
 
 def _has_no_weights(path: Path) -> bool:

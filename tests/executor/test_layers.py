@@ -239,6 +239,24 @@ class DropsByFunction(Centred):
         return nn.functional.dropout(self.proj(x), 0.5, self.training)
 
 
+class Counts(Centred):
+    """Has a buffer that it replaces in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps = self.steps + 1
+        return self.proj(x)
+
+
+class SmallInTraining(Centred):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * (2e-4 if self.training else 1e-4)
+
+
 class NeedsMore(Centred):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.proj(x) * mask
@@ -252,6 +270,7 @@ class NeedsMore(Centred):
         (Pair(), "does not"),
         (NeedsMore(), "does not run on a matrix of rows"),
         (DropsByFunction(), "has another result in training"),
+        (SmallInTraining(), "has another result in training"),
         (nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)), "has another result in training"),
         (nn.LayerNorm(5), "no linear layer inside"),
     ],
@@ -263,6 +282,17 @@ def test_modules_that_cannot_be_served_whole(module: nn.Module, complaint: str) 
     assert "block.mlp" in str(caught.value)
     assert type(module).__name__ in str(caught.value)
     assert all(not buffer.is_floating_point() or buffer.unique().numel() == 1 for buffer in module.buffers())
+
+
+def test_probing_leaves_buffers_as_they_are() -> None:
+    module = Counts()
+    base_layer(0, "mlp", module)
+    assert module.steps == 0
+    with torch.inference_mode():
+        normed = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    with pytest.raises(SplitError, match="cannot be served whole"):
+        base_layer(0, "mlp", normed)
+    assert torch.equal(normed[1].running_mean, torch.zeros(5))
 
 
 def test_probing_draws_no_random_numbers_and_keeps_the_mode() -> None:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -215,6 +216,8 @@ def small(name: str) -> Any:
     """Return a small random model of a class of transformers."""
     if name in ZOO:
         return zoo_model(name)
+    if name.startswith("Wav2Vec2"):
+        return getattr(transformers, name)(zoo_model("Wav2Vec2ForCTC").config)
     sizes = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.BertConfig(num_attention_heads=4, **sizes)
     return getattr(transformers, name)(config)
@@ -228,6 +231,7 @@ def small(name: str) -> Any:
         ("BertModel", True),
         ("BertForMaskedLM", True),
         ("BertForNextSentencePrediction", False),
+        ("Wav2Vec2ForSequenceClassification", False),
     ],
 )
 def test_other_kinds_of_models_of_ones_own(tmp_path: Path, name: str, tried: bool) -> None:
@@ -237,6 +241,15 @@ def test_other_kinds_of_models_of_ones_own(tmp_path: Path, name: str, tried: boo
     assert "are served once for all tenants; " in result.output
     assert ("1 equal" in result.output) is tried
     assert ("compat has no inputs for it" in result.output) is not tried
+
+
+async def test_frames_are_masked_alike() -> None:
+    """In training, with numpy's random numbers."""
+    model = zoo_model("Wav2Vec2ForCTC", mask_time_prob=0.3, mask_time_length=2)
+    before = numpy.random.get_state()[1].copy()  # type: ignore[union-attr]
+    cell = await try_cell("Wav2Vec2ForCTC", model, "wave", "LoRA", "inproc")
+    assert cell.verdict == EQUAL, cell
+    assert (numpy.random.get_state()[1] == before).all()
 
 
 @pytest.mark.parametrize("what", ["config.json", "folder", "architecture"])
