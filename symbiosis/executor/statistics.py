@@ -16,6 +16,9 @@ MAX_KEYS = 4096
 MAX_CLIENTS = 2048
 """Largest number of clients with counts of their own, of some 6 KiB each; beyond it the oldest are forgotten."""
 
+MAX_LEFT = 256
+"""Largest number of tenants with counts of their own for what forgotten clients did."""
+
 
 class LayerStatistics(NamedTuple):
     """Counts of one layer (or group of siblings) in one pass."""
@@ -362,7 +365,7 @@ class Counters:
         if client is None:
             if len(self.clients) >= MAX_CLIENTS:
                 oldest = next(iter(self.clients))
-                _of_tenant(self._left, oldest).add(self.clients.pop(oldest))
+                _of_tenant(self._left, oldest, MAX_LEFT).add(self.clients.pop(oldest))
             client = self.clients[name] = _ClientCounts()
         return client
 
@@ -387,7 +390,7 @@ class Counters:
         tenants: dict[str, _ClientCounts] = {}
         for part in (self._left, self.clients):
             for name, client in part.items():
-                _of_tenant(tenants, name).add(client)
+                _of_tenant(tenants, name, MAX_CLIENTS).add(client)
         kept: Counter[str] = Counter()
         missed: Counter[str] = Counter()
         for name, (on_time, late) in slo.items():
@@ -418,10 +421,10 @@ class Counters:
         )
 
 
-def _of_tenant(tenants: dict[str, _ClientCounts], client: str) -> _ClientCounts:
-    """Return where to count for the tenant of a client: under ``OTHER`` if there are too many."""
+def _of_tenant(tenants: dict[str, _ClientCounts], client: str, most: int) -> _ClientCounts:
+    """Return where to count for the tenant of a client: under ``OTHER`` if there are ``most`` tenants already."""
     tenant = tenant_of(client)
-    if tenant not in tenants and len(tenants) >= MAX_CLIENTS:
+    if tenant not in tenants and len(tenants) >= most:
         tenant = OTHER
     return tenants.setdefault(tenant, _ClientCounts())
 

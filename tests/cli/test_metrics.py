@@ -146,6 +146,7 @@ def run_request(counters: Counters, client: str) -> None:
 
 def test_counts_of_forgotten_clients_stay_with_their_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "MAX_CLIENTS", 3)
+    monkeypatch.setattr(statistics, "MAX_LEFT", 2)
     counters = Counters()
     for number in range(10):
         run_request(counters, f"alice/{number}")
@@ -163,6 +164,7 @@ def test_counts_of_forgotten_clients_stay_with_their_tenant(monkeypatch: pytest.
     found = counters.snapshot(["layer"], {})
     assert len(found.tenants) <= 2 * 3 + 1
     assert sum(tenant.requests for tenant in found.tenants.values()) == 20
+    assert counters._left.keys() == {"alice", "tenant-0", "other"}
 
 
 def test_labels_are_bounded() -> None:
