@@ -458,7 +458,8 @@ def _check(device: str | torch.device | None, max_rows: Any, max_bytes: Any, mod
 
 def _check_max_bytes(max_bytes: Any) -> None:
     if type(max_bytes) is not int or not LEAST_BYTES <= max_bytes <= MAX_BYTES:
-        raise UsageError(f"max_bytes is {max_bytes!r:.40}; give a whole number, {LEAST_BYTES} to {MAX_BYTES}")
+        shown = "too large" if type(max_bytes) is int and max_bytes > MAX_BYTES else repr(max_bytes)
+        raise UsageError(f"max_bytes is {shown}; give a whole number, {LEAST_BYTES} to {MAX_BYTES}")
 
 
 def _counted(max_bytes: int) -> int:

@@ -16,6 +16,9 @@ import typer
 
 from symbiosis.errors import UsageError
 
+LARGEST = 10**18
+"""Largest number in a file; Python writes none of some thousand digits as text."""
+
 
 def read(context: typer.Context, file: Path | None) -> Path | None:
     """Give the values of the file to the command, as its defaults, and return the file.
@@ -59,13 +62,18 @@ def checked(
         if key == "limits":
             if not isinstance(value, dict):
                 raise UsageError(f"{where}: limits is a table: [limits], then lines such as calls = 64")
+            if any(isinstance(number, int) and abs(number) > LARGEST for number in value.values()):
+                raise UsageError(f"{where}: a limit is a number of more than 18 digits")
             key, value = "limit", [f"{name}={number}" for name, number in value.items()]
         elif isinstance(value, dict):
             raise UsageError(f"{where}: {key} is a table; give a value as on the command line")
         several = parameters[key].nargs != 1 or getattr(parameters[key], "multiple", False)
         if isinstance(value, list) is not bool(several):
             raise UsageError(f"{where}: {key} is {value!r}; give a {'list of texts' if several else 'value'}")
-        values[key] = [str(each) for each in value] if several else str(value)
+        texts = value if several else [value]
+        if any(isinstance(each, int) and abs(each) > LARGEST for each in texts):
+            raise UsageError(f"{where}: {key} is a number of more than 18 digits")
+        values[key] = [str(each) for each in texts] if several else str(value)
     return values
 
 

@@ -261,10 +261,14 @@ def _server_class(host: str) -> type[ThreadingWSGIServer]:
             super().__init__(*arguments, **options)
 
         def process_request(self, request: Any, client_address: Any) -> None:
-            if self._free.acquire(blocking=False):
-                super().process_request(request, client_address)
-            else:
+            if not self._free.acquire(blocking=False):
                 self.shutdown_request(request)
+                return
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no thread can be started
+                self._free.release()
+                raise
 
         def process_request_thread(self, request: Any, client_address: Any) -> None:
             try:

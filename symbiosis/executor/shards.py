@@ -190,8 +190,8 @@ def work(group: Group, settings: Settings) -> None:
 
 
 def ignore_signals() -> None:
-    """Leave Ctrl-C and SIGTERM to the first shard, which tells the others when walks have ended."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Leave Ctrl-C, SIGTERM and SIGHUP to the first shard, which tells the others when walks have ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 

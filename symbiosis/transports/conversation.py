@@ -73,8 +73,10 @@ FIRST_S, LONGEST_S = 0.05, 2.0
 """Seconds of the first and of the longest delay between attempts to join again. A local executor restarts in about a
 second."""
 FRUITLESS = 10
-"""Connections in a row without an answer to a call, from which on ``retry_s`` seconds are counted from the first loss:
-an executor that admits a client and then ends the connection, again and again, is as good as lost."""
+"""Short connections in a row without an answer to a call, from which on ``retry_s`` seconds are counted from the first
+loss: an executor that admits a client and then ends the connection, again and again, is as good as lost."""
+SHORT_S = 60.0
+"""Seconds up to which a connection is short, where ``retry_s`` is not longer."""
 AGAIN_S = 5.0
 """Seconds for which to try to join again after an interrupted call, also where ``retry_s`` is shorter: the executor is
 usually there, and only the connection has to be replaced."""
@@ -214,7 +216,11 @@ class Conversation:
         """Time until which attempts to join again go on, from the first attempt on."""
         self._delay = FIRST_S
         self._fruitless = 0
-        """Connections since the last answer to a call."""
+        """Short connections since the last answer to a call."""
+        self._attempted = 0.0
+        """Time of the last attempt to join again."""
+        self._is_new = False
+        """Whether the last connection was joined after that attempt."""
 
     def joined(self, welcome: Welcome, most_bytes: int) -> list[bytes]:
         """Note that a new connection has its WELCOME. Calls without an answer wait to be sent again.
@@ -243,7 +249,7 @@ class Conversation:
         self._welcome = welcome
         self._most_rows, self._most_bytes = welcome.limits.rows, min(most_bytes, welcome.limits.arena_bytes)
         self.outstanding.restart(welcome.limits)
-        self._fruitless += 1
+        self._fruitless, self._is_new = self._fruitless + 1, True
         if self._fruitless < FRUITLESS:
             self._patience_s, self._until, self._delay = self.retry_s, None, FIRST_S
         if self.state is not State.ENDED:
@@ -256,6 +262,10 @@ class Conversation:
         Delays double, with a random factor so that tenants do not all come back at the same moment. The conversation
         ends when attempts have failed for ``retry_s`` seconds.
         """
+        if self._is_new and now - self._attempted > max(self.retry_s, SHORT_S):
+            self._fruitless, self._until, self._delay = 0, None, min(self._delay, FIRST_S)
+            self._patience_s = max(self.retry_s, self._patience_s)
+        self._attempted, self._is_new = now, False
         if self._until is None:
             self._until = now + self._patience_s
         if self.state is State.REJOINING and now >= self._until:
@@ -386,7 +396,7 @@ class Conversation:
         if self.state is _JOINED:
             self.error = ConnectionLostError("the client left for another replica")
             self.state = State.REJOINING
-            self._patience_s, self._delay = max(self.retry_s, AGAIN_S), 0.0
+            self._patience_s, self._until, self._delay = max(self.retry_s, AGAIN_S), None, 0.0
 
     def interrupted(self) -> None:
         """Note that a blocking call was interrupted: its answer may still come over this connection, so another
@@ -395,7 +405,7 @@ class Conversation:
         if self.state is not State.ENDED:
             self.error = ConnectionLostError("a call was interrupted")
             self.state = State.REJOINING
-            self._patience_s = max(self.retry_s, AGAIN_S)
+            self._patience_s, self._until, self._delay = max(self.retry_s, AGAIN_S), None, FIRST_S
 
     def end(self, error: SymbiosisError) -> None:
         """End the conversation, if it has not ended."""

@@ -388,6 +388,8 @@ class Choice:
     def failed(self, replica: Replica) -> None:
         """Note that a replica could not be joined, or was lost."""
         count, _ = self._failures.get(replica, (0, 0.0))
+        if replica is not self._replica and self._avoided(replica):
+            return  # attempts of one outage count once
         if replica is self._replica and self._now() - self._taken > AVOID_S:
             count = 0  # it has worked
         until = self._now() + min(AVOID_S * 4**count, LONGEST_AVOID_S)

@@ -295,6 +295,7 @@ class TcpLine(StreamLine):
             "requests": mine["requests"],
             "rows": mine["rows"],
             "activity": activity,
+            "load": round(20 * status["load"]) / 20,  # finer steps would show single batches
         }
 
     def admit(self, name: str) -> str:

@@ -172,6 +172,8 @@ def test_reloaded_limits(tmp_path: Path, served: dict[str, Any], caplog: pytest.
         ("polcy = 'fair'", "unknown key 'polcy'"),
         ("", "is empty"),
         ("x = " + 5000 * "[", "--config"),
+        (f"max-bytes = 0x{'f' * 5000}", "more than 18 digits"),
+        (f"[limits]\ncalls = 0x{'f' * 5000}", "more than 18 digits"),
         (f"[limits]\ncalls = '{'9' * 5000}'", "calls"),
     ],
     ids=lambda given: given[:20],

@@ -276,6 +276,21 @@ def test_an_executor_that_admits_the_client_again_and_again_is_given_up() -> Non
         talk.joined(welcome(), PLENTY)
 
 
+def test_a_client_without_calls_comes_back_as_often_as_its_executor() -> None:
+    """A service that is idle for days, and whose executor restarts now and then, is not given up."""
+    talk = conversation(retry_s=5.0)
+    for turn in range(30):
+        talk.receive(*ended(ExecutorClosedError("closed")))
+        assert talk.next_attempt(1000.0 * turn) is not None
+        talk.joined(welcome(), PLENTY)
+    for turn in range(200):
+        talk.receive(*ended(ExecutorClosedError("closed")))
+        if talk.next_attempt(30_000 + 0.1 * turn) is None:
+            break
+        talk.joined(welcome(), PLENTY)
+    assert talk.state is State.ENDED
+
+
 def test_an_interrupted_call_is_worth_some_attempts() -> None:
     talk = conversation(retry_s=0.0)
     talk.interrupted()
