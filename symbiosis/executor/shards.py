@@ -58,8 +58,12 @@ class Shards:
         self.lost: Callable[[ShardLostError], object] = lambda error: None
         self._group = launch.meet(partial(_agree, split))
         launch.forget()
-        for rank, process in self._processes.items():
-            threading.Thread(target=self._watch, args=(rank, process), name="symbiosis-shard", daemon=True).start()
+        self._watching = [
+            threading.Thread(target=self._watch, args=each, name="symbiosis-shard", daemon=True)
+            for each in self._processes.items()
+        ]
+        for thread in self._watching:
+            thread.start()
 
     def run(self, key: Key, tensors: Results) -> Results:
         """Return the results of base layers on rows; see :meth:`BaseLayer.run`.
@@ -136,6 +140,8 @@ class Shards:
                     for work in self._group.order(rank, [END] * 64):
                         self._group.finish(work)
         self._launch.close(at_once=self.error is not None)
+        for thread in self._watching:
+            thread.join()  # its process has ended
 
 
 def _agree(split: SplitModel, group: Group) -> None:
