@@ -11,6 +11,7 @@ from tests.helpers import command
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(400)  # it starts eight executors and five tenants, each a process
 def test_command(tmp_path: Path) -> None:
     result = command(
         *("bench", "placement", "--preset", "tiny", "--rounds", "1", "--tenants", "1"),
