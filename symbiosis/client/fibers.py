@@ -17,11 +17,13 @@ The autograd engine keeps C++ state per thread that cannot be put aside, so a fi
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
+import numpy
 import torch
 from greenlet import getcurrent, greenlet
 
@@ -73,6 +75,19 @@ class RandomStream:
 
     def __exit__(self, *_: object) -> None:
         self.leave()
+
+
+@contextlib.contextmanager
+def numpys_stream(seed: int | None = None) -> Iterator[None]:
+    """Keep the state of numpy's random numbers, and seed them meanwhile if a seed is given. Speech models mask frames
+    with them in training. All clients of a process share them."""
+    state = numpy.random.get_state()
+    if seed is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        numpy.random.set_state(state)
 
 
 _cpu = torch.default_generator

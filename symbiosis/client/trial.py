@@ -6,7 +6,6 @@ so such a layer has to stay with the clients.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import re
@@ -14,11 +13,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
-from symbiosis.client.fibers import RandomStream
+from symbiosis.client.fibers import RandomStream, numpys_stream
 from symbiosis.client.parameters import SharedParameter
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import make_skeleton
@@ -73,7 +71,7 @@ def _try(resident: Resident) -> set[str]:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     walked: dict[str, set[str]] = {}
-    with RandomStream(device), _numpys_stream(), requester.rehearsing(), torch.no_grad():
+    with RandomStream(device), numpys_stream(), requester.rehearsing(), torch.no_grad():
         for name, module in skeleton.named_modules():
             main = getattr(module, "main_input_name", None)
             inside = walked.setdefault(str(main), set())
@@ -89,16 +87,6 @@ def _try(resident: Resident) -> set[str]:
                     inside.add(name)
                     break
     return set()
-
-
-@contextlib.contextmanager
-def _numpys_stream() -> Iterator[None]:
-    """Keep the state of numpy's random numbers, with which speech models mask frames."""
-    state = numpy.random.get_state()
-    try:
-        yield
-    finally:
-        numpy.random.set_state(state)
 
 
 def _walk(module: Any, inputs: dict[str, Any]) -> set[str]:

@@ -143,12 +143,12 @@ class VirtLayer(nn.Module):
         if x.dtype.itemsize > self.spec.dtype.itemsize:
             x = x.float()
             y = self._multiply_wide(x.detach(), forward)
-            return _wrap_wide(x, self, [y], forward) if x.requires_grad and torch.is_grad_enabled() else y
+            return _wrap_product(x, self, [y], forward) if x.requires_grad and torch.is_grad_enabled() else y
         x = x.to(self.spec.dtype)
         if forward:
             return self._call(x, Pass.FORWARD_WITHOUT_BIAS if self.spec.bias else Pass.FORWARD)
         y = self._backward(x.detach(), None)
-        return _wrap_backward(x, self, [y]) if x.requires_grad and torch.is_grad_enabled() else y
+        return _wrap_product(x, self, [y], False) if x.requires_grad and torch.is_grad_enabled() else y
 
     def _multiply_wide(self, x: torch.Tensor, forward: bool) -> torch.Tensor:
         """Return a product in fp32 with a weight of a narrower dtype."""
@@ -196,22 +196,8 @@ class _Wrap(torch.autograd.Function):
         return ctx.layer._backward(dy, saved[0] if saved else None), None, None
 
 
-class _WrapBackward(torch.autograd.Function):
-    """An autograd node around a product X·W that is known already."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor]) -> torch.Tensor:
-        ctx.layer = layer
-        return result.pop()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.layer.multiply(dy, forward=True), None, None
-
-
-class _WrapWide(torch.autograd.Function):
-    """An autograd node around a product in fp32 that is known already."""
+class _WrapProduct(torch.autograd.Function):
+    """An autograd node around a result of :meth:`VirtLayer.multiply` that is known already."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: VirtLayer, result: list[torch.Tensor], forward: bool) -> torch.Tensor:
@@ -224,10 +210,8 @@ class _WrapWide(torch.autograd.Function):
         return ctx.layer.multiply(dy, forward=ctx.backwards), None, None, None
 
 
-_Apply = Callable[[torch.Tensor, VirtLayer, list[torch.Tensor]], torch.Tensor]
-_wrap = cast(_Apply, _Wrap.apply)
-_wrap_backward = cast(_Apply, _WrapBackward.apply)
-_wrap_wide = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor], bool], torch.Tensor], _WrapWide.apply)
+_wrap = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor]], torch.Tensor], _Wrap.apply)
+_wrap_product = cast(Callable[[torch.Tensor, VirtLayer, list[torch.Tensor], bool], torch.Tensor], _WrapProduct.apply)
 
 
 class _VirtLinear(VirtLayer):

@@ -8,17 +8,16 @@ A provider can check in this way whether a model or a PEFT method agrees before 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import nn
 
 from symbiosis.client.client import Client
+from symbiosis.client.fibers import numpys_stream
 from symbiosis.host import Executor
 
 if TYPE_CHECKING:
@@ -265,18 +264,6 @@ async def compare(
         executor.client(copy.deepcopy(peft_config), seed=seed) as client,
     ):
         return Comparison.of(await run_job(client, job), expected)
-
-
-@contextlib.contextmanager
-def numpys_stream(seed: int) -> Iterator[None]:
-    """Seed numpy's random numbers meanwhile, with which speech models mask frames in training. All clients of a process
-    share them."""
-    state = numpy.random.get_state()
-    numpy.random.seed(seed)
-    try:
-        yield
-    finally:
-        numpy.random.set_state(state)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -76,7 +76,7 @@ FORMATS: dict[str, Format] = {
         1e-2,
         2e-2,
         note=f"{', '.join(ROUND_OTHERWISE)} round in other places than in plain PEFT, which rounds a changed weight: "
-        "with these, numbers are within 0.1, and tokens are not compared.",
+        "with these, numbers are within 0.1, and tokens are not compared. They are as close to fp32 as plain PEFT's.",
     ),
     "torchao int8": FP32._replace(quantization=lambda: _torchao("Int8WeightOnlyConfig")),
     "torchao fp8": FP32._replace(quantization=lambda: _torchao("Float8WeightOnlyConfig")),

@@ -264,7 +264,6 @@ class Conversation:
         """
         if self._is_new and now - self._attempted > max(self.retry_s, SHORT_S):
             self._fruitless, self._until, self._delay = 0, None, min(self._delay, FIRST_S)
-            self._patience_s = max(self.retry_s, self._patience_s)
         self._attempted, self._is_new = now, False
         if self._until is None:
             self._until = now + self._patience_s

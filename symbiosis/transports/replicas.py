@@ -52,6 +52,7 @@ LOOK_EVERY_S = 5.0
 AVOID_S, LONGEST_AVOID_S = 60.0, 3600.0
 """Seconds for which a client prefers other replicas to one that it has lost or could not join; four times as many after
 each further failure, up to the second number."""
+_NEVER = 0.0, 0.0
 MAX_REPLICAS = 64
 LIST_WITHIN_S = 5.0
 """Seconds for which a server may be silent that is asked for a list of addresses."""
@@ -328,8 +329,8 @@ class Choice:
         """When the replica was joined."""
         self._moves = False
         """Whether the client leaves a replica that works for a better one."""
-        self._failures: dict[Replica, tuple[int, float]] = {}
-        """Failures in a row of a replica, and the time until which others are preferred."""
+        self._failures: dict[Replica, tuple[float, float]] = {}
+        """Of a replica that has failed, for how many seconds others are preferred, and until when."""
 
     def candidates(self) -> list[Replica]:
         """Return the replicas to join, the best one first, those that were lost lately behind the others, and those
@@ -387,16 +388,16 @@ class Choice:
 
     def failed(self, replica: Replica) -> None:
         """Note that a replica could not be joined, or was lost."""
-        count, _ = self._failures.get(replica, (0, 0.0))
+        before, _ = self._failures.get(replica, _NEVER)
         if replica is not self._replica and self._avoided(replica):
             return  # attempts of one outage count once
         if replica is self._replica and self._now() - self._taken > AVOID_S:
-            count = 0  # it has worked
-        until = self._now() + min(AVOID_S * 4**count, LONGEST_AVOID_S)
-        self._failures[replica] = min(count + 1, 10), until
+            before = 0.0  # it has worked
+        seconds = min(4 * before, LONGEST_AVOID_S) or AVOID_S
+        self._failures[replica] = seconds, self._now() + seconds
 
     def _avoided(self, replica: Replica) -> bool:
-        return self._now() < self._failures.get(replica, (0, 0.0))[1]
+        return self._now() < self._failures.get(replica, _NEVER)[1]
 
     def before_return(self, check: Check) -> None:
         """Register a check of each replica that is joined from now on; one that fails it is passed over."""

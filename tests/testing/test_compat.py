@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import transformers
 
 import symbiosis
 from symbiosis.errors import UnknownNameError
-from symbiosis.testing import tiny_model
+from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
+from symbiosis.testing.compare import Outcome
 from symbiosis.testing.compat import (
     BROAD,
     EQUAL,
@@ -160,6 +162,31 @@ async def test_bf16(method: str) -> None:
     name = "LlamaForCausalLM in bf16"
     cell = await try_cell(name, *load(name), method, "inproc")
     assert cell.verdict == EQUAL, cell
+
+
+@pytest.mark.parametrize("method", ["LoRA", "DoRA", "HRA", "DEFT"])
+async def test_bf16_is_as_close_to_fp32_as_in_plain_peft(method: str) -> None:
+    """The methods whose limits in bf16 are wide round in other places, and no more than plain PEFT does."""
+    narrow = load("LlamaForCausalLM")[0].bfloat16()
+    wide = copy.deepcopy(narrow).float()  # the same weights
+    config = METHODS[method]("CAUSAL_LM", wide)
+    job = Job(steps=1, new_tokens=0)
+    exact, plain = run_job_plain(wide, config, job), run_job_plain(narrow, config, job)
+    async with symbiosis.Executor(narrow) as executor, executor.client(copy.deepcopy(config), seed=0) as client:
+        ours = await run_job(client, job)
+
+    def distance(found: Outcome, what: Callable[[Outcome], torch.Tensor]) -> float:
+        return float((what(found) - what(exact)).norm() / what(exact).norm())
+
+    def logits(outcome: Outcome) -> torch.Tensor:
+        assert outcome.logits is not None
+        return outcome.logits.double()
+
+    def gradients(outcome: Outcome) -> torch.Tensor:
+        return torch.cat([outcome.gradients[name].double().flatten() for name in sorted(outcome.gradients)])
+
+    for what in (logits, gradients):
+        assert 0 < distance(ours, what) < 1.25 * distance(plain, what) < 0.05
 
 
 async def test_a_router_in_bf16_chooses_as_in_the_plain_model() -> None:
