@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from symbiosis.cli.config import checked, parameters_of, refuse_unknown
+from symbiosis.cli.config import checked, parameters_of, refuse_unknown, toml_in
 from symbiosis.cli.reload import limits_of
 from symbiosis.cli.serve import serve
 from symbiosis.cluster.plan import Model, Plan
@@ -57,10 +56,7 @@ def read_plan(file: Path) -> Plan:
     Raises:
         UsageError: the file cannot be read, or a key or a value is wrong.
     """
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+    content = toml_in(file, str(file))
     tables = content.pop("model", None)
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
         raise UsageError(f'{file}: give each model a table [[model]], with name = "llama" and model = "FOLDER"')

@@ -28,14 +28,21 @@ def read(context: typer.Context, file: Path | None) -> Path | None:
     """
     if file is None:
         return None
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--config {file}: {getattr(error, 'strerror', None) or error}") from error
+    content = toml_in(file, f"--config {file}")
     parameters = parameters_of(context.command)
     values = checked(f"--config {file}", content, parameters, parameters.keys() - {"limit", "config", "help"})
     context.default_map = {parameters[key].name: value for key, value in values.items()}
     return file
+
+
+def toml_in(file: Path, where: str) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises UsageError, which begins with ``where``, if it cannot be read."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: cannot be read as TOML ({error})") from error
 
 
 def parameters_of(command: Any) -> dict[str, Any]:
@@ -59,21 +66,19 @@ def checked(
     values: dict[str, str | list[str]] = {}
     for key, value in content.items():
         refuse_unknown(where, key, known)
+        numbers = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if any(isinstance(each, int) and abs(each) > LARGEST for each in numbers):
+            raise UsageError(f"{where}: {key} has a number of more than 18 digits")
         if key == "limits":
             if not isinstance(value, dict):
                 raise UsageError(f"{where}: limits is a table: [limits], then lines such as calls = 64")
-            if any(isinstance(number, int) and abs(number) > LARGEST for number in value.values()):
-                raise UsageError(f"{where}: a limit is a number of more than 18 digits")
             key, value = "limit", [f"{name}={number}" for name, number in value.items()]
         elif isinstance(value, dict):
             raise UsageError(f"{where}: {key} is a table; give a value as on the command line")
         several = parameters[key].nargs != 1 or getattr(parameters[key], "multiple", False)
         if isinstance(value, list) is not bool(several):
             raise UsageError(f"{where}: {key} is {value!r}; give a {'list of texts' if several else 'value'}")
-        texts = value if several else [value]
-        if any(isinstance(each, int) and abs(each) > LARGEST for each in texts):
-            raise UsageError(f"{where}: {key} is a number of more than 18 digits")
-        values[key] = [str(each) for each in texts] if several else str(value)
+        values[key] = [str(each) for each in value] if several else str(value)
     return values
 
 

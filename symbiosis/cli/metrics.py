@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from symbiosis import Executor
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 MAX_REQUESTS = 16
 """Requests under way at a time; further connections are closed at once, so that they take no file descriptors and
 threads of the executor."""
@@ -277,6 +281,6 @@ def _server_class(host: str) -> type[ThreadingWSGIServer]:
                 self._free.release()
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # the peer was too slow, or went away
+            log.debug("a request of %s was not answered", client_address, exc_info=sys.exception())  # too slow, or gone
 
     return Server

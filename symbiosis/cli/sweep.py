@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import typer
 from rich import box
 from rich.table import Table
 
+from symbiosis.cli.config import toml_in
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
@@ -69,10 +69,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> tuple[dict[str, A
 
 
 def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
-    try:
-        runs = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--sweep {file}: cannot be read as TOML ({error})") from error
+    runs = toml_in(file, f"--sweep {file}")
     known = {str(parameter.name) for parameter in context.command.params} - _OWN - {"help"}
     for name, changes in runs.items():
         if not isinstance(changes, dict) or Path(name).name != name:

@@ -231,15 +231,12 @@ def test_slow_peers_take_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = threading.active_count()
     try:
         slow = [socket.create_connection(("127.0.0.1", port), 5.0) for _ in range(40)]
-        until = time.monotonic() + 20
-        while time.monotonic() < until and threading.active_count() < before + 2 * metrics.MAX_REQUESTS:
+        for _ in range(30):
             for one in slow:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it was closed
                     one.sendall(b"G")  # one byte at a time, without end
             assert threading.active_count() <= before + 2 * metrics.MAX_REQUESTS, "a thread and a timer for each"
             time.sleep(0.1)
-            if time.monotonic() > until - 17:
-                break
         for one in slow:
             one.close()
         assert get(f"http://127.0.0.1:{port}/health")[0] == 200
