@@ -224,8 +224,12 @@ class Engine:
         with self._lock:
             return self.scheduler.may_join(client, now())
 
-    def submit(self, client: str, call: Call, kind: Kind) -> asyncio.Future[Results]:
-        """Run a checked call of a client at once, or queue it. Called on the event loop."""
+    def submit(self, client: str, call: Call, kind: Kind, *, answer_first: bool = False) -> asyncio.Future[Results]:
+        """Run a checked call of a client at once, or queue it. Called on the event loop.
+
+        Args:
+            answer_first: whether a batch that runs at once is counted after the caller has sent its answer.
+        """
         loop = self._loop
         assert loop is not None
         reply: asyncio.Future[Results] = loop.create_future()
@@ -239,7 +243,7 @@ class Engine:
                 batch = self.scheduler.offer(request, request.arrived)
             if batch is not None:
                 try:
-                    reply.set_result(self._run_lone(batch, call))
+                    reply.set_result(self._run_lone(batch, call, answer_first=answer_first))
                     return reply
                 except LayerError as error:
                     reply.set_exception(error)
@@ -407,7 +411,7 @@ class Engine:
             if reply is not None and results is not None and not reply.done():
                 reply.set_result(results)
 
-    def _run_lone(self, batch: Batch, call: Call) -> Results:
+    def _run_lone(self, batch: Batch, call: Call, *, answer_first: bool = False) -> Results:
         """Run a batch of one call that skipped the queue, and return its results.
 
         Raises:
@@ -423,13 +427,20 @@ class Engine:
             raise
         except Exception as cause:
             raise self._failed(batch, cause) from cause
-        self._completed(batch, started, now(), began)
+        self._completed(batch, started, now(), began, count_later=answer_first and self.timeline is None)
         return results
 
-    def _completed(self, batch: Batch, started: float, ended: float, began: torch.cuda.Event | None) -> list[Request]:
+    def _completed(
+        self,
+        batch: Batch,
+        started: float,
+        ended: float,
+        began: torch.cuda.Event | None,
+        *,
+        count_later: bool = False,
+    ) -> list[Request]:
         """Account for a batch that has run, or was launched on a device, and return the requests that it answered."""
         clock = self.device_clock
-        self._pace.learn(batch.key, batch.rows, ended - started)
         with self._lock:
             beside = self.scheduler.beside(batch) if len(batch.slices) == 1 else ""
             if clock is None or began is None:
@@ -441,10 +452,18 @@ class Engine:
                 for earlier, seconds in clock.done():
                     self.scheduler.measured(earlier, seconds)
                     self.counters.load.ran(earlier.rows, seconds, ended)
+        if count_later and self._loop is not None:
+            self._loop.call_soon(self._count, batch, answered, started, ended, beside)
+        else:
+            self._count(batch, answered, started, ended, beside)
+        return answered
+
+    def _count(self, batch: Batch, answered: list[Request], started: float, ended: float, beside: str) -> None:
+        self._pace.learn(batch.key, batch.rows, ended - started)
+        with self._lock:
             self.counters.count(batch, answered, started, ended, beside)
         if self.timeline is not None:
             self.timeline.ran(batch, answered, started, ended)
-        return answered
 
     def _failed(self, batch: Batch, cause: BaseException) -> LayerError:
         """Cancel the requests of a batch whose base layer has failed, and return the error for its clients."""

@@ -56,7 +56,7 @@ class ExecutorSession:
 
     def submit(self, call: Call) -> asyncio.Future[Results]:
         self._check(call)
-        return self._engine.submit(self.client, call, self._kind(call))
+        return self._engine.submit(self.client, call, self._kind(call), answer_first=not self.local)
 
     def at_once(self, call: Call) -> Results | None:
         self._check(call)

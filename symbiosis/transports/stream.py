@@ -11,6 +11,7 @@ import contextlib
 import ssl
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -112,12 +113,12 @@ class ByteStream:
         self._target, self._then = target, then
 
     def encode(self, message: bytes, payload: int = 0, parts: Sequence[Any] = ()) -> Iterator[Any]:
-        """Yield what to send for a message whose payload consists of ``parts``, ``payload`` bytes together, in pieces
+        """Return what to send for a message whose payload consists of ``parts``, ``payload`` bytes together, in pieces
         of up to 1 MiB. The next message may be encoded after the last piece."""
-        yield frame(message, payload)
-        for part in parts:
-            for start in range(0, len(part), _PIECE):
-                yield part[start : start + _PIECE]
+        if not parts:
+            return iter((frame(message, payload),))
+        pieces = (part[start : start + _PIECE] for part in parts for start in range(0, len(part), _PIECE))
+        return chain((frame(message, payload),), pieces)
 
     def unsent(self) -> bytes:
         """Return what TLS itself has to send now: parts of a handshake, or why it has failed."""
