@@ -8,7 +8,8 @@ from dataclasses import astuple
 from statistics import median
 from typing import NamedTuple
 
-from symbiosis.bench.calibrate import Calibration, Notes
+from symbiosis.bench.calibrate import Calibration
+from symbiosis.bench.recorder import Notes
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.settings import Settings
 from symbiosis.core.policy import Policy
@@ -39,7 +40,8 @@ async def check(
         calibration = await stack.enter_async_context(Calibration(settings, load))
         before = await calibration.measure()
         for make in policies.values():
-            told(make(), calibration.costs([before]))
+            known = calibration.costs([before])
+            told(make(), known.walk, known.batch)
         base = settings.base()
         crowds: dict[str, Crowd] = {}
         for name, make in policies.items():

@@ -14,12 +14,15 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from symbiosis.bench.placed import machine_costs
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.service import ServingProcess, TenantProcess, served, tenant_processes
 from symbiosis.bench.settings import Settings
 
 MiB = 1 << 20
 ONE = "one executor"
+PARTS = "a half of the layers on each of 2"
+APART = "2 replicas, half of the tenants on each"
 
 
 class Figures(NamedTuple):
@@ -61,8 +64,10 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         tenants: number of tenants.
     """
     preset = settings.preset
+    costs = await machine_costs(settings, transport)
     report = Report("placement", preset.name, {}, transport=transport)
     half = preset.layers // 2
+    whole, halves = range(preset.layers), (range(half), range(half, preset.layers))
     parts = (f"0-{half - 1}", f"{half}-{preset.layers - 1},lm_head")
     async with AsyncExitStack() as stack:
 
@@ -75,12 +80,18 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
 
         placements: dict[str, Placed] = {}
         await placed(ONE, [""])
-        await placed("a half of the layers on each of 2", parts)
+        await placed(PARTS, parts)
         await placed("2 replicas", ["", ""])
-        await placed("2 replicas, half of the tenants on each", ["", ""], lambda seed: 1 - 2 * (seed % 2))
+        await placed(APART, ["", ""], lambda seed: 1 - 2 * (seed % 2))
         await placed("2 shards", [""], shards=2)
         jobs = {name: partial(_measure, settings, each.tenants) for name, each in placements.items()}
         results = await settings.interleaved(f"{tenants} tenants", jobs)
+        predicted = {
+            ONE: costs.predicted(settings, [whole], [[0]] * tenants),
+            PARTS: costs.predicted(settings, halves, [[0, 1]] * tenants),
+            APART: costs.predicted(settings, [whole, whole], [[number % 2] for number in range(tenants)]),
+        }
+        simulated: dict[str, float] = {}
         tokens, trained = tenants * preset.decode_steps, tenants * preset.batch * preset.sequence
         for name, found in results.items():
             seconds, steps, sent = zip(*found, strict=True)
@@ -89,23 +100,35 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
                 "decoded tok/s": tokens / median(seconds),
                 "ms a token and tenant": 1e3 * median(seconds) / preset.decode_steps,
                 "trained tok/s": trained / median(steps),
+                **_simulated(predicted.get(name), tokens, trained),
                 "MiB of each executor": placements[name].memory(),
             }
             if transport == "tcp":
                 row["bytes a token"] = median(sent) / tokens
             report.rows.append(row)
-            for figure, number in (("decode", 0), ("train", 1)):
+            for figure, number, measured in (("decode", 0, seconds), ("train", 1, steps)):
                 speedup = ratio([each[number] for each in results[ONE]], [each[number] for each in found])
-                report.headline[f"{figure}: {name}"] = speedup
-    report.headline = {name: value for name, value in report.headline.items() if not name.endswith(ONE)}
+                if name != ONE:
+                    report.headline[f"{figure}: {name}"] = speedup
+                if name in predicted:
+                    simulated[f"{figure}, simulated / measured: {name}"] = median(measured) / predicted[name][number]
+    report.headline |= simulated
     report.notes.append(
-        f"Headlines are speeds over one executor. {tenants} tenants, each a process with its own LoRA (r8, qkvo), "
+        f"Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows costs "
+        "that were measured before on one executor and one tenant; of shards, and of tenants that choose a replica by "
+        "load, it knows nothing. "
+        f"{tenants} tenants, each a process with its own LoRA (r8, qkvo), "
         f"decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "
         f"{preset.batch} × {preset.sequence}; medians of {settings.rounds} rounds; policy {settings.policy}, base "
         f"layers {settings.base_layers!r}, {transport}://, all processes on this machine. Bytes are those of the "
         "loopback interface, in both directions. A process without a model takes some 350 MiB."
     )
     return report
+
+
+def _simulated(seconds: tuple[float, float] | None, tokens: int, trained: int) -> dict[str, Any]:
+    decode, train = ("", "") if seconds is None else (tokens / seconds[0], trained / seconds[1])
+    return {"simulated decoded tok/s": decode, "simulated trained tok/s": train}
 
 
 @asynccontextmanager

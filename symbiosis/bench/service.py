@@ -1,23 +1,27 @@
 """An executor and tenants in separate processes, for benchmarks over a transport.
 
 ``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS SHARDS LAYERS`` serves a preset until its
-standard input ends, and answers each line with the largest gap of its event loop since the last one, in milliseconds.
-``python -m symbiosis.bench.service tenant PRESET ADDRESS SEED LENGTH`` is a tenant that follows commands on standard
-input.
+standard input ends. It answers ``gap`` with the largest gap of its event loop since the last one, in milliseconds, and,
+with the policy ``recorder``, ``notes`` with the batches since the last time.
+``python -m symbiosis.bench.service tenant PRESET ADDRESS SEED LENGTH ROWS`` is a tenant that follows commands on
+standard input.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from symbiosis.bench.recorder import Notes, WalkRecorder
+from symbiosis.core.requests import Key, Pass
 from symbiosis.terminal.loop import run, wait_passively
 
 
@@ -46,11 +50,35 @@ class ServingProcess:
 
     def gap_ms(self) -> float:
         """Return by how many milliseconds the executor's event loop was late, at most, since the last call."""
+        return float(self._ask("gap"))
+
+    def notes(self) -> Served:
+        """Return the batches since the last call, of an executor with the policy ``recorder``."""
+        walk, back, batches = json.loads(self._ask("notes"))
+        keys = [_key(*key) for key in walk], [_key(*key) for key in back]
+        return Served(*keys, [(_key(*key), rows, seconds) for key, rows, seconds in batches])
+
+    def _ask(self, command: str) -> bytes:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(b"gap\n")
+        self._process.stdin.write(f"{command}\n".encode())
         self._process.stdin.flush()
-        return float(self._process.stdout.readline())
+        return self._process.stdout.readline()
+
+
+class Served(NamedTuple):
+    """What an executor has run."""
+
+    walk: list[Key]
+    """Keys of a token's walk."""
+    back: list[Key]
+    """Keys of the walk back of a training step."""
+    batches: list[tuple[Key, int, float]]
+    """Key, rows and seconds of each batch."""
+
+
+def _key(layers: list[int], pass_: int, *rest: Any) -> Key:
+    return Key(tuple(layers), Pass(pass_), *rest)
 
 
 @contextlib.contextmanager
@@ -75,6 +103,7 @@ class TenantProcess:
     """A tenant in another process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.pid = process.pid
         self._process = process
 
     async def prefill(self) -> None:
@@ -105,16 +134,18 @@ class TenantProcess:
 
 @contextlib.asynccontextmanager
 async def tenant_processes(
-    preset: str, address: str | Sequence[str], count: int, length: int | None = None
+    preset: str, address: str | Sequence[str], count: int, length: int | None = None, rows: int = 1
 ) -> AsyncIterator[list[TenantProcess]]:
     """Yield ``count`` tenants of one address, or one of each address, each with its own adapter, for prompts and
-    training batches of ``length`` tokens, or those of the preset."""
+    training batches of ``length`` tokens, or those of the preset. Each decodes ``rows`` texts at once."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-W", "ignore", "-m", __name__, "tenant", preset]
     addresses = [address] * count if isinstance(address, str) else address
     tenants = [
         TenantProcess(
-            await asyncio.create_subprocess_exec(*command, each, str(seed), str(length or 0), stdin=pipe, stdout=pipe)
+            await asyncio.create_subprocess_exec(
+                *command, each, str(seed), str(length or 0), str(rows), stdin=pipe, stdout=pipe
+            )
         )
         for seed, each in enumerate(addresses)
     ]
@@ -133,7 +164,8 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
-        options: dict[str, Any] = {"policy": policy, "base_layers": base_layers, "layers": layers or None}
+        recorder = WalkRecorder() if policy == "recorder" else None
+        options: dict[str, Any] = {"policy": recorder or policy, "base_layers": base_layers, "layers": layers or None}
         if int(shards) > 1:
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
@@ -148,13 +180,23 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
             sys.stdout.flush()
             clock = _Gaps()
             watch = asyncio.create_task(clock.watch())
-            while await asyncio.to_thread(sys.stdin.readline):
-                sys.stdout.write(f"{1e3 * clock.largest_s}\n")
+            while command := await asyncio.to_thread(sys.stdin.readline):
+                if recorder is not None and command == "notes\n":
+                    sys.stdout.write(f"{json.dumps(_notes(recorder))}\n")
+                else:
+                    sys.stdout.write(f"{1e3 * clock.largest_s}\n")
+                    clock.largest_s = 0.0
                 sys.stdout.flush()
-                clock.largest_s = 0.0
             watch.cancel()
 
     run(main())
+
+
+def _notes(recorder: WalkRecorder) -> list[Any]:
+    """Return the walks of a recorder and its batches, which it forgets."""
+    notes, recorder.notes = recorder.notes, Notes()
+    batches = [(key, *point) for (key, _, _), points in notes.batches.items() for point in points]
+    return [recorder.walk, recorder.back, batches]
 
 
 class _Gaps:
@@ -178,7 +220,7 @@ def _wire_model() -> Any:
     return tiny_model("llama", hidden_size=16, num_hidden_layers=1)
 
 
-def _tenant(preset: str, address: str, seed: str, length: str) -> None:
+def _tenant(preset: str, address: str, seed: str, length: str, rows: str) -> None:
     import torch
     from peft import get_peft_model
 
@@ -192,7 +234,7 @@ def _tenant(preset: str, address: str, seed: str, length: str) -> None:
         size = replace(size, prompt=int(length), batch=1, sequence=int(length))
     with open_model(address) as model:
         adapted = get_peft_model(model, lora()).eval()
-        decoding = Decoding(adapted, size, torch.device("cpu"), int(seed))
+        decoding = Decoding(adapted, size, torch.device("cpu"), int(seed), int(rows))
         job = PlainJob(adapted, size, torch.device("cpu"), int(seed))
         for line in sys.stdin:
             command, *count = line.split()

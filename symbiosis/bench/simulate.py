@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from symbiosis.bench.settings import Settings
     from symbiosis.simulation.costs import Costs
     from symbiosis.simulation.outcome import SLO, Outcome
-    from symbiosis.simulation.replay import Load
+    from symbiosis.simulation.replay import Load, Place
 
 
 class Machine(StrEnum):
@@ -75,7 +75,7 @@ def simulate(
         Machine, typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset.")
     ] = Machine.A100,
     model: Annotated[
-        str, typer.Option(help="Model on a GPU: llama-3.1-8b, qwen2.5-14b or qwen2.5-32b.")
+        str, typer.Option(help="Model on a GPU: llama-3.1-8b, llama-2-13b, qwen2.5-14b, qwen2.5-32b or gemma-2-27b.")
     ] = "llama-3.1-8b",
     preset: Annotated[PresetName, typer.Option(help="With --machine here: model to measure.")] = PresetName.TINY,
     base_layers: LayersOption = "linear",
@@ -98,6 +98,14 @@ def simulate(
     executors: Annotated[
         int, typer.Option(min=1, help="Number of executors of the same base model; clients are spread over them.")
     ] = 1,
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="TOML file with executors, their layers, machines and links; see docs/plan.md.",
+        ),
+    ] = None,
     slo_ms: Annotated[float, typer.Option(min=1e-3, help="Latency target for each token, in milliseconds.")] = 75.0,
     ttft_ms: Annotated[
         float, typer.Option(min=1e-3, help="Latency target for the first token, in milliseconds.")
@@ -140,10 +148,11 @@ def simulate(
     """
     from symbiosis.core.registry import make_policy
     from symbiosis.errors import UsageError
+    from symbiosis.simulation.clock import Clock
     from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.loads import arrivals, make_shape
     from symbiosis.simulation.outcome import SLO
-    from symbiosis.simulation.replay import Load, told
+    from symbiosis.simulation.replay import Load, replicas
     from symbiosis.simulation.trace import read_trace, scaled
 
     _check_options(context)
@@ -170,11 +179,15 @@ def simulate(
         real = {spec: played for spec, (_, played) in checked.items()}
         costs_text = f"{preset.value}, measured here; medians of {ROUNDS} rounds"
     else:
-        here = machine is Machine.HERE
-        costs = _calibrate(preset.value, base_layers, played) if here else roofline(machine.value, model)
+        if placement is not None:
+            costs, place = _placed(placement, model)
+        else:
+            here = machine is Machine.HERE
+            costs = _calibrate(preset.value, base_layers, played) if here else roofline(machine.value, model)
+            place = replicas(costs, executors)
         for spec in policies:
-            told(make_policy(spec), costs)  # report a latency target that cannot be met
-        results = {spec: _predict(spec, costs, played, slo, executors) for spec in policies}
+            place(Clock(), partial(make_policy, spec))  # report a latency target that cannot be met
+        results = {spec: _predict(spec, costs, played, slo, place) for spec in policies}
         costs_text = costs.text
     _show(costs_text, played, executors, results, real)
     if json is not None:
@@ -197,11 +210,12 @@ def _check_options(context: typer.Context) -> None:
         raise UsageError(
             "--check plays the load to a real executor, so the costs must be measured here: --machine here"
         )
-    if given["check"] and given["executors"] > 1:
-        raise UsageError("--check plays the load to one executor; leave --executors out")
+    for name in ("executors", "placement"):
+        if given["check"] and given[name] not in (1, None):
+            raise UsageError(f"--check plays the load to one executor; leave --{name} out")
     if given["grid"]:
-        fixed = ("trace", "machine", "model", "speed", "lengths", "clients", "paced", "finetune", "executors", "check")
-        for name in fixed:
+        fixed = ("trace", "machine", "model", "placement", "executors", "speed", "lengths", "clients", "paced")
+        for name in (*fixed, "finetune", "check"):
             source = context.get_parameter_source(name)
             if source is not None and source.name == "COMMANDLINE":
                 raise UsageError(f"--grid has loads, machines and numbers of clients of its own; leave {name} out")
@@ -215,6 +229,8 @@ def _check_options(context: typer.Context) -> None:
         "seeds": "it is for --grid" if not given["grid"] else "the loads are random" if given["random"] else "",
         "random": "it is for --grid" if not given["grid"] else "",
         "model": "the costs are measured here; --preset chooses the model" if here else "",
+        "machine": "the file has its machines" if given["placement"] else "",
+        "executors": "the file has its executors" if given["placement"] else "",
         "preset": "it is for --machine here" if not here else "",
         "base_layers": "it is for --machine here" if not here else "",
         "rows": "no client fine-tunes; give --finetune too" if not given["finetune"] and not given["grid"] else "",
@@ -259,7 +275,8 @@ def _grid(
     cells = list(grid.cells(loads, seeds, first, random_loads))
     for spec in compared:
         for cell in cells:
-            told(make_policy(spec), cell.costs())  # report mistakes, and targets that cannot be met, before the work
+            costs = cell.costs()
+            told(make_policy(spec), costs.walk, costs.batch)  # report mistakes and unreachable targets before the work
     with _bar() as bar:
         task = bar.add_task(f"{len(cells)} loads, {len(compared)} policies", total=1.0)
         found = grid.run(cells, compared, slo, requests, rows, lambda part: bar.update(task, completed=part))
@@ -307,7 +324,21 @@ def _settings(preset: str, base_layers: str, rounds: int, progress: Callable[[st
     return Settings(PRESETS[preset], torch.device("cpu"), "", base_layers, rounds, progress)
 
 
-def _predict(spec: str, costs: Costs, load: Load, slo: SLO, executors: int) -> Outcome:
+def _placed(file: Path, model: str) -> tuple[Costs, Place]:
+    """Return the costs of a model, and its executors as a file places them."""
+    from symbiosis.simulation.costs import shape_of
+    from symbiosis.simulation.machines import read_fleet, read_placement
+    from symbiosis.simulation.placement import Base, place
+    from symbiosis.terminal.console import toml_in
+
+    data = toml_in(file, f"--placement {file}")
+    base, fleet = Base.of(shape_of(model)), read_fleet(data)
+    found = read_placement(data, fleet, base.shape.blocks)
+    costs = base.costs(fleet.machines[found.home].device)
+    return replace(costs, text=f"{model}, {found.text()} of {file.name}"), place(fleet, found, base)
+
+
+def _predict(spec: str, costs: Costs, load: Load, slo: SLO, place: Place) -> Outcome:
     from symbiosis.core.registry import make_policy
     from symbiosis.simulation.replay import replay
 
@@ -318,7 +349,7 @@ def _predict(spec: str, costs: Costs, load: Load, slo: SLO, executors: int) -> O
             costs,
             load,
             slo,
-            executors=executors,
+            place=place,
             progress=lambda part: bar.update(task, completed=part),
         )
 

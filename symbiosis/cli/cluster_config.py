@@ -9,12 +9,13 @@ from typing import Any
 
 import typer
 
-from symbiosis.cli.config import checked, parameters_of, refuse_unknown, toml_in
+from symbiosis.cli.config import checked, parameters_of, refuse_unknown
 from symbiosis.cli.reload import limits_of
 from symbiosis.cli.serve import serve
 from symbiosis.cluster.plan import Model, Plan
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
+from symbiosis.terminal.console import toml_in
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _NOT_HERE = {"listen", "layers", "config", "trace", "metrics", "log-format", "dist-backend", "limit", "help"}

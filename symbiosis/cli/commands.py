@@ -8,6 +8,7 @@ import typer
 
 from symbiosis._version import __version__
 from symbiosis.bench.commands import app as bench
+from symbiosis.bench.plan import plan
 from symbiosis.bench.simulate import simulate
 from symbiosis.cli.audit import audit
 from symbiosis.cli.cluster import app as cluster
@@ -36,6 +37,7 @@ app.command()(status)
 app.command()(top)
 app.command()(policies)
 app.command()(simulate)
+app.command()(plan)
 app.command()(audit)
 app.command()(compat)
 app.command(context_settings={"allow_interspersed_args": False})(submit)

@@ -7,7 +7,6 @@ line, where options win over the file. A table ``[limits]`` stands for ``--limit
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from symbiosis.errors import UsageError
+from symbiosis.terminal.console import toml_in
 
 LARGEST = 10**18
 """Largest number in a file; Python writes none of some thousand digits as text."""
@@ -33,16 +33,6 @@ def read(context: typer.Context, file: Path | None) -> Path | None:
     values = checked(f"--config {file}", content, parameters, parameters.keys() - {"limit", "config", "help"})
     context.default_map = {parameters[key].name: value for key, value in values.items()}
     return file
-
-
-def toml_in(file: Path, where: str) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises UsageError, which begins with ``where``, if it cannot be read."""
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{where}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: cannot be read as TOML ({error})") from error
 
 
 def parameters_of(command: Any) -> dict[str, Any]:

@@ -16,10 +16,9 @@ import typer
 from rich import box
 from rich.table import Table
 
-from symbiosis.cli.config import toml_in
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console
+from symbiosis.terminal.console import console, toml_in
 from symbiosis.terminal.progress import Steps
 
 RESULTS_FILE = "results.json"

@@ -6,8 +6,11 @@ machine.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.errors import UsageError
@@ -51,6 +54,15 @@ class Gpu:
     """Part of both figures that dense layers reach."""
     launch_s: float = 10e-6
     """Seconds of a batch besides its matrix product: gathering rows, launching kernels, scattering results."""
+    memory_gib: float = 0.0
+    """Memory of a device; 0 if it is not known."""
+
+    def seconds(self, weights: float, rows: int) -> float:
+        """Return the latency of products of so many bf16 weights with rows: the time to read the weights or to compute
+        the products, whichever is longer."""
+        reading = 2 * weights / (self.efficiency * self.bytes_per_s)
+        computing = 2 * weights * rows / (self.efficiency * self.flops)
+        return max(reading, computing) + self.launch_s
 
 
 @dataclass(frozen=True)
@@ -62,55 +74,109 @@ class Shape:
     blocks: int
     heads: int
     kv_heads: int
+    vocabulary: int
+    tied: bool = False
+    """Whether the language model head is the embedding, which tenants have."""
+    head: int = 0
+    """Number of features of an attention head; 0 for hidden / heads."""
+
+    @property
+    def attention(self) -> int:
+        """Number of features of queries."""
+        return self.heads * (self.head or self.hidden // self.heads)
+
+    @property
+    def kv(self) -> int:
+        """Number of features of keys, and of values."""
+        return self.attention // self.heads * self.kv_heads
 
     def siblings(self) -> list[list[tuple[int, int]]]:
         """Return (in, out) of the base layers of one block, grouped by the rows that they read."""
-        kv = self.hidden // self.heads * self.kv_heads
         return [
-            [(self.hidden, self.hidden), (self.hidden, kv), (self.hidden, kv)],
-            [(self.hidden, self.hidden)],
+            [(self.hidden, self.attention), (self.hidden, self.kv), (self.hidden, self.kv)],
+            [(self.attention, self.hidden)],
             [(self.hidden, self.intermediate), (self.hidden, self.intermediate)],
             [(self.intermediate, self.hidden)],
         ]
 
+    def layers(self) -> tuple[list[Key], list[tuple[int, int]], list[int]]:
+        """Return the keys of a token's walk without the language model head, and of each base layer (in, out) and its
+        block."""
+        walk: list[Key] = []
+        sizes: list[tuple[int, int]] = []
+        of_block: list[int] = []
+        for block in range(self.blocks):
+            for group in self.siblings():
+                walk.append(Key(tuple(range(len(sizes), len(sizes) + len(group))), Pass.FORWARD))
+                sizes += group
+                of_block += [block] * len(group)
+        return walk, sizes, of_block
 
-GPUS = {"a100": Gpu(2.0e12, 312e12), "h100": Gpu(3.35e12, 989e12)}
+
+GPUS = {
+    "a100": Gpu(2.0e12, 312e12, memory_gib=80),
+    "h100": Gpu(3.35e12, 989e12, memory_gib=80),
+}
 MODELS = {
-    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8),
-    "qwen2.5-14b": Shape(5120, 13824, 48, 40, 8),
-    "qwen2.5-32b": Shape(5120, 27648, 64, 40, 8),
+    "gemma-2-27b": Shape(4608, 36864, 46, 32, 16, 256000, tied=True, head=128),
+    "llama-2-13b": Shape(5120, 13824, 40, 40, 40, 32000),
+    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256),
+    "qwen2.5-14b": Shape(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": Shape(5120, 27648, 64, 40, 8, 152064),
 }
 
 
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def shape_of(model: str) -> Shape:
+    """Return the shape of a model.
+
+    Args:
+        model: name in :data:`MODELS`, or a folder with the ``config.json`` of a dense model in the form of Llama.
+
+    Raises:
+        UsageError: there is no such model, or its configuration has another form.
+    """
+    if model in MODELS:
+        return MODELS[model]
+    file = Path(model) / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{model} is neither a folder with a config.json nor one of {', '.join(MODELS)}: {error}"
+        ) from error
+    config = config.get("text_config", config)
+    if experts := [name for name in _EXPERTS if config.get(name)]:
+        raise UsageError(f"{file} has {experts[0]}: there are no figures for experts")
+    sizes = [config.get(name) for name in _SIZES]
+    if wrong := [name for name, size in zip(_SIZES, sizes, strict=True) if not isinstance(size, int) or size < 1]:
+        raise UsageError(f"{file} has no {wrong[0]}; it must be the configuration of a dense model such as Llama")
+    hidden, intermediate, blocks, heads, vocabulary = sizes
+    kv, head, tied = (config.get(name) for name in ("num_key_value_heads", "head_dim", "tie_word_embeddings"))
+    return Shape(hidden, intermediate, blocks, heads, kv or heads, vocabulary, bool(tied), head or 0)
+
+
 def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:
-    """Return the costs of a model on a GPU. A base layer takes the time to read its weights or to compute its
-    products, whichever is longer.
+    """Return the costs of a model on a GPU: see :meth:`Gpu.seconds`. The language model head is left out.
 
     Args:
         gpu: name in :data:`GPUS`.
-        model: name in :data:`MODELS`.
+        model: see :func:`shape_of`.
         think_s: seconds of a client's own work (attention, norms, adapter) before each request, on a GPU of its own.
 
     Raises:
-        UsageError: the tables have no such GPU or model.
+        UsageError: there are no figures of this GPU or model.
     """
-    if gpu not in GPUS or model not in MODELS:
-        raise UsageError(
-            f"no figures for {model} on {gpu}; models are {', '.join(MODELS)}, machines are {', '.join(GPUS)}"
-        )
-    card, shape = GPUS[gpu], MODELS[model]
-    walk: list[Key] = []
-    sizes: list[int] = []
-    for _ in range(shape.blocks):
-        for group in shape.siblings():
-            walk.append(Key(tuple(range(len(sizes), len(sizes) + len(group))), Pass.FORWARD))
-            sizes += [before * after for before, after in group]
+    if gpu not in GPUS:
+        raise UsageError(f"no figures for {gpu}; there are {', '.join(GPUS)}")
+    card, shape = GPUS[gpu], shape_of(model)
+    walk, sizes, _ = shape.layers()
 
     def batch(batch: Batch, again: bool = False) -> float:
-        weights = sum(sizes[layer] for layer in batch.key.layers)
-        reading = 2 * weights / (card.efficiency * card.bytes_per_s)
-        computing = 2 * weights * batch.rows / (card.efficiency * card.flops)
-        return max(reading, computing) + card.launch_s
+        return card.seconds(sum(math.prod(sizes[layer]) for layer in batch.key.layers), batch.rows)
 
     text = f"{model} on {gpu} by its roofline"
     return Costs(walk, backward(walk), len(sizes), batch, lambda kind, rows: think_s, 20e-6, False, False, (), text)

@@ -47,6 +47,8 @@ class Outcome:
     """Number of finished requests."""
     mean_batch: float
     """Mean number of requests in a batch."""
+    sent: int = 0
+    """Bytes that were sent over links."""
 
 
 def percentile(values: Sequence[float], part: float) -> float:
@@ -62,7 +64,12 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def outcome(
-    texts: Sequence[tuple[Done, Arrival]], jobs: Sequence[Done], seconds: float, mean_batch: float, slo: SLO
+    texts: Sequence[tuple[Done, Arrival]],
+    jobs: Sequence[Done],
+    seconds: float,
+    mean_batch: float,
+    slo: SLO,
+    sent: int = 0,
 ) -> Outcome:
     """Return the figures of a run.
 
@@ -72,6 +79,7 @@ def outcome(
         seconds: duration of the run.
         mean_batch: mean number of requests in a batch, over all executors.
         slo: latency targets.
+        sent: bytes that were sent over links.
     """
     ended = [(done, arrival) for done, arrival in texts if len(done.tokens) >= arrival.tokens]
     finished = [done for done, _ in ended]
@@ -91,4 +99,5 @@ def outcome(
         fairness=sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates)) if rates else float("nan"),
         finished=len(finished),
         mean_batch=mean_batch,
+        sent=sent,
     )

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from symbiosis.core.policy import Policy
-from symbiosis.core.requests import Batch
+from symbiosis.core.requests import Batch, Key
 from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.simulation.clients import Done, finetune, generate
+from symbiosis.simulation.clock import Clock, Link
 from symbiosis.simulation.costs import Costs
+from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.outcome import SLO, Outcome, outcome
-from symbiosis.simulation.simulation import SimulatedClient, Simulation, Until
+from symbiosis.simulation.simulation import Cluster, Hop, Route, SimulatedClient, Until
 from symbiosis.simulation.trace import Arrival
 
 
@@ -56,15 +59,49 @@ class Load:
         return Terms(slo_ms=factor * slo.token_ms, ttft_ms=factor * slo.first_ms) if factor > 1 else NO_TERMS
 
 
-def told(policy: Policy, costs: Costs) -> Policy:
+def told(policy: Policy, walk: Sequence[Key], cost: Callable[[Batch, bool], float]) -> Policy:
     """Tell a policy the latency of one token in the base layers of an idle executor, and return the policy.
 
     Raises:
         UsageError: the policy promises latencies below this.
         PolicyError: the policy raised another error.
     """
-    tell_unloaded(policy, sum(costs.batch(Batch(key, (), "", 1), False) for key in costs.walk))
+    tell_unloaded(policy, sum(cost(Batch(key, (), "", 1), False) for key in walk))
     return policy
+
+
+class Placed(NamedTuple):
+    """Executors in simulated time. Clients are dealt to the routes in turn."""
+
+    executors: Sequence[SimulatedExecutor]
+    routes: Sequence[Route]
+    links: Mapping[tuple[str, str], Link] = {}
+    """Links by the names of the machines at their ends, each for one direction."""
+
+
+Place = Callable[[Clock, Callable[[], Policy]], Placed]
+"""Function of a clock and of a maker of policies: makes the executors of a placement."""
+
+
+def replicas(costs: Costs, count: int = 1, max_rows: int = 8192) -> Place:
+    """Place some executors of the same base model, whose messages take no time."""
+
+    def placed(clock: Clock, make_policy: Callable[[], Policy]) -> Placed:
+        executors = [
+            SimulatedExecutor(
+                clock,
+                told(make_policy(), costs.walk, costs.batch),
+                layers=costs.layers,
+                max_rows=max_rows,
+                cost=costs.batch,
+                overhead_s=costs.overhead_s,
+                local=costs.local,
+            )
+            for _ in range(count)
+        ]
+        return Placed(executors, [Route([Hop(executor)]) for executor in executors])
+
+    return placed
 
 
 def replay(
@@ -73,14 +110,15 @@ def replay(
     load: Load,
     slo: SLO,
     *,
-    executors: int = 1,
-    max_rows: int = 8192,
+    place: Place | None = None,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Outcome:
-    """Simulate a load, with clients dealt in turn to executors of the same base model.
+    """Simulate a load.
 
     Args:
         make_policy: called once for each executor.
+        costs: the walk, and the clients' own work.
+        place: makes the executors; one of :func:`replicas` by default.
         progress: called with the part (0 to 1) of the texts that is finished.
 
     Raises:
@@ -91,18 +129,9 @@ def replay(
     jobs: list[Done] = []
     clients = load.by_client()
     left = len(load.trace)
-    simulations = [
-        Simulation(
-            told(make_policy(), costs),
-            layers=costs.layers,
-            max_rows=max_rows,
-            cost=costs.batch,
-            overhead_s=costs.overhead_s,
-            local=costs.local,
-            joint=costs.joint,
-        )
-        for _ in range(executors)
-    ]
+    clock = Clock()
+    cluster = Cluster(clock, costs.joint)
+    executors, routes, links = (place or replicas(costs))(clock, make_policy)
 
     def asks(arrivals: Iterator[Arrival]) -> SimulatedClient:
         """Send one request for text after another."""
@@ -119,14 +148,15 @@ def replay(
             progress(1 - left / len(load.trace))
 
     for number, arrivals in enumerate(clients):
-        simulations[number % executors].add(f"text-{number}", asks(arrivals), terms=load.terms(number, slo))
+        route = routes[number % len(routes)]
+        cluster.add(f"text-{number}", asks(arrivals), terms=load.terms(number, slo), route=route)
     for number in range(load.tuning):
         jobs.append(Done())
         tunes = finetune(costs.walk, load.rows, costs.think, jobs[-1], back=costs.back)
-        simulations[number % executors].add(f"job-{number}", tunes)
-    while left:  # executors advance together, because clients of all of them share an unpaced trace
-        min(simulations, key=lambda simulation: simulation.next_at).step()
-    batches = sum(simulation.totals.batches for simulation in simulations)
-    members = sum(simulation.totals.members for simulation in simulations)
-    seconds = max(simulation.now for simulation in simulations)
-    return outcome(texts, jobs, seconds, members / batches if batches else 0.0, slo)
+        cluster.add(f"job-{number}", tunes, route=routes[number % len(routes)])
+    while left:
+        cluster.step()
+    batches = sum(executor.totals.batches for executor in executors)
+    members = sum(executor.totals.members for executor in executors)
+    sent = sum(link.bytes for link in links.values())
+    return outcome(texts, jobs, cluster.now, members / batches if batches else 0.0, slo, sent)

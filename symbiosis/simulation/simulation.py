@@ -1,24 +1,23 @@
-"""The engine of the simulator: a clock, one executor, and clients that compute and send requests.
+"""The engine of the simulator: clients that compute and send requests to executors.
 
-A client is a generator. It yields its next action, such as :class:`Think` for some seconds or :class:`Ask` the executor
-for a key, and is sent the time at which the action ended. The executor runs one batch after another; a cost function
-gives their latencies. The scheduler chooses the batches as in a real executor.
+A client is a generator. It yields its next action, such as :class:`Think` for some seconds or :class:`Ask` an executor
+for a key, and is sent the time at which the action ended. Executors run one batch after another; a cost function gives
+their latencies. The scheduler chooses the batches as in a real executor.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from symbiosis.core.policy import Policy
-from symbiosis.core.requests import Batch, Key, Request
-from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.requests import Batch, Key
 from symbiosis.core.terms import JOINT, NO_TERMS, Kind, Terms
-from symbiosis.errors import PolicyError
+from symbiosis.simulation.clock import Clock, Cores, Way
+from symbiosis.simulation.executor import SimulatedExecutor, Totals
 
 
 class Think(NamedTuple):
@@ -40,7 +39,7 @@ class InWalk(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Send a request to the executor, and wait for the answer."""
+    """Send a request to the executor of the key, and wait for the answer."""
 
     key: Key
     rows: int
@@ -69,18 +68,231 @@ class Cost(NamedTuple):
         return self.start + self.row * batch.rows
 
 
+class Hop(NamedTuple):
+    """An executor, and the ways to it and back; None where messages take no time."""
+
+    executor: SimulatedExecutor
+    there: Way | None = None
+    back: Way | None = None
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a client's calls go, and where it computes.
+
+    Args:
+        hops: the executors that it uses. Together they serve all layers.
+        places: the number of the hop of each layer; None if there is one hop.
+        sizes: function of a key and its rows: bytes of a call and of its answer.
+        cores: cores that the client's own work shares with other processes; None if it shares none.
+    """
+
+    hops: Sequence[Hop]
+    places: Sequence[int] | None = None
+    sizes: Callable[[Key, int], tuple[int, int]] = lambda key, rows: (0, 0)
+    cores: Cores | None = None
+
+    def hop(self, key: Key) -> Hop:
+        """Return the hop that serves a key."""
+        return self.hops[0 if self.places is None else self.places[key.layers[0]]]
+
+
 @dataclass(slots=True)
-class Totals:
-    """The work of the executor so far."""
+class _Client:
+    name: str
+    route: Route
+    work: list[SimulatedClient]
+    """The client's generator, and the walk that it is in, if it asked for one by :class:`Decode`."""
+    in_walk: bool = False
+    at: SimulatedExecutor | None = None
+    """The executor that counts the client as one in a walk."""
 
-    batches: int = 0
-    members: int = 0
-    """Requests, counted once for each batch that took rows of them; those of a joint walk once for each client."""
-    rows: int = 0
-    busy_s: float = 0.0
+    def enter(self, executor: SimulatedExecutor, now: float) -> None:
+        if self.in_walk and self.at is not executor:
+            self.leave()
+            self.at = executor
+            executor.scheduler.walk_began(self.name, now)
+            executor.changed()
+
+    def leave(self) -> None:
+        if self.at is not None:
+            self.at.scheduler.walk_ended(self.name)
+            self.at.changed()
+        self.at = None
 
 
-class Simulation:
+@dataclass(slots=True)
+class _Joint:
+    """The joint walks of clients in an executor's process. One token is under way at a time."""
+
+    ready: dict[str, tuple[_Client, Decode]] = field(default_factory=dict)
+    """Clients that wait for the next token to begin."""
+    together: tuple[_Client, ...] = ()
+    """Clients of the joint walk under way."""
+    token: bool = False
+    """Whether a token is under way."""
+    client: _Client | None = None
+    """The client that walks for all of them, once one has."""
+
+
+class Cluster:
+    """Executors and their clients, in simulated time.
+
+    Args:
+        clock: the clock of the executors and links.
+        joint: whether clients decode jointly, as :mod:`symbiosis.client.joint.decoder` describes, if they compute in
+            their executor's process. One token is under way at a time. The next begins when no client has anything to
+            compute, for all clients that are ready.
+
+    Raises:
+        PolicyError: from :meth:`run` and :meth:`step`: a scheduler refused a decision of its policy.
+    """
+
+    def __init__(self, clock: Clock, joint: bool = False) -> None:
+        self.clock = clock
+        self._joint = joint
+        self._walks: dict[SimulatedExecutor, _Joint] = {}
+
+    @property
+    def now(self) -> float:
+        """Simulated time, in seconds."""
+        return self.clock.now
+
+    def add(
+        self, name: str, client: SimulatedClient, at: float = 0.0, terms: Terms = NO_TERMS, *, route: Route
+    ) -> None:
+        """Add a client that joins at time ``at`` (seconds), asks for ``terms``, and leaves when its generator ends."""
+
+        def join() -> None:
+            self._join(_Client(name, route, [client]), terms)
+
+        self.clock.at(at, join)
+
+    def step(self) -> None:
+        """Process the next event."""
+        self.clock.step()
+
+    def run(self, until: float = math.inf) -> None:
+        """Process all events, or those up to a time, in seconds."""
+        while self.clock.next_at <= until and self.clock.next_at < math.inf:
+            self.step()
+
+    def _join(self, client: _Client, terms: Terms = NO_TERMS) -> None:
+        for hop in client.route.hops:
+            executor = hop.executor
+            executor.scheduler.client_joined(client.name, terms, local=executor.local)
+            if self._joint and executor not in self._walks:
+                self._walks[executor] = _Joint()
+                executor.settle = partial(self._settle, executor)
+        self._resume(client, None)
+
+    def _resume(self, client: _Client, sent: float | None) -> None:
+        """Resume a client, and start its next action that takes time. ``sent`` is None for a new generator."""
+        first = client.route.hops[0].executor
+        first.changed()
+        try:
+            action = next(client.work[-1]) if sent is None else client.work[-1].send(sent)
+            while isinstance(action, InWalk):
+                client.in_walk = action.begins
+                if not action.begins:
+                    client.leave()
+                elif len(client.route.hops) == 1:
+                    client.enter(first, self.now)
+                action = client.work[-1].send(self.now)
+        except StopIteration:
+            client.work.pop()
+            if client.work:
+                self._resume(client, self.now)
+            elif client.name != JOINT:
+                for hop in client.route.hops:
+                    hop.executor.scheduler.client_left(client.name, self.now)
+            return
+        if isinstance(action, Think):
+            self._think(client, action.seconds)
+        elif isinstance(action, Until):
+            self.clock.at(action.time, lambda: self._resume(client, self.now))
+        elif isinstance(action, Decode):
+            if self._joint and first.scheduler.may_join(client.name, self.now):
+                client.leave()
+                self._walks[first].ready[client.name] = client, action
+            else:
+                self._begin(client, action.walk(1))
+        else:
+            self._call(client, action)
+
+    def _think(self, client: _Client, seconds: float) -> None:
+        executor, cores = client.route.hops[0].executor, client.route.cores
+
+        def thought() -> None:
+            self._resume(client, self.now)
+
+        if executor.local:
+            executor.compute(seconds, thought)
+        elif cores is not None:
+            cores.run(seconds, 1, thought)
+        else:
+            self.clock.at(self.now + seconds, thought)
+
+    def _call(self, client: _Client, ask: Ask) -> None:
+        executor, there, back = client.route.hop(ask.key)
+        client.enter(executor, self.now)
+        tenants = tuple(each.name for each in self._walks[executor].together) if client.name == JOINT else ()
+
+        def answered() -> None:
+            self._resume(client, self.now)
+
+        if there is None or back is None:
+            executor.submit(client.name, ask.key, ask.rows, ask.kind, tenants, answered)
+            return
+        call, answer = client.route.sizes(ask.key, ask.rows)
+        there.send(
+            call,
+            lambda: executor.submit(
+                client.name, ask.key, ask.rows, ask.kind, tenants, lambda: back.send(answer, answered)
+            ),
+        )
+
+    def _begin(self, client: _Client, walk: SimulatedClient) -> None:
+        """Have a client walk the model, and then go on."""
+        client.work.append(walk)
+        self._resume(client, None)
+
+    def _settle(self, executor: SimulatedExecutor) -> None:
+        joint = self._walks[executor]
+        if joint.ready and not joint.token and not executor.computing():
+            self._begin_token(executor, joint)
+        executor.decide()
+
+    def _begin_token(self, executor: SimulatedExecutor, joint: _Joint) -> None:
+        """Begin the next token, for all clients that are ready."""
+        (first, action), *others = joint.ready.values()
+        joint.ready = {}
+        joint.token = True
+        if not others:
+            first.enter(executor, self.now)
+            self._begin(first, self._alone(joint, action.walk(1)))
+        else:
+            joint.together = (first, *(client for client, _ in others))
+            if joint.client is None:
+                joint.client = _Client(JOINT, first.route, [])
+                executor.scheduler.client_joined(JOINT, local=executor.local)
+            self._begin(joint.client, self._together(joint, action.walk(len(joint.together))))
+
+    def _alone(self, joint: _Joint, walk: SimulatedClient) -> SimulatedClient:
+        yield from walk
+        joint.token = False
+
+    def _together(self, joint: _Joint, walk: SimulatedClient) -> SimulatedClient:
+        yield InWalk(True)
+        yield from walk
+        yield InWalk(False)
+        joint.token = False
+        for client in joint.together:
+            client.enter(client.route.hops[0].executor, self.now)
+            self._resume(client, self.now)
+
+
+class Simulation(Cluster):
     """One executor and its clients, in simulated time.
 
     Args:
@@ -90,10 +302,8 @@ class Simulation:
         cost: function of a batch, and of whether the batch before it had the same key: the latency in seconds, such as
             :meth:`Cost.of`.
         overhead_s: seconds that the executor needs for each batch besides its latency.
-        local: whether clients compute in the executor's process, where one action happens at a time: clients compute in
-            the order of their answers, and a batch starts when no client has anything to compute.
-        joint: whether clients decode jointly, as :mod:`symbiosis.client.joint.decoder` describes. One token is under
-            way at a time. The next begins when no client has anything to compute, for all clients that are ready.
+        local: whether clients compute in the executor's process; see :class:`SimulatedExecutor`.
+        joint: whether clients decode jointly; see :class:`Cluster`.
 
     Raises:
         PolicyError: from :meth:`run` and :meth:`step`: the scheduler refused a decision of the policy.
@@ -110,173 +320,23 @@ class Simulation:
         local: bool = False,
         joint: bool = False,
     ) -> None:
-        self.now = 0.0
-        self.totals = Totals()
-        self._scheduler = Scheduler(policy, layers=layers, max_rows=max_rows)
-        self._cost = cost
-        self._overhead_s = overhead_s
-        self._local = local
-        self._free = 0.0
-        """Time at which local clients have finished their computations."""
-        self._clients: dict[str, list[SimulatedClient]] = {}
-        """Each client's generator, and the walk that it is in, if it asked for one by :class:`Decode`."""
-        self._joint = joint
-        self._ready: dict[str, Decode] = {}
-        """Clients that wait for the next token to begin."""
-        self._together: tuple[str, ...] = ()
-        """Clients of the joint walk under way."""
-        self._token = False
-        """Whether a token is under way."""
-        self._waiting: dict[int, str] = {}
-        self._numbers = itertools.count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._busy = False
-        self._last_key: Key | None = None
-        self._wake = math.inf
-        """Time at which the scheduler is asked again."""
-
-    def add(self, name: str, client: SimulatedClient, at: float = 0.0, terms: Terms = NO_TERMS) -> None:
-        """Add a client that joins at time ``at`` (seconds), asks for ``terms``, and leaves when its generator ends."""
-
-        def join() -> None:
-            self._scheduler.client_joined(name, terms, local=self._local)
-            self._clients[name] = [client]
-            self._resume(name, None)
-
-        self._at(at, join)
+        super().__init__(Clock(), joint)
+        self._executor = SimulatedExecutor(
+            self.clock, policy, layers=layers, max_rows=max_rows, cost=cost, overhead_s=overhead_s, local=local
+        )
 
     @property
-    def next_at(self) -> float:
-        """Time of the next event, in seconds; ``inf`` if there is none."""
-        return self._events[0][0] if self._events else math.inf
+    def totals(self) -> Totals:
+        """The work of the executor so far."""
+        return self._executor.totals
 
-    def step(self) -> None:
-        """Process the next event."""
-        self.now, _, happen = heapq.heappop(self._events)
-        happen()
-        if not self._events or self._events[0][0] > self.now:  # the scheduler is asked after all events of one time
-            self._ask()
-
-    def run(self, until: float = math.inf) -> None:
-        """Process all events, or those up to a time, in seconds."""
-        while self._events and self._events[0][0] <= until:
-            self.step()
-
-    def _at(self, time: float, happen: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._numbers), happen))
-
-    def _resume(self, name: str, sent: float | None) -> None:
-        """Resume a client, and start its next action that takes time. ``sent`` is None for a new generator."""
-        generators = self._clients[name]
-        try:
-            action = next(generators[-1]) if sent is None else generators[-1].send(sent)
-            while isinstance(action, InWalk):
-                if action.begins:
-                    self._scheduler.walk_began(name, self.now)
-                else:
-                    self._scheduler.walk_ended(name)
-                action = generators[-1].send(self.now)
-        except StopIteration:
-            generators.pop()
-            if generators:
-                self._resume(name, self.now)
-            elif name != JOINT:
-                del self._clients[name]
-                self._scheduler.client_left(name, self.now)
-            return
-        if isinstance(action, Think):
-            ends = self.now + action.seconds
-            if self._local:
-                ends = self._free = max(self._free, self.now) + action.seconds
-            self._at(ends, lambda: self._resume(name, self.now))
-        elif isinstance(action, Until):
-            self._at(max(action.time, self.now), lambda: self._resume(name, self.now))
-        elif isinstance(action, Decode):
-            if self._joint and self._scheduler.may_join(name, self.now):
-                self._scheduler.walk_ended(name)
-                self._ready[name] = action
-            else:
-                self._begin(name, action.walk(1))
-        else:
-            tenants = self._together if name == JOINT else ()
-            request = Request(
-                next(self._numbers), name, action.key, action.rows, action.kind, self.now, tenants=tenants
-            )
-            self._waiting[request.id] = name
-            batch = self._scheduler.offer(request, self.now)
-            if batch is not None:
-                self._run(batch)
-
-    def _begin(self, name: str, walk: SimulatedClient) -> None:
-        """Have a client walk the model, and then go on."""
-        self._clients[name].append(walk)
-        self._resume(name, None)
-
-    def _begin_token(self) -> None:
-        """Begin the next token, for all clients that are ready."""
-        (first, *_), names = self._ready.values(), list(self._ready)
-        self._ready = {}
-        self._token = True
-        if len(names) == 1:
-            self._scheduler.walk_began(names[0], self.now)
-            self._begin(names[0], self._alone(first.walk(1)))
-        else:
-            if JOINT not in self._clients:
-                self._clients[JOINT] = []
-                self._scheduler.client_joined(JOINT, local=self._local)
-            self._together = tuple(names)
-            self._begin(JOINT, self._walk_together(first.walk(len(names))))
-
-    def _alone(self, walk: SimulatedClient) -> SimulatedClient:
-        yield from walk
-        self._token = False
-
-    def _walk_together(self, walk: SimulatedClient) -> SimulatedClient:
-        yield InWalk(True)
-        yield from walk
-        yield InWalk(False)
-        self._token = False
-        for name in self._together:
-            self._scheduler.walk_began(name, self.now)
-            self._resume(name, self.now)
-
-    def _computing(self) -> bool:
-        """Return whether the thread of local clients has something to do."""
-        return self._local and self._free > self.now
-
-    def _ask(self) -> None:
-        if self._ready and not self._token and not self._computing():
-            self._begin_token()
-        if self._busy or self._computing():
-            return
-        self._scheduler.turned(self.now)
-        action = self._scheduler.next_action(self.now)
-        if self._scheduler.policy_errors:
-            raise PolicyError(str(self._scheduler.policy_errors[0])) from self._scheduler.policy_errors[0]
-        if isinstance(action, Batch):
-            self._run(action)
-        elif isinstance(action, WaitUntil) and self.now < action.time < self._wake:
-            self._wake = action.time
-            self._at(action.time, self._woken)
-
-    def _run(self, batch: Batch) -> None:
-        """Start a batch; no other batch is running."""
-        self._busy = True
-        seconds = self._cost(batch, batch.key == self._last_key)
-        self._last_key = batch.key
-        if self._local:
-            self._free = self.now + seconds + self._overhead_s
-        self._at(self.now + seconds + self._overhead_s, lambda: self._ran(batch, seconds))
-
-    def _woken(self) -> None:
-        self._wake = math.inf
-
-    def _ran(self, batch: Batch, seconds: float) -> None:
-        self._busy = False
-        totals = self.totals
-        totals.batches += 1
-        totals.members += sum(len(piece.request.clients) for piece in batch.slices)
-        totals.rows += batch.rows
-        totals.busy_s += seconds
-        for request in self._scheduler.completed(batch, seconds, self.now):
-            self._resume(self._waiting.pop(request.id), self.now)
+    def add(
+        self,
+        name: str,
+        client: SimulatedClient,
+        at: float = 0.0,
+        terms: Terms = NO_TERMS,
+        *,
+        route: Route | None = None,
+    ) -> None:
+        super().add(name, client, at, terms, route=route or Route([Hop(self._executor)]))

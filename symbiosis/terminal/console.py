@@ -8,6 +8,7 @@ import math
 import os
 import re
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ def visible(text: object) -> str:
 
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def toml_in(file: Path, where: str) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises UsageError, which begins with ``where``, if it cannot be read."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{where}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: cannot be read as TOML ({error})") from error
 
 
 def writable(path: Path, *, folder: bool = False) -> None:

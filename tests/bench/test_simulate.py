@@ -70,7 +70,7 @@ def test_figures_are_rounded_to_three_digits() -> None:
         (["--policy", "magic"], "unknown policy"),
         (["--check"], "--machine here"),
         (["--machine", "here", "--check", "--executors", "2"], "one executor"),
-        (["--model", "gpt"], "no figures for gpt"),
+        (["--model", "gpt"], "gpt is neither a folder"),
         (["--lengths", "inf"], "--lengths is inf"),
         (["--load", "coed"], "unknown load 'coed'"),
         (["--load", "code:speed=2"], "load 'code' has no option"),

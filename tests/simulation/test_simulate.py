@@ -15,7 +15,7 @@ from symbiosis.simulation import Cost, Done, Simulation, generate
 from symbiosis.simulation.clients import backward, forward
 from symbiosis.simulation.costs import roofline
 from symbiosis.simulation.outcome import SLO, outcome, percentile
-from symbiosis.simulation.replay import Load, replay
+from symbiosis.simulation.replay import Load, replay, replicas
 from symbiosis.simulation.trace import COLUMNS, Arrival, read_trace, scaled
 from tests.simulation.made_up import PATIENT, costs, trace_file
 
@@ -126,7 +126,7 @@ def test_clients_serve_one_request_at_a_time() -> None:
 def test_two_executors_serve_twice_as_many_requests() -> None:
     load = Load([Arrival(0.0, 1, 50)] * 16)
     times = costs(think=1e-5)
-    one, two = (replay(NoLockstep, times, load, PATIENT, executors=count) for count in (1, 2))
+    one, two = (replay(NoLockstep, times, load, PATIENT, place=replicas(times, count)) for count in (1, 2))
     assert two.tokens_per_s == pytest.approx(2 * one.tokens_per_s, rel=0.05)
 
 
@@ -250,13 +250,15 @@ def test_a_roofline() -> None:
     assert walk == pytest.approx(2 * 6.98e9 / (0.7 * 2e12) + 128 * 10e-6, rel=0.01)
     assert costs.batch(_batch(costs.walk[0], 64)) == costs.batch(_batch(costs.walk[0], 1))
     assert costs.batch(_batch(costs.walk[0], 4096)) > 10 * costs.batch(_batch(costs.walk[0], 1))
-    with pytest.raises(UsageError, match="no figures for gpt on a100"):
+    with pytest.raises(UsageError, match=r"gpt is neither a folder with a config\.json nor one of"):
         roofline("a100", "gpt")
+    with pytest.raises(UsageError, match="no figures for b200; there are a100, h100"):
+        roofline("b200", "llama-3.1-8b")
 
 
 def test_thousands_of_clients() -> None:
     load = Load([Arrival(number / 1000, 8, 3) for number in range(3000)])
-    found = replay(lambda: CoServing(slo_ms=50), costs(), load, SLO(50, 5000), executors=3)
+    found = replay(lambda: CoServing(slo_ms=50), costs(), load, SLO(50, 5000), place=replicas(costs(), 3))
     assert found.finished == 3000
 
 

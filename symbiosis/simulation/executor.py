@@ -1,0 +1,154 @@
+"""An executor in simulated time: the scheduler that chooses its batches, and the seconds that they take."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from symbiosis.core.policy import Policy
+from symbiosis.core.requests import Batch, Key, Request
+from symbiosis.core.scheduler import Scheduler, WaitUntil
+from symbiosis.core.terms import Kind
+from symbiosis.errors import PolicyError
+from symbiosis.simulation.clock import Clock, Cores
+
+
+@dataclass(slots=True)
+class Totals:
+    """The work of an executor so far."""
+
+    batches: int = 0
+    members: int = 0
+    """Requests, counted once for each batch that took rows of them; those of a joint walk once for each client."""
+    rows: int = 0
+    busy_s: float = 0.0
+
+
+class SimulatedExecutor:
+    """One executor. It runs one batch after another.
+
+    Args:
+        clock: simulated time.
+        policy: a new policy.
+        layers: size of the layer table.
+        max_rows: largest number of rows in a batch.
+        cost: function of a batch, and of whether the batch before it had the same key: the latency in seconds.
+        overhead_s: seconds that the executor needs for each batch besides its latency.
+        local: whether clients compute in the executor's process, where one action happens at a time: clients compute in
+            the order of their answers, and a batch starts when no client has anything to compute.
+        cores: the cores that batches share with other processes; None if they share none.
+        threads: number of threads of a batch.
+        part: the part of a walk's work that its layers are.
+
+    Raises:
+        PolicyError: from :meth:`decide`: the scheduler refused a decision of the policy.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        policy: Policy,
+        *,
+        layers: int,
+        max_rows: int = 8192,
+        cost: Callable[[Batch, bool], float],
+        overhead_s: float = 0.0,
+        local: bool = False,
+        cores: Cores | None = None,
+        threads: int = 1,
+        part: float = 1.0,
+    ) -> None:
+        self.scheduler = Scheduler(policy, layers=layers, max_rows=max_rows, part=part)
+        self.totals = Totals()
+        self.local = local
+        self.settle = self.decide
+        """Called after all events of a time in which something happened to this executor."""
+        self._clock = clock
+        self._cost = cost
+        self._overhead_s = overhead_s
+        self._cores = cores
+        self._threads = threads
+        self._free = 0.0
+        """Time at which local clients have finished their computations."""
+        self._answers: dict[int, Callable[[], None]] = {}
+        self._numbers = itertools.count()
+        self._busy = False
+        self._last_key: Key | None = None
+        self._wake = math.inf
+        """Time at which the scheduler is asked again."""
+
+    def changed(self) -> None:
+        """Decide after all events of this time."""
+        self._clock.settle(self.settle)
+
+    def submit(
+        self, client: str, key: Key, rows: int, kind: Kind, tenants: tuple[str, ...], answer: Callable[[], None]
+    ) -> None:
+        """Submit a request. ``answer`` is called when its rows have run."""
+        request = Request(next(self._numbers), client, key, rows, kind, self._clock.now, tenants=tenants)
+        self._answers[request.id] = answer
+        batch = self.scheduler.offer(request, self._clock.now)
+        if batch is not None:
+            self._run(batch)
+        self.changed()
+
+    def compute(self, seconds: float, then: Callable[[], None]) -> None:
+        """Have a local client compute, and call a function at the end."""
+        self._free = max(self._free, self._clock.now) + seconds
+        self._clock.at(self._free, then)
+
+    def computing(self) -> bool:
+        """Return whether the thread of local clients has something to do."""
+        return self.local and self._free > self._clock.now
+
+    def decide(self) -> None:
+        """Start a batch if the scheduler says so."""
+        if self._busy or self.computing():
+            return
+        now = self._clock.now
+        self.scheduler.turned(now)
+        action = self.scheduler.next_action(now)
+        if self.scheduler.policy_errors:
+            raise PolicyError(str(self.scheduler.policy_errors[0])) from self.scheduler.policy_errors[0]
+        if isinstance(action, Batch):
+            self._run(action)
+        elif isinstance(action, WaitUntil) and now < action.time < self._wake:
+            self._wake = action.time
+            self._clock.at(action.time, self._woken)
+
+    def _woken(self) -> None:
+        self._wake = math.inf
+        self.changed()
+
+    def _run(self, batch: Batch) -> None:
+        """Start a batch; no other batch is running."""
+        self._busy = True
+        seconds = self._cost(batch, batch.key == self._last_key)
+        self._last_key = batch.key
+        began = self._clock.now
+        if self._cores is None:
+            then = began + seconds + self._overhead_s
+            if self.local:
+                self._free = then
+            self._clock.at(then, lambda: self._ran(batch, seconds))
+        else:
+            cores = self._cores
+
+            def computed() -> None:
+                took = self._clock.now - began
+                cores.run(self._overhead_s, 1, lambda: self._ran(batch, took))
+
+            cores.run(seconds, self._threads, computed)
+
+    def _ran(self, batch: Batch, seconds: float) -> None:
+        self._busy = False
+        totals = self.totals
+        totals.batches += 1
+        totals.members += sum(len(piece.request.clients) for piece in batch.slices)
+        totals.rows += batch.rows
+        totals.busy_s += seconds
+        for request in self.scheduler.completed(batch, seconds, self._clock.now):
+            self._answers.pop(request.id)()
+        self.changed()
