@@ -35,10 +35,13 @@ from symbiosis.errors import (
 from symbiosis.executor.load import Load
 from symbiosis.privacy import SecretShares
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
+from symbiosis.transports import addresses as address_lists
+from symbiosis.transports import choice as choices_of_replicas
 from symbiosis.transports import replicas
+from symbiosis.transports.addresses import Addresses, Replica
+from symbiosis.transports.choice import Choice, ranked
 from symbiosis.transports.keys import new_key
 from symbiosis.transports.limits import Limits
-from symbiosis.transports.replicas import Choice, Replica, Replicas, ranked
 from tests.helpers import IDS, METHODS, assert_close, command, in_thread, lora, losses, until
 from tests.service import Service, free_port, save_model
 from tests.transports.test_chaos import Tenant
@@ -117,8 +120,8 @@ def test_without_a_replica_a_client_ends_after_its_patience(services: tuple[Serv
 @pytest.mark.parametrize("kind", ["coroutine", "blocking"])
 async def test_a_client_moves_between_two_walks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When its replica is crowded, it goes to the other one, and its results stay the same."""
-    monkeypatch.setattr(replicas, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(replicas, "CROWDED", 0.1)
+    monkeypatch.setattr(address_lists, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(choices_of_replicas, "CROWDED", 0.1)
     config = lora()
     async with two(tmp_path) as (one, other, addresses):
         crowded = one.service._engine.counters.load
@@ -143,7 +146,7 @@ def first_then_other(addresses: str) -> Any:
     """Return a method in place of ``Choice.candidates`` that prefers the first address once, then the second one."""
 
     def candidates(choice: Any) -> list[Replica]:
-        found = choice._replicas._replicas
+        found = choice._addresses.replicas
         return list(found) if choice._replica is None else list(reversed(found))
 
     return candidates
@@ -162,9 +165,9 @@ def test_the_busiest_replica_with_room_is_preferred() -> None:
 def test_clients_of_a_crowded_replica_divide(tmp_path: Path) -> None:
     """Of many clients, about half go to an idle replica. Each look is judged once."""
     chances = iter([0.1, 0.6, 0.4, 0.9])
-    several = Replicas(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
+    several = Addresses(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
     several._looked = time.monotonic() + 1e9  # no look but the one below
-    here, there = several._replicas
+    here, there = several.replicas
     choices = [Choice(several, "model", {}, chance=lambda: next(chances)) for _ in range(4)]
     for choice in choices:
         choice._replica = here
@@ -190,8 +193,8 @@ def seen(loads: dict[Replica, float], fingerprint: str = "model") -> dict[Replic
 
 @pytest.mark.parametrize("load", [math.nan, -1.0, True, "much", None, 10**400])
 def test_a_replica_with_an_impossible_load_is_used(load: Any, tmp_path: Path) -> None:
-    several = Replicas(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
-    replica, _ = several._replicas
+    several = Addresses(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
+    replica, _ = several.replicas
     assert Choice(several, "model", seen({replica: load})).candidates() == [replica]
 
 
@@ -230,7 +233,8 @@ async def test_a_fingerprint_of_another_executor_is_found_out(tmp_path: Path, mo
 
 async def test_a_silent_replica_delays_no_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that accepts connections and never answers."""
-    monkeypatch.setattr(replicas, "SHOWN_WITHIN_S", 0.5)
+    for module in (address_lists, replicas):
+        monkeypatch.setattr(module, "SHOWN_WITHIN_S", 0.5)
     async with two(tmp_path) as (_, _, addresses):
         with socket.socket(socket.AF_UNIX) as silent:
             silent.bind(f"{tmp_path}/silent.sock")
@@ -243,7 +247,8 @@ async def test_a_silent_replica_delays_no_client(tmp_path: Path, monkeypatch: py
 
 
 async def test_a_silent_replica_does_not_hide_one_that_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "SHOWN_WITHIN_S", 0.5)
+    for module in (address_lists, replicas):
+        monkeypatch.setattr(module, "SHOWN_WITHIN_S", 0.5)
     address = f"shm://{tmp_path}/one.sock"
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"{tmp_path}/silent.sock")
@@ -354,8 +359,8 @@ async def test_addresses_in_a_file_that_changes(tmp_path: Path) -> None:
             await until(lambda: one.statistics().requests > 20)
             for nonsense in ("nonsense", "tcp://127.0.0.1", f"{first}\nshm://relative", "tcp://a:b", ""):
                 file.write_text(nonsense)
-                await in_thread(base._transport.looks)  # type: ignore[attr-defined]
-                assert [one.address for one in base._transport._replicas] == [first]  # type: ignore[attr-defined]
+                await in_thread(base._transport._addresses.looks)  # type: ignore[attr-defined]
+                assert [one.address for one in base._transport._addresses.replicas] == [first]  # type: ignore[attr-defined]
             file.write_text(f"{first}\n\n{second}  # the new one\n")
             await one.close()
             assert_close(await job, expected)
@@ -390,7 +395,7 @@ async def test_addresses_from_a_server(tmp_path: Path) -> None:
                 job = asyncio.create_task(run_job(client, JOB))
                 await until(lambda: one.statistics().requests > 20)
                 answer.update(status=500)
-                await in_thread(base._transport.looks)  # type: ignore[attr-defined]
+                await in_thread(base._transport._addresses.looks)  # type: ignore[attr-defined]
                 answer.update(status=200, text=f"{first}\n{second}\n")
                 await one.close()
                 assert_close(await job, expected)
@@ -487,9 +492,9 @@ def test_chaos_of_replicas(tmp_path: Path) -> None:
 def test_a_replica_that_was_lost_is_avoided_for_a_while(tmp_path: Path) -> None:
     """One that admits clients and then loses them, or does not admit them, does not keep them from the others."""
     clock = [0.0]
-    several = Replicas(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
+    several = Addresses(f"shm://{tmp_path}/a,shm://{tmp_path}/b")
     several._looked = time.monotonic() + 1e9  # no look but the one below
-    bad, good = several._replicas
+    bad, good = several.replicas
     looks = several.seen = seen({bad: 0.49, good: 0.1})
     several.looks = lambda patience_s=None: looks  # type: ignore[method-assign]
     choice = Choice(several, "model", {}, chance=lambda: 0.0, now=lambda: clock[0])

@@ -1,0 +1,168 @@
+"""Which replica a client joins, and when it joins another one. Decision 0038 has the reasons."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+from symbiosis.core.share import Share
+from symbiosis.core.transport import Check, Look
+from symbiosis.errors import RefusedError, SymbiosisError
+from symbiosis.transports.addresses import Addresses, Looks, Replica, fingerprint_in, together
+from symbiosis.transports.connection import AsyncConnection, BlockingConnection
+from symbiosis.transports.directory import checked
+from symbiosis.transports.limits import Limits
+
+CROWDED = 0.5
+"""Load from which on a replica has no room for more clients."""
+AVOID_S, LONGEST_AVOID_S = 60.0, 3600.0
+"""Seconds for which a client prefers other replicas to one that it has lost or could not join; four times as many after
+each further failure, up to the second number."""
+_NEVER = 0.0, 0.0
+
+C = TypeVar("C", AsyncConnection, BlockingConnection)
+
+
+class Choice:
+    """The replica of one client.
+
+    Args:
+        addresses: of all replicas, and of executors of other parts of the model.
+        fingerprint: of the model, or of this part of it.
+        looks: what was seen before the first choice.
+        has_share: whether the client has its share of the model from another executor.
+        chance: returns a number from 0 to 1.
+        now: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        fingerprint: str,
+        looks: Looks,
+        has_share: bool = False,
+        chance: Callable[[], float] = random.random,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._addresses = addresses
+        self._fingerprint = fingerprint
+        self._looks: Looks | None = looks
+        self.has_share = has_share
+        self._chance = chance
+        self._replica: Replica | None = None
+        self._device: torch.device | None = None
+        self._limits: Limits | None = None
+        self._judged: Looks = {}
+        self._checks: list[Check] = []
+        self._now = now
+        self._taken = 0.0
+        """When the replica was joined."""
+        self._moves = False
+        """Whether the client leaves a replica that works for a better one."""
+        self._failures: dict[Replica, tuple[float, float]] = {}
+        """Of a replica that has failed, for how many seconds others are preferred, and until when."""
+
+    def candidates(self) -> list[Replica]:
+        """Return the replicas to join, the best one first, those that were lost lately behind the others, and those
+        that did not answer last. Blocks.
+
+        Raises:
+            RefusedError: all of them serve another model than before.
+            SymbiosisError: no replica answers. One that is silent is not joined then, because that would last while
+                another one returns.
+        """
+        if self._replica is not None and not self._moves:
+            self.failed(self._replica)
+        self._replica, self._moves = None, False
+        looks, self._looks = self._looks or self._addresses.looks(), None
+        silent = {replica: look for replica, look in looks.items() if not isinstance(look, Look)}
+        if found := ranked(self._loads(looks)):
+            return [*sorted(found, key=self._avoided), *silent]
+        others = ", ".join(replica.address for replica in looks if replica not in silent)
+        other = [RefusedError(f"{others} came back with another model; open a new client")] if others else []
+        raise together([*other, *silent.values()])
+
+    def _loads(self, looks: Looks) -> dict[Replica, float]:
+        """Return the load of each executor of this model, or of this part of it."""
+        return {
+            replica: _load(look)
+            for replica, look in looks.items()
+            if isinstance(look, Look) and fingerprint_in(look) == self._fingerprint
+        }
+
+    def take(self, replica: Replica, connection: C, again: bool) -> C:
+        """Note that the client has joined a replica.
+
+        Raises:
+            RefusedError: its connection cannot replace the former one.
+            SymbiosisError: a check failed. In both cases the connection is closed.
+        """
+        try:
+            device, limits = connection.carrier.device, connection.welcome.limits
+            if checked(replica.address, connection.welcome.description) != self._fingerprint:
+                raise RefusedError(f"{replica.address} came back with another model; open a new client")
+            if self._device not in (None, device):
+                raise RefusedError(f"{replica.address} takes tensors on {device}, not on {self._device}")
+            least = self._limits or limits
+            if limits.rows < least.rows or limits.arena_bytes < least.arena_bytes:
+                raise RefusedError(f"{replica.address} allows smaller calls than the executor that was joined first")
+            for check in self._checks:
+                check(connection.welcome.identity)
+        except SymbiosisError:
+            connection.close()
+            raise
+        self._replica, self._device, self._limits, self._taken = replica, device, least, self._now()
+        if self.has_share and not again:
+            connection.share = Share(connection.welcome.description, {}, {})
+        return connection
+
+    def failed(self, replica: Replica) -> None:
+        """Note that a replica could not be joined, or was lost."""
+        before, _ = self._failures.get(replica, _NEVER)
+        if replica is not self._replica and self._avoided(replica):
+            return  # attempts of one outage count once
+        if replica is self._replica and self._now() - self._taken > AVOID_S:
+            before = 0.0  # it has worked
+        seconds = min(4 * before, LONGEST_AVOID_S) or AVOID_S
+        self._failures[replica] = seconds, self._now() + seconds
+
+    def _avoided(self, replica: Replica) -> bool:
+        return self._now() < self._failures.get(replica, _NEVER)[1]
+
+    def before_return(self, check: Check) -> None:
+        """Register a check of each replica that is joined from now on; one that fails it is passed over."""
+        self._checks.append(check)
+
+    def better(self) -> bool:
+        """Return whether the client should join again, because its replica is crowded and another one is not.
+
+        Each look at the replicas is judged once. If all clients of a crowded replica went, it would be empty: each
+        goes with a probability that leaves half of the difference behind.
+        """
+        self._addresses.look_again()
+        seen = self._addresses.seen
+        if seen is self._judged or self._replica is None:
+            return False
+        self._judged = seen
+        loads = self._loads(seen)
+        here = loads.get(self._replica, 0.0)
+        there = min((load for replica, load in loads.items() if not self._avoided(replica)), default=1.0)
+        self._moves = here >= CROWDED > there and self._chance() < (here - there) / (2 * here)
+        return self._moves
+
+
+def ranked(loads: Mapping[Replica, float]) -> list[Replica]:
+    """Return replicas in the order in which a client prefers them: the busiest one that is not crowded, then the others
+    that are not, then the least crowded."""
+    room = [replica for replica, load in loads.items() if load < CROWDED]
+    crowded = [replica for replica, load in loads.items() if load >= CROWDED]
+    return sorted(room, key=lambda replica: -loads[replica]) + sorted(crowded, key=lambda replica: loads[replica])
+
+
+def _load(look: Look) -> float:
+    load = look.status.get("load")
+    return min(load, 1.0) if isinstance(load, float) and load >= 0 else 0.0
