@@ -47,21 +47,28 @@ class Format:
     name: str = ""
     separator: str = ""
 
-    def prompt(self, tokenizer: Any, prompt: str) -> list[int]:
+    def prompt(self, tokenizer: Any, asked: Record) -> list[int]:
         """Return the token ids of a prompt, to which a completion is appended.
+
+        Args:
+            asked: a record with ``messages``, ``instruction`` (and ``input``) or ``prompt``. What this format makes of
+                the latter is an instruction, or a message of the user, where records of training had such.
 
         Raises:
             UsageError: the tokenizer has no chat template, and the format needs one.
         """
-        if self.name == "chat":
-            return chat_prompt(tokenizer, [{"role": "user", "content": prompt}], True)
-        if self.name == "alpaca":
-            prompt = alpaca(prompt)
-        elif self.name == "pairs" and not prompt[-1:].isspace():
-            prompt += self.separator
-        if self.name in ("alpaca", "pairs"):
-            return [*_beginning(tokenizer), *_encode(tokenizer, prompt)]
-        return _encode(tokenizer, prompt, special=not self.name)
+        prompt = asked.get("prompt", "")
+        if "messages" in asked:
+            return chat_prompt(tokenizer, asked["messages"])
+        if "instruction" in asked or self.name == "alpaca":
+            prompt = alpaca(asked.get("instruction", prompt), asked.get("input") or "")
+        elif self.name == "chat":
+            return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
+        elif self.name == "pairs":
+            prompt += "" if prompt[-1:].isspace() else self.separator
+        else:
+            return _encode(tokenizer, prompt, special=not self.name)
+        return [*_beginning(tokenizer), *_encode(tokenizer, prompt)]
 
     def save(self, folder: Path) -> None:
         """Write it to a folder of an adapter."""
@@ -159,13 +166,23 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 raise UsageError(
                     f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); {_WANTED}"
                 ) from error
+            except RecursionError as error:
+                raise UsageError(f"{path}, line {number}: nested too deeply; {_WANTED}") from error
+
+
+_LONGEST_FIELD = 1 << 30
+"""Largest field of a CSV file, in characters."""
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
+        csv.field_size_limit(_LONGEST_FIELD)
         rows = csv.DictReader(file)
-        for row in rows:
-            yield f"{path}, line {rows.line_num}", {name: value or "" for name, value in row.items() if name}
+        try:
+            for row in rows:
+                yield f"{path}, line {rows.line_num}", {name: value or "" for name, value in row.items() if name}
+        except csv.Error as error:
+            raise UsageError(f"{path}, line {rows.line_num}: not CSV ({error}); {_WANTED}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -197,15 +214,55 @@ def _format_name(place: str, record: Any) -> str:
     raise UsageError(f"{place}: only {known}; {_WANTED}")
 
 
+def read_prompts(path: Path) -> list[Record]:
+    """Return the prompts in a file: a record for each line of text or, of a JSONL file, for each object, with
+    ``prompt``, ``instruction`` (and ``input``) or ``messages``. What an example has as its answer is left out.
+
+    Raises:
+        UsageError: the file cannot be read, or a line has no prompt.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error})") from error
+    if path.suffix != ".jsonl":
+        found: list[Record] = [{"prompt": line} for line in lines]
+    else:
+        found = [_asked(*each) for each in _json_lines(path)]
+    if not found:
+        raise UsageError(f"{path}: there are no prompts in it")
+    return found
+
+
+def _asked(place: str, record: Any) -> Record:
+    if isinstance(record, dict):
+        if isinstance(record.get("prompt"), str):
+            return {"prompt": record["prompt"]}
+        given = record.get("input") or ""
+        if isinstance(record.get("instruction"), str) and isinstance(given, str):
+            return {"instruction": record["instruction"], **({"input": given} if given else {})}
+        messages: Any = record.get("messages")
+        if _are_messages(messages):
+            answered = bool(messages) and messages[-1]["role"] == "assistant"
+            return {"messages": messages[:-1] if answered else messages}
+    raise UsageError(
+        f'{place}: give each prompt as an object with "prompt", "instruction" (and "input") or "messages", as texts'
+    )
+
+
+def _are_messages(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in messages
+    )
+
+
 def _check(place: str, record: Any, name: str) -> None:
     if _format_name(place, record) != name:
         raise UsageError(f"{place}: the fields differ from those of the first record; {_WANTED}")
     if name == "chat":
         messages = record["messages"]
-        if not isinstance(messages, list) or not all(
-            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-            for one in messages
-        ):
+        if not _are_messages(messages):
             raise UsageError(f'{place}: "messages" is no list of objects with "role" and "content" as texts')
         if not any(one["role"] == "assistant" for one in messages):
             raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
@@ -246,11 +303,7 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str) ->
 
 def _completed(form: Format, tokenizer: Any, record: Record) -> tuple[list[int], list[int]]:
     """Return ids and labels of a pair, or of a record with Alpaca's fields. Only the completion has labels."""
-    if form.name == "alpaca":
-        text = alpaca(record["instruction"], record.get("input") or "")
-        before, completion = [*_beginning(tokenizer), *_encode(tokenizer, text)], record["output"]
-    else:
-        before, completion = form.prompt(tokenizer, record["prompt"]), record["completion"]
+    before, completion = form.prompt(tokenizer, record), record["output" if form.name == "alpaca" else "completion"]
     after = [*_encode(tokenizer, completion), *_end(tokenizer)]
     return [*before, *after], [IGNORED] * len(before) + after
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,7 +86,7 @@ def finetune(
             rich_help_panel=_METHOD,
         ),
     ] = None,
-    epochs: Annotated[float, typer.Option(min=0.0, help="Passes over the data.", rich_help_panel=_TRAINING)] = 3.0,
+    epochs: Annotated[float, typer.Option(min=1e-6, help="Passes over the data.", rich_help_panel=_TRAINING)] = 3.0,
     steps: Annotated[
         int | None,
         typer.Option(min=1, help="Optimizer steps, in place of --epochs.", rich_help_panel=_TRAINING),
@@ -156,7 +157,7 @@ def finetune(
     sweep: Annotated[
         Path | None,
         typer.Option(
-            help="Several runs side by side: a TOML file with a table for each, such as [small] with lora = 'r=4'. "
+            help="Several runs side by side: a TOML file with a table for each, such as \\[small] with lora = 'r=4'. "
             "Each gets a folder of its name in --output.",
             rich_help_panel=_TRAINING,
         ),
@@ -206,15 +207,16 @@ def finetune(
         writable(json)
     wait_passively(address)
     settings = {name: context.params[name] for name in _TRAINER}
-    kept = {"peft": config.to_dict(), "data": [str(data), validation], "sequence": sequence, "window": window}
+    used = [_hash(records), validation if others is None else _hash(others)]
+    kept = {"peft": config.to_dict(), "data": used, "sequence": sequence, "window": window, "patience": patience}
     kept |= settings
     kept = json_module.loads(json_module.dumps(kept, default=sorted))
     trainer_module = _trainer_module()
     with _owned(output):
-        checkpoint = _checkpoint(output, kept) if resume else None
-        if not resume:
-            _make_room(output, overwrite)
-        (output / OPTIONS_FILE).write_text(json_module.dumps(kept, indent=2) + "\n", encoding="utf-8")
+        checkpoint = _checkpoint(output) if resume else None
+        earlier = [] if resume else _earlier(output, overwrite)
+        if resume:
+            _check_same(output, kept)
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
@@ -223,13 +225,15 @@ def finetune(
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
         options = options_of(key=key, insecure=insecure, retry=retry)
         with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
+            kept["model"] = base.symbiosis.weights
+            if resume:
+                _check_same(output, kept)
             tokenizer = base.symbiosis.tokenizer()
             examples = tokenize(records, tokenizer, sequence, str(data))
             test = None if others is None else tokenize(others, tokenizer, sequence, str(validation))
             if held_out is not None:
                 test = _split(examples, held_out, seed, data)
             _tell(examples, test)
-            examples.format.save(output)
             run = trainer_module.Run(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
                 option=option,
@@ -244,6 +248,10 @@ def finetune(
                     "report_to": log_to or [],
                 },
             )
+            for one in earlier:  # nothing is refused from here on
+                shutil.rmtree(one) if one.is_dir() else one.unlink()
+            (output / OPTIONS_FILE).write_text(json_module.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            examples.format.save(output)
             stopped = run.train()
     if json is not None:
         write_json(json, {"address": address, "adapter": str(output), **run.results()})
@@ -315,14 +323,12 @@ def _owned(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _make_room(folder: Path, overwrite: bool) -> None:
-    """Remove an earlier run from a folder.
+def _earlier(folder: Path, overwrite: bool) -> list[Path]:
+    """Return what an earlier run has left in a folder.
 
     Raises:
-        UsageError: there is one, and it may not be overwritten.
+        UsageError: there is something, and it may not be overwritten.
     """
-    import shutil
-
     from symbiosis.cli.data import LOG_FILE
 
     earlier = [*folder.glob("checkpoint-*"), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
@@ -331,26 +337,50 @@ def _make_room(folder: Path, overwrite: bool) -> None:
             f"--output {folder}: there is a {earlier[0].name} of an earlier run; choose another folder, --resume that "
             "run, or --overwrite it"
         )
-    for one in earlier:
-        shutil.rmtree(one) if one.is_dir() else one.unlink()
+    return earlier
 
 
-def _checkpoint(folder: Path, kept: dict[str, Any]) -> Path:
-    """Return the last complete checkpoint of a run with the same options.
+def _checkpoint(folder: Path) -> Path:
+    """Return the last complete checkpoint in a folder.
 
     Raises:
-        UsageError: there is none, or options differ.
+        UsageError: there is none.
     """
-    # The trainer's state is written last.
-    found = [one for one in folder.glob("checkpoint-*") if (one / "trainer_state.json").is_file()]
+    found = [one for one in folder.glob("checkpoint-*") if _complete(one)]
     if not found:
         raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
+    return max(found, key=lambda one: int(one.name.partition("-")[2]))
+
+
+def _complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was written to its end. The trainer's state is written last."""
+    try:
+        json_module.loads((checkpoint / "trainer_state.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _hash(records: list[Mapping[str, Any]]) -> str:
+    import hashlib
+
+    return hashlib.sha256(json_module.dumps(records, sort_keys=True).encode()).hexdigest()
+
+
+def _check_same(folder: Path, kept: dict[str, Any]) -> None:
+    """Check that the run in a folder had the same options.
+
+    Raises:
+        UsageError: some differ, or they cannot be read.
+    """
     try:
         before = json_module.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
     different = [name for name in kept if kept[name] != before.get(name)]
+    for name, what in (("data", "the examples"), ("model", "the weights of the model at this address")):
+        if name in different:
+            raise UsageError(f"--resume: {what} are not those of the run; give the same ones, or begin a new run")
     if different:
         text = ", ".join(f"{name} was {before.get(name)!r} and is {kept[name]!r}" for name in different)
         raise UsageError(f"--resume: the options differ from those of the run ({text}); give the same ones")
-    return max(found, key=lambda one: int(one.name.partition("-")[2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +24,7 @@ def generate(
         str | None, typer.Option(help="Text to continue; - reads standard input.", show_default=False)
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts: one a line, or .jsonl with a prompt in each object.")
+        Path | None, typer.Option(help="File of prompts: one a line, or .jsonl as for finetune --data.")
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Talk with the model, by its chat template; an empty line ends.")
@@ -58,9 +59,13 @@ def generate(
         raise UsageError("give one of --prompt, --prompts and --chat")
     if (top_p or top_k or number > 1) and not temperature:
         raise UsageError("--top-p, --top-k and --n need --temperature; without it, each text is the same")
+    if chat and (output is not None or number > 1):
+        raise UsageError("--chat prints one answer to each message; leave --output and --n out")
+    if output is not None and output.exists():
+        raise UsageError(f"--output {output}: the file exists; choose another one, or remove it")
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json)")
-    texts = _texts(prompt, prompts)
+    asked = _asked(prompt, prompts)
     if output is not None:
         writable(output)
     wait_passively(address)
@@ -70,6 +75,8 @@ def generate(
     from symbiosis.cli.data import Format
 
     form = Format() if adapter is None else Format.load(adapter)
+    if chat and form.name not in ("", "chat"):
+        raise UsageError(f"--chat: the adapter has learned from {form.name}, not from conversations; use --prompt")
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
         model = base if adapter is None else _with_adapter(base, adapter)
@@ -81,24 +88,19 @@ def generate(
         if chat:
             _chat(writer)
         elif output is None:
-            for text in texts:
+            for one in asked:
                 for _ in range(number):
-                    writer.write(form.prompt(writer.tokenizer, text), shown=True)
+                    writer.write(form.prompt(writer.tokenizer, one), shown=True)
         else:
-            _to_file(writer, form, texts, number, output)
+            _to_file(writer, form, asked, number, output)
 
 
-def _texts(prompt: str | None, file: Path | None) -> list[str]:
-    if file is None:
-        return [] if prompt is None else [sys.stdin.read() if prompt == "-" else prompt]
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-        texts = [json_module.loads(line)["prompt"] for line in lines] if file.suffix == ".jsonl" else lines
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--prompts {file}: cannot be read ({type(error).__name__}: {error})") from error
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise UsageError(f"--prompts {file}: there are no prompts in it, or some are no texts")
-    return texts
+def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
+    from symbiosis.cli.data import read_prompts
+
+    if file is not None:
+        return read_prompts(file)
+    return [] if prompt is None else [{"prompt": sys.stdin.read() if prompt == "-" else prompt}]
 
 
 class _Writer:
@@ -132,15 +134,15 @@ class _Writer:
         return str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
 
 
-def _to_file(writer: _Writer, form: Any, texts: list[str], number: int, output: Path) -> None:
+def _to_file(writer: _Writer, form: Any, asked: list[Mapping[str, Any]], number: int, output: Path) -> None:
     from symbiosis.terminal.progress import Steps
 
-    total = len(texts) * number
+    total = len(asked) * number
     with output.open("w", encoding="utf-8") as file, Steps(console(stderr=True)) as steps:
         for index in range(total):
-            text = texts[index // number]
-            made = writer.write(form.prompt(writer.tokenizer, text), shown=False)
-            file.write(json_module.dumps({"prompt": text, "completion": made}, ensure_ascii=False) + "\n")
+            one = asked[index // number]
+            made = writer.write(form.prompt(writer.tokenizer, one), shown=False)
+            file.write(json_module.dumps({**one, "completion": made}, ensure_ascii=False) + "\n")
             file.flush()
             steps("texts", index + 1, total)
 

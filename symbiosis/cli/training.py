@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
@@ -87,6 +87,10 @@ class Run:
     def train(self) -> int:
         """Train, and save the adapter. Return the signal that ended training early, or 0."""
         out = console(stderr=True)
+        if self._checkpoint is not None and self._has_ended(self._checkpoint):
+            state = self._trainer.state
+            out.print(f"the run had ended after step {state.global_step}; adapter in {self._output}", soft_wrap=True)
+            return 0
         try:
             with self._watch.shown(), _quiet_saves():
                 self._trainer.train(resume_from_checkpoint=None if self._checkpoint is None else str(self._checkpoint))
@@ -110,6 +114,17 @@ class Run:
             text += f"; best validation loss {state.best_metric:.3f} at step {state.best_global_step}"
         out.print(f"{text}; adapter in {self._output}", soft_wrap=True)
         return self._watch.stopped
+
+    def _has_ended(self, checkpoint: Path) -> bool:
+        """Return whether a run of as many steps or epochs ended with this checkpoint. If so, take over its state."""
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        arguments = self._trainer.args
+        steps, epochs = arguments.max_steps, arguments.num_train_epochs
+        ended = state.global_step >= steps if steps > 0 else (state.epoch or 0.0) >= epochs
+        if ended and (self._output / "adapter_model.safetensors").is_file():
+            self._trainer.state = state
+            return True
+        return False
 
     def _save(self) -> None:
         """Write the adapter to a new folder, and then move its files into place."""
@@ -141,6 +156,7 @@ def _arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingA
         load_best_model_at_end=tested,
         metric_for_best_model="loss" if tested else None,
         save_total_limit=2,
+        restore_callback_states_from_checkpoint=True,  # how long early stopping has waited
         logging_steps=1,
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),

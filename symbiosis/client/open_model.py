@@ -43,6 +43,11 @@ class OpenedModel:
         """
         return self._tokenizer()
 
+    @property
+    def weights(self) -> str:
+        """Fingerprint of the weights of the base layers: the same for all executors of one model."""
+        return self._channel.identity().weights
+
     def precompute(self, *, training: bool = True, **inputs: Any) -> None:
         """Compute masks ahead of time; see :meth:`symbiosis.Client.precompute`. Blocks.
 

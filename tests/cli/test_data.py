@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from symbiosis.cli.data import FORMAT_FILE, IGNORED, Format, alpaca, chat_prompt, read_records, tokenize
+from symbiosis.cli.data import FORMAT_FILE, IGNORED, Format, alpaca, chat_prompt, read_prompts, read_records, tokenize
 from symbiosis.errors import UsageError
 from tests.cli.chat_model import chat_tokenizer
 
@@ -75,6 +75,7 @@ def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> N
         ("empty.jsonl", b"\n", "there is nothing in it"),
         ("empty.txt", b"\n", "there is nothing in it"),
         ("fields.csv", b"a,b\n1,2\n", "line 2: only 'a', 'b'"),
+        ("deep.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1: nested too deeply"),
     ],
 )
 def test_wrong_files(tmp_path: Path, name: str, content: bytes | None, complaint: str) -> None:
@@ -85,6 +86,48 @@ def test_wrong_files(tmp_path: Path, name: str, content: bytes | None, complaint
         read_records(file)
     assert str(file) in str(caught.value)
     assert complaint in str(caught.value)
+
+
+def test_long_fields_of_csv(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.csv"
+    file.write_text(f"prompt,completion\na,{'b' * 200_000}\n", encoding="utf-8")
+    assert [len(one["completion"]) for one in read_records(file)] == [200_000]
+
+
+def test_prompts_are_those_of_training(tmp_path: Path) -> None:
+    """The prompt of a training record is the beginning of the example that training made of it."""
+    tokenizer = chat_tokenizer()
+    system = {"role": "system", "content": "be brief"}
+    user, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+    for record in (
+        {"instruction": "add", "input": "1 2", "output": "3"},
+        {"instruction": "add", "output": "3"},
+        {"prompt": "a", "completion": "b"},
+        {"messages": [system, user, answer]},
+    ):
+        data = tokenize([record], tokenizer, 512, "data")
+        (asked,) = read_prompts(write(tmp_path, record))
+        ids = data.format.prompt(tokenizer, asked)
+        example = data.examples[0]
+        assert ids == example["input_ids"][: len(ids)]
+        assert [label != IGNORED for label in example["labels"]].index(True) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "there are no prompts in it"),
+        ('{"text": "a"}', "line 1: give each prompt as an object"),
+        ("3", "line 1: give each prompt as an object"),
+        ('{"instruction": "a", "input": 3}', "line 1: give each prompt"),
+        ("{", "line 1: not JSON"),
+    ],
+)
+def test_wrong_prompts(tmp_path: Path, content: str, complaint: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(UsageError, match=complaint):
+        read_prompts(file)
 
 
 def test_line_separators_inside_strings_do_not_break_lines(tmp_path: Path) -> None:
@@ -188,7 +231,7 @@ def test_texts_are_joined_and_divided_without_loss() -> None:
 def test_prompts_are_made_as_in_training(tmp_path: Path, record: dict[str, Any]) -> None:
     data = tokenize([record], TOKENIZER, 500, "data")
     data.format.save(tmp_path)
-    prompt = Format.load(tmp_path).prompt(TOKENIZER, "Name a colour.")
+    prompt = Format.load(tmp_path).prompt(TOKENIZER, {"prompt": "Name a colour."})
     (example,) = data.examples
     assert example["input_ids"][: len(prompt)] == prompt
     if "text" not in record:
@@ -198,7 +241,7 @@ def test_prompts_are_made_as_in_training(tmp_path: Path, record: dict[str, Any])
 
 def test_without_a_format_the_tokenizer_decides(tmp_path: Path) -> None:
     assert Format.load(tmp_path) == Format()
-    assert Format().prompt(TOKENIZER, "hi") == TOKENIZER("hi")["input_ids"]
+    assert Format().prompt(TOKENIZER, {"prompt": "hi"}) == TOKENIZER("hi")["input_ids"]
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": "poem", "separator": ""}', "[]", '{"format": "pairs"}'])

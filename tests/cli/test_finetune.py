@@ -125,6 +125,68 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
     assert not (made / "checkpoint-1").exists()
 
 
+def test_an_earlier_run_stays_until_the_new_one_can_begin(service: Service, data: Path, tmp_path: Path) -> None:
+    made = tmp_path / "a"
+    assert command(*options(service, data, made, "--steps", 1)).exit_code == 0
+    before = {file.name: file.read_bytes() for file in made.iterdir() if file.is_file()}
+    for wrong in (("--schedule", "none"), ("--validation", 0.001)):
+        done = command(*options(service, data, made, "--steps", 2, "--overwrite", *wrong))
+        assert done.exit_code == 1, done.output
+    unreachable = options(service, data, made, "--overwrite", "--retry", 0)
+    unreachable[1] = f"shm://{tmp_path}/none.sock"
+    assert command(*unreachable).exit_code == 1
+    assert {file.name: file.read_bytes() for file in made.iterdir() if file.is_file()} == before
+
+
+def test_a_run_that_has_ended_is_not_trained_again(service: Service, data: Path, tmp_path: Path) -> None:
+    made, told = tmp_path / "a", tmp_path / "a.json"
+    assert command(*options(service, data, made, "--steps", 3)).exit_code == 0
+    weights = (made / "adapter_model.safetensors").read_bytes()
+    done = command(*options(service, data, made, "--steps", 3, "--resume", "--json", told))
+    assert done.exit_code == 0, done.stderr
+    assert "the run had ended after step 3" in done.stderr
+    assert (made / "adapter_model.safetensors").read_bytes() == weights
+    assert json.loads(told.read_text(encoding="utf-8"))["steps"] == 3
+    done = command(*options(service, data, made, "--steps", 5, "--resume"))  # more steps than it had
+    assert done.exit_code == 0, done.stderr
+    assert len([entry for entry in log_of(made) if "loss" in entry]) == 5
+
+
+def test_resume_wants_the_same_examples_and_the_same_model(service: Service, data: Path, tmp_path: Path) -> None:
+    made, copy = tmp_path / "a", tmp_path / "copy.jsonl"
+    copy.write_bytes(data.read_bytes())
+    assert command(*options(service, data, made, "--steps", 2)).exit_code == 0
+    assert command(*options(service, copy, made, "--steps", 3, "--resume")).exit_code == 0
+    copy.write_bytes(b"".join(data.read_bytes().splitlines(keepends=True)[:-1]))
+    done = command(*options(service, copy, made, "--steps", 4, "--resume"))
+    assert done.exit_code == 1
+    assert "the examples are not those of the run" in done.stderr
+    kept = json.loads((made / "finetune.json").read_text(encoding="utf-8"))
+    (made / "finetune.json").write_text(json.dumps({**kept, "model": "another"}), encoding="utf-8")
+    done = command(*options(service, data, made, "--steps", 4, "--resume"))
+    assert done.exit_code == 1
+    assert "the weights of the model at this address are not those of the run" in " ".join(done.stderr.split())
+
+
+def test_a_damaged_checkpoint_is_passed_over(service: Service, data: Path, tmp_path: Path) -> None:
+    made = tmp_path / "a"
+    assert command(*options(service, data, made, "--steps", 4, "--every", 2)).exit_code == 0
+    state = made / "checkpoint-4" / "trainer_state.json"
+    state.write_bytes(state.read_bytes()[:300])
+    done = command(*options(service, data, made, "--steps", 6, "--every", 2, "--resume"))
+    assert done.exit_code == 0, done.stderr
+    steps = [entry["step"] for entry in log_of(made) if "loss" in entry]
+    assert steps[-1] == 6
+
+
+def test_early_stopping_waits_no_longer_after_a_resume(service: Service, data: Path, tmp_path: Path) -> None:
+    made = tmp_path / "a"
+    more = "--learning-rate", 0, "--validation", 0.2, "--every", 2, "--patience", 3
+    assert command(*options(service, data, made, *more, "--steps", 4)).exit_code == 0
+    assert command(*options(service, data, made, *more, "--steps", 40, "--resume")).exit_code == 0
+    assert max(entry["step"] for entry in log_of(made)) == 2 * (1 + 3)
+
+
 def test_two_runs_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
     from filelock import FileLock
 
@@ -236,7 +298,7 @@ def test_an_adapter_answers_as_it_has_learned(service: Service, adapter: Path, c
     assert done.stdout.strip() == "green"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapter))
-    ids = torch.tensor([Format.load(adapter).prompt(tokenizer, "thing 1")])
+    ids = torch.tensor([Format.load(adapter).prompt(tokenizer, {"prompt": "thing 1"})])
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0)
     assert tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True) == "green"
 
@@ -291,7 +353,9 @@ def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monke
         ([], "give one of --prompt, --prompts and --chat"),
         (["--prompt", "x", "--chat"], "give one of --prompt, --prompts and --chat"),
         (["--prompt", "x", "--n", "2"], "need --temperature"),
-        (["--prompts", "absent.txt"], "--prompts absent.txt: cannot be read"),
+        (["--prompts", "absent.txt"], "absent.txt: cannot be read"),
+        (["--chat", "--output", "answers.jsonl"], "--chat prints one answer to each message"),
+        (["--prompt", "x", "--output", "pyproject.toml"], "--output pyproject.toml: the file exists"),
     ],
 )
 def test_wrong_options_of_generate(given: list[str], complaint: str) -> None:
