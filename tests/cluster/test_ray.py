@@ -146,7 +146,7 @@ def test_a_job_resumes_at_another_node(nodes: Nodes, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": "the cat", "completion": f"sat on {word}"}) + "\n" for word in WORDS))
     with Service(model, f"tcp://127.0.0.1:{free_port()}") as service:
-        run = ["finetune", service.address, "--data", str(data), "--every", "5", "--steps", "40", "--output"]
+        run = ["finetune", service.address, "--data", str(data), "--every", "5", "--steps", "120", "--output"]
         nodes.symbiosis(*run, str(tmp_path / "expected"))
         job = subprocess.Popen(
             [*COMMAND, "submit", *run, str(tmp_path / "lost")],
@@ -164,7 +164,7 @@ def test_a_job_resumes_at_another_node(nodes: Nodes, tmp_path: Path) -> None:
             assert nodes.of(found[0]) is not before
             out, _ = job.communicate(timeout=100)
         assert job.returncode == 0, out
-        assert "in 40 steps" in out
+        assert "in 120 steps" in out
         assert losses_in(tmp_path / "lost") == losses_in(tmp_path / "expected")
         assert "--data takes a file" in nodes.symbiosis("submit", *run[:3], "none", *run[4:], "x", status=1).stdout
 
