@@ -51,8 +51,8 @@ class Format:
         """Return the token ids of a prompt, to which a completion is appended.
 
         Args:
-            asked: a record with ``messages``, ``instruction`` (and ``input``) or ``prompt``. What this format makes of
-                the latter is an instruction, or a message of the user, where records of training had such.
+            asked: a record with ``messages``, ``instruction`` (and ``input``) or ``prompt``. A ``prompt`` becomes an
+                instruction if the format is Alpaca's, and a message of the user if it is that of conversations.
 
         Raises:
             UsageError: the tokenizer has no chat template, and the format needs one.

@@ -356,7 +356,8 @@ def _complete(checkpoint: Path) -> bool:
     """Return whether a checkpoint was written to its end. The trainer's state is written last."""
     try:
         json_module.loads((checkpoint / "trainer_state.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        console(stderr=True).print(f"{checkpoint} is damaged and is passed over ({error})", soft_wrap=True)
         return False
     return True
 
@@ -364,7 +365,7 @@ def _complete(checkpoint: Path) -> bool:
 def _hash(records: list[Mapping[str, Any]]) -> str:
     import hashlib
 
-    return hashlib.sha256(json_module.dumps(records, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json_module.dumps(records, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _check_same(folder: Path, kept: dict[str, Any]) -> None:

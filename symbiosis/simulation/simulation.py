@@ -206,6 +206,7 @@ class Cluster:
             elif client.name != JOINT:
                 for hop in client.route.hops:
                     hop.executor.scheduler.client_left(client.name, self.now)
+                    hop.executor.changed()
             return
         if isinstance(action, Think):
             self._think(client, action.seconds)

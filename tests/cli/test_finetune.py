@@ -175,6 +175,7 @@ def test_a_damaged_checkpoint_is_passed_over(service: Service, data: Path, tmp_p
     state.write_bytes(state.read_bytes()[:300])
     done = command(*options(service, data, made, "--steps", 6, "--every", 2, "--resume"))
     assert done.exit_code == 0, done.stderr
+    assert "checkpoint-4 is damaged and is passed over" in done.stderr
     steps = [entry["step"] for entry in log_of(made) if "loss" in entry]
     assert steps[-1] == 6
 
