@@ -18,11 +18,11 @@ from symbiosis.client.client import Client
 from symbiosis.client.joint import make_decoder
 from symbiosis.client.trial import weights_read
 from symbiosis.core.budget import LARGEST_PART, LEAST_BYTES, TABLES_BYTES, Budget
+from symbiosis.core.faults import tell_unloaded
 from symbiosis.core.policy import Policy
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_policy, make_privacy, make_transport
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.core.share import MAX_NAME, is_model_name
 from symbiosis.core.terms import JOINT, Kind, Terms
 from symbiosis.core.transport import Channel, Listener

@@ -28,21 +28,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, Run, Wait
+from symbiosis.core.clients import STOPPED_S, Clients, ClientState
+from symbiosis.core.faults import Faults, problem
+from symbiosis.core.policy import Policy, Run, Wait
 from symbiosis.core.queues import Queue, Queues
 from symbiosis.core.requests import Batch, Key, Request, Slice
 from symbiosis.core.terms import NO_TERMS, Terms, effective, most_urgent
 from symbiosis.errors import PolicyError, UsageError
 
-MAX_REASON = 64
-"""Longest reason of a batch, in characters."""
-STOPPED_S = 1.0
-"""Seconds without a request after which a thinking client is taken to have stopped, in a debugger say."""
 HELD_S = 1.0
 """Seconds in all for which waits without a limit may hold up a walk of which a request was passed over."""
 _ALL_HELD_S = HELD_S - 1e-6
@@ -69,23 +66,6 @@ class Idle(NamedTuple):
 IDLE = Idle()
 
 
-@dataclass(slots=True)
-class _ClientState:
-    terms: Terms
-    local: bool
-    in_walk: bool = False
-    open: int = 0
-    """Requests not yet answered, queued or running."""
-    thinking: bool = False
-    """Whether the client is in a walk with nothing outstanding, and has not stopped."""
-    since: float = 0.0
-    """Time at which it began to think, in seconds."""
-    passed: int = 0
-    """Number of batches that passed over requests of its present walk."""
-    held: float = 0.0
-    """Seconds for which waits without a limit have held up this walk since then."""
-
-
 class Scheduler:
     """Queues and invariants around a policy. Implements :class:`~symbiosis.core.policy.View` for it.
 
@@ -104,20 +84,17 @@ class Scheduler:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         policy.bind()
         self.policy = policy
-        self._name = _text(policy.name)
+        self._faults = Faults(policy)
         self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows
         self._part = part
-        self.thinking = 0
         self.batches = 0
-        self.policy_errors: deque[PolicyError] = deque(maxlen=16)
-        self._clients: dict[str, _ClientState] = {}
-        self._look_at = 0.0
-        """Time before which no client can have stopped."""
+        self._clients = Clients()
+        self._states = self._clients.states
         self._turned = -math.inf
         """Time at which the driver's other work last had its turn; -inf after a client has begun a walk."""
-        self._holds: tuple[_ClientState, float] | None = None
+        self._holds: tuple[ClientState, float] | None = None
         """During a wait without a limit: the client whose request it holds up, and since when."""
         self._queues = Queues()
         self._open: dict[int, Request] = {}
@@ -134,6 +111,15 @@ class Scheduler:
         return self._queues.oldest
 
     @property
+    def thinking(self) -> int:
+        return self._clients.thinking
+
+    @property
+    def policy_errors(self) -> deque[PolicyError]:
+        """The latest faults of the policy."""
+        return self._faults.errors
+
+    @property
     def outstanding(self) -> int:
         """Number of requests not yet answered, queued or running."""
         return len(self._open)
@@ -141,7 +127,7 @@ class Scheduler:
     @property
     def walking(self) -> bool:
         """Whether a client of another process is in a walk or has an outstanding request."""
-        return any((state.in_walk or state.open) and not state.local for state in self._clients.values())
+        return any((state.in_walk or state.open) and not state.local for state in self._states.values())
 
     def client_joined(self, client: str, terms: Terms = NO_TERMS, *, local: bool = False) -> Terms:
         """Admit a client, and return its effective terms.
@@ -151,10 +137,10 @@ class Scheduler:
             terms: what the client asks for or, if it is local, what the provider grants.
             local: whether the client computes in the executor's process.
         """
-        if client in self._clients:
+        if client in self._states:
             raise UsageError(f"a client named {client!r} is connected already; choose another name")
         granted = effective(terms, self.policy.default_terms(client), trusted=local).times(self._part)
-        self._clients[client] = _ClientState(granted, local)
+        self._states[client] = ClientState(granted, local)
         return granted
 
     def client_left(self, client: str, now: float) -> list[Request]:
@@ -163,22 +149,22 @@ class Scheduler:
         mine = [request for request in self._open.values() if request.client == client]
         for request in mine:
             self.cancel(request.id, now)
-        del self._clients[client]
+        del self._states[client]
         return mine
 
     def walk_began(self, client: str, now: float) -> None:
         """Note that a client began to walk the model."""
-        state = self._clients[client]
+        state = self._states[client]
         state.in_walk, state.passed, state.held = True, 0, 0.0
         self._turned = -math.inf  # other clients may be about to begin: their requests can share its first batch
         if not state.open:
-            self._begin_thinking(state, now)
+            self._clients.begin_thinking(state, now)
 
     def walk_ended(self, client: str) -> None:
         """Note that a client is idle."""
-        state = self._clients[client]
+        state = self._states[client]
         state.in_walk = False
-        self._end_thinking(state)
+        self._clients.end_thinking(state)
 
     def turned(self, now: float) -> None:
         """Note that the driver's other work, clients that have something to report included, had its turn."""
@@ -197,7 +183,7 @@ class Scheduler:
         try:
             return self.policy.may_join(client, now)
         except Exception as error:  # noqa: BLE001 (a policy may raise anything)
-            self._refuse("raised in may_join()", "the client walks alone", error)
+            self._faults.note("raised in may_join()", "the client walks alone", error)
             return False
 
     def offer(self, request: Request, now: float) -> Batch | None:
@@ -220,7 +206,7 @@ class Scheduler:
         another thread than its own, whose requests do not keep its other work from its turn. That thread may not know
         yet that its client has left; then the answer is None too.
         """
-        rows, state = request.rows, self._clients.get(request.client)
+        rows, state = request.rows, self._states.get(request.client)
         if (
             state is None
             or self._open
@@ -240,7 +226,7 @@ class Scheduler:
             state.passed, state.held = 0, 0.0
         request.seen, request.passed = self.batches, state.passed
         self._queues.add(request)
-        self._tell("submitted", self.policy.submitted, request)
+        self._faults.tell("submitted", self.policy.submitted, request)
 
     def cancel(self, request_id: int, now: float) -> None:
         """Forget a request. Rows of it in a running batch are finished and dropped. Unknown ids are ignored."""
@@ -250,7 +236,7 @@ class Scheduler:
         request.cancelled = True
         if request.remaining:
             self._queues.cancel(request)
-            self._tell("cancelled", self.policy.cancelled, request)
+            self._faults.tell("cancelled", self.policy.cancelled, request)
         self._closed(request, now)
 
     def beside(self, batch: Batch) -> str:
@@ -260,7 +246,7 @@ class Scheduler:
         if batch.reason is LONE:
             return ALONE
         client = batch.slices[0].request.client
-        state, queue = self._clients.get(client), self._queues.by_key.get(batch.key)
+        state, queue = self._states.get(client), self._queues.by_key.get(batch.key)
         if state is not None and len(self._open) > state.open:
             return ELSEWHERE if queue is None or len(queue) == len(queue.of(client)) else PASSED_OVER
         return THINKING if self.thinking else ALONE
@@ -268,7 +254,7 @@ class Scheduler:
     def measured(self, batch: Batch, seconds: float) -> None:
         """Report how long a batch took, if that was not known when it was completed."""
         if batch.reason is not LONE:
-            self._tell("ran", self.policy.ran, batch, seconds)
+            self._faults.tell("ran", self.policy.ran, batch, seconds)
 
     def completed(self, batch: Batch, seconds: float | None, now: float) -> list[Request]:
         """Note that a batch has run, and return the requests that it answered, in batch order.
@@ -279,7 +265,7 @@ class Scheduler:
             now: the time at which its results are handed out.
         """
         if seconds is not None and batch.reason is not LONE:
-            self._tell("ran", self.policy.ran, batch, seconds)
+            self._faults.tell("ran", self.policy.ran, batch, seconds)
         answered = []
         for request, start, stop in batch.slices:
             request.done += stop - start
@@ -299,64 +285,29 @@ class Scheduler:
             return IDLE
         oldest = self.oldest
         passed_over = oldest.passed + self.batches > oldest.seen
-        held = self._clients[oldest.client].held
-        if self.thinking and (now >= self._look_at or held > _ALL_HELD_S):
-            self._drop_stopped(now, STOPPED_S if held <= _ALL_HELD_S else 0.0)
+        held = self._states[oldest.client].held
+        if self.thinking and (now >= self._clients.look_at or held > _ALL_HELD_S):
+            self._clients.drop_stopped(now, STOPPED_S if held <= _ALL_HELD_S else 0.0)
         try:
             decision = self.policy.decide(self, now)
             if isinstance(decision, Run):
                 decision.takes = list(decision.takes)
-            problem = self._check(decision, now)
+            broken = problem(decision, self._queues.by_key, thinking=self.thinking, max_rows=self.max_rows, now=now)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
-            self._refuse("raised in decide()", _INSTEAD, error)
+            self._faults.note("raised in decide()", _INSTEAD, error)
         else:
-            if problem is None:
+            if broken is None:
                 if isinstance(decision, Wait):
                     until = math.inf if decision.until is None else decision.until
                     if until == math.inf and passed_over:
-                        self._holds = self._clients[oldest.client], now
+                        self._holds = self._states[oldest.client], now
                         until = now + HELD_S - held
-                    return WaitUntil(min(until, self._look_at) if self.thinking else until)
+                    return WaitUntil(min(until, self._clients.look_at) if self.thinking else until)
                 return self._start(decision)
-            self._refuse(problem, _INSTEAD)
+            self._faults.note(broken, _INSTEAD)
         return self._start(Run(oldest.key, [(oldest, min(oldest.remaining, self.max_rows))], "policy-error"))
-
-    def _check(self, decision: Decision | object, now: float) -> str | None:
-        """Return why a decision must be refused, or None."""
-        if isinstance(decision, Wait):
-            if decision.until is None or decision.until == math.inf:
-                return None if self.thinking else "waits without a limit while no client is thinking"
-            if not self.thinking and decision.until > now + MAX_WAIT_S:
-                return f"waits {decision.until - now:g} s while no client is thinking; {MAX_WAIT_S:g} are allowed"
-            return None if decision.until > now else f"waits until {decision.until}, which is not after now ({now})"
-        if not isinstance(decision, Run):
-            return f"returned {decision!r}, which is neither Run nor Wait"
-        if type(decision.reason) is not str or not 0 < len(decision.reason) <= MAX_REASON:
-            return f"gives {decision.reason!r:.100} as its reason, which is not a text of 1 to {MAX_REASON} characters"
-        queue = self._queues.by_key.get(decision.key)
-        if queue is None:
-            return f"runs {decision.key}, for which nothing is queued"
-        total = 0
-        firsts: dict[str, int] = {}  # how many requests of each client the batch has used up so far
-        for request, count in decision.takes:
-            client = request.client
-            used = firsts.get(client, 0)
-            mine = queue.of(client)
-            if used >= len(mine) or mine[used] is not request:
-                if request not in queue:
-                    return f"takes request {request.id}, which is not queued for {decision.key}"
-                return f"takes request {request.id} of {client!r} out of order, or twice"
-            remaining = request.rows - request.taken
-            if type(count) is not int or not 1 <= count <= remaining:
-                return f"takes {count} rows of request {request.id}, which has {remaining} left"
-            # After a partial take nothing else of this client may follow: its next request is not at the front yet.
-            firsts[client] = used + 1 if count == remaining else len(mine)
-            total += count
-        if not 1 <= total <= self.max_rows:
-            return f"makes a batch of {total} rows; 1 to {self.max_rows} are allowed"
-        return None
 
     def _start(self, run: Run) -> Batch:
         key = self._queues.by_key[run.key].key  # equal, and certainly a key
@@ -365,7 +316,7 @@ class Scheduler:
         for request, count in run.takes:
             start = request.taken
             if not start:
-                state = self._clients[request.client]
+                state = self._states[request.client]
                 state.passed = max(state.passed, request.passed + self.batches - request.seen)
             slices.append(_slice((request, start, start + count)))
             rows += count
@@ -373,10 +324,10 @@ class Scheduler:
         batch = Batch(key, slices, run.reason, rows)
         self.batches += 1
         self._queues.started(batch)
-        self._tell("started", self.policy.started, batch)
+        self._faults.tell("started", self.policy.started, batch)
         return batch
 
-    def _admit(self, request: Request) -> _ClientState:
+    def _admit(self, request: Request) -> ClientState:
         """Record a request as open. Return its client."""
         if request.rows < 1 or request.taken or request.done:
             raise UsageError(
@@ -384,63 +335,27 @@ class Scheduler:
             )
         if request.id in self._open:
             raise UsageError(f"request {request.id} of {request.client!r} was submitted already")
-        state = self._clients.get(request.client)
+        state = self._states.get(request.client)
         if state is None:
             raise UsageError(f"request {request.id} is from {request.client!r}, which has not joined")
         self._open[request.id] = request
         state.open += 1
-        if state.thinking:  # `_end_thinking`, without the call: each request comes through here
-            state.thinking = False
-            self.thinking -= 1
+        self._clients.end_thinking(state)
         request.terms, request.local = state.terms, state.local
         if request.tenants:
             if request.tenants is not self._joint:  # once for a walk
                 self._joint = request.tenants
-                known = [self._clients[name].terms for name in request.tenants if name in self._clients]
+                known = [self._states[name].terms for name in request.tenants if name in self._states]
                 self._joint_terms = most_urgent(known)
             request.terms = self._joint_terms
         return state
 
     def _closed(self, request: Request, now: float) -> None:
         """Note that a request is no longer open."""
-        state = self._clients[request.client]
+        state = self._states[request.client]
         state.open -= 1
         if state.in_walk and not state.open:
-            self._begin_thinking(state, now)
-
-    def _begin_thinking(self, state: _ClientState, now: float) -> None:
-        if not state.thinking:
-            state.thinking = True
-            self.thinking += 1
-        state.since = now
-
-    def _end_thinking(self, state: _ClientState) -> None:
-        if state.thinking:
-            state.thinking = False
-            self.thinking -= 1
-
-    def _drop_stopped(self, now: float, after_s: float) -> None:
-        """Stop counting clients as thinking that have been silent for so many seconds."""
-        self._look_at = now + STOPPED_S
-        for state in self._clients.values():
-            if state.thinking and state.since + after_s <= now:
-                self._end_thinking(state)
-            elif state.thinking:
-                self._look_at = min(self._look_at, state.since + STOPPED_S)
-
-    def _tell(self, name: str, hook: Callable[..., None], *what: Any) -> None:
-        """Call a hook of the policy."""
-        try:
-            hook(*what)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
-            self._refuse(f"raised in {name}()", "its own records may be wrong from here on", error)
-
-    def _refuse(self, problem: str, consequence: str, cause: BaseException | None = None) -> None:
-        error = PolicyError(f"policy {self._name} {problem}{f': {_text(cause)}' if cause else ''}; {consequence}")
-        error.__cause__ = cause
-        self.policy_errors.append(error)
+            self._clients.begin_thinking(state, now)
 
     def validate(self) -> None:
         """Assert every invariant of the queues; for tests, O(everything)."""
@@ -449,38 +364,13 @@ class Scheduler:
             assert 0 <= request.done <= request.taken <= request.rows
             assert not request.cancelled
             assert (request.remaining > 0) == (request in self._queues), "a request with rows left is not queued"
-        for client, state in self._clients.items():
+        for client, state in self._states.items():
             mine = [request for request in self._open.values() if request.client == client]
             assert state.open == len(mine), f"the number of open requests of {client!r} is wrong"
-            assert state.in_walk or not state.thinking, f"{client!r} counts as thinking outside a walk"
-            assert not (state.open and state.thinking), f"{client!r} counts as thinking with an open request"
-        assert all(request.client in self._clients for request in self._open.values()), "a request has no client"
-        assert self.thinking == sum(state.thinking for state in self._clients.values()), "thinking count is wrong"
+        assert all(request.client in self._states for request in self._open.values()), "a request has no client"
+        self._clients.validate()
 
 
 _slice = partial(tuple.__new__, Slice)
 """Makes a ``Slice`` in a third of the time that calling the class takes."""
 _INSTEAD = "the oldest request was served instead"
-
-
-def tell_unloaded(policy: Policy, seconds: float) -> None:
-    """Tell a policy how long one token takes in the base layers of an idle executor, in seconds.
-
-    Raises:
-        UsageError: the policy promises latencies below this.
-        PolicyError: the policy raised another error.
-    """
-    try:
-        policy.unloaded(seconds)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise PolicyError(f"policy {_text(policy.name)} raised in unloaded(): {_text(error)}") from error
-
-
-def _text(what: object) -> str:
-    """Return the representation of an object, or its type where that fails too."""
-    try:
-        return repr(what)
-    except Exception:  # noqa: BLE001 (a policy's __repr__ may raise anything)
-        return f"<{type(what).__name__}>"

@@ -18,34 +18,28 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
 
 from symbiosis.core.budget import Budget
 from symbiosis.core.policy import Policy
-from symbiosis.core.requests import Batch, Call, Key, Pass, Request, Results
+from symbiosis.core.requests import Batch, Call, Key, Request, Results
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind, Terms
 from symbiosis.errors import LayerError, ShardLostError
+from symbiosis.executor.aside import Aside
+from symbiosis.executor.failures import copied, fail, strip_tracebacks
 from symbiosis.executor.layers import BaseLayer
-from symbiosis.executor.pace import Pace
 from symbiosis.executor.runner import Compute, DeviceClock, Runner
 from symbiosis.executor.statistics import Counters, Statistics
 from symbiosis.executor.timeline import Timeline
+from symbiosis.executor.unpacked import Unpacked
 from symbiosis.modes import in_modes
 
 log = logging.getLogger(__name__)
 
 
-LONG_S = 0.005
-"""Expected seconds from which on a batch runs on a thread of its own, where other processes are served."""
-_BACKWARD = Pass.BACKWARD
-_UNPACKED = "packed weights in the usual layout"
-"""Owner of the bytes of the budget that such weights take."""
-_Ended = tuple[float, BaseException | None]
-"""The time at which a batch ended, and its error."""
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
 
@@ -96,19 +90,9 @@ class Engine:
         self._pump: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
-        self._pace = Pace(layers)
-        self._budget = budget
-        self._unpacking: set[str] = set()
-        """Clients for whose calls packed weights are kept in the usual layout too."""
-        self._unpacked_bytes = 0
-        """Bytes of these that count in the budget."""
+        self._unpacked = Unpacked(layers, budget)
+        self._aside = Aside(layers)
         self._on_cpu = device.type == "cpu"  # other devices run batches beside the event loop anyway
-        self._aside: ThreadPoolExecutor | None = None
-        """The thread of long batches, if there is one."""
-        self._under_way: tuple[Batch, asyncio.Future[_Ended]] | None = None
-        """The batch on that thread, and when it has ended."""
-        self._then: list[Callable[[], object]] = []
-        """What to call when it has ended."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Run batches on this event loop, whose thread calls this method."""
@@ -121,20 +105,17 @@ class Engine:
         Clients of this process would be slower with this: they compute on the event loop's thread, which then shares
         the cores with the batch. They stop one another anyway.
         """
-        if self._on_cpu and self._aside is None:
-            self._aside = ThreadPoolExecutor(1, "symbiosis-batches")
+        if self._on_cpu:
+            self._aside.open()
 
     async def stop(self, error: BaseException) -> None:
         """Run no further batches, wait for the one under way, and end all calls that are left with ``error``."""
         self._loop = None
         if self._timer is not None:
             self._timer.cancel()
-        if self._under_way is not None:
-            await asyncio.wait([self._under_way[1]])
-        if self._aside is not None:
-            self._aside.shutdown()
+        await self._aside.close()
         for call in self.calls.values():
-            _fail(call, error)
+            fail(call, error)
 
     def reset_counters(self) -> None:
         """Count from zero."""
@@ -175,33 +156,9 @@ class Engine:
         for request in requests:
             call = self.calls.pop(request.id, None)
             if call is not None:
-                _fail(call, error)
-        if client in self._unpacking:
-            self._unpacking.remove(client)
-            self.when_idle(self._release)
+                fail(call, error)
+        self._unpacked.left(client, self.when_idle)
         self._pump_soon()
-
-    def _release(self) -> None:
-        if not self._unpacking:
-            for layer in self.layers:
-                for weight in layer.packed:
-                    weight.release()
-            held, self._unpacked_bytes = self._unpacked_bytes, 0
-            self._budget.give_back(_UNPACKED, held)
-
-    def _keep_unpacked(self, layers: Sequence[int]) -> None:
-        """Let the packed weights that a batch needs in the usual layout stay in it, if there is room in the budget.
-        Otherwise each such batch makes them anew. What clients of this process need on other threads is not counted."""
-        counted = threading.get_ident() == self._loop_thread
-        for index in layers:
-            for weight in self.layers[index].packed:
-                weight.keep(self._room if counted else lambda size: True)
-
-    def _room(self, size: int) -> bool:
-        if not self._budget.take(_UNPACKED, size):
-            return False
-        self._unpacked_bytes += size
-        return True
 
     def begin_walk(self, client: str) -> None:
         """Note that a client begins to walk the model."""
@@ -235,7 +192,7 @@ class Engine:
         reply: asyncio.Future[Results] = loop.create_future()
         request = self._request(client, call, kind)
         # A tenant's modes must not reach base layers, and one batch runs at a time.
-        if in_modes() or self._under_way is not None or self._is_long(call.key, request.rows):
+        if in_modes() or self._aside.batch is not None or self._aside.takes(call.key, request.rows):
             with self._lock:
                 self.scheduler.submit(request)
         else:
@@ -264,7 +221,7 @@ class Engine:
         Raises:
             LayerError: the base layer failed.
         """
-        if in_modes() or self._under_way is not None:
+        if in_modes() or self._aside.batch is not None:
             return None
         request = self._request(client, call, kind)
         with self._lock:
@@ -278,15 +235,11 @@ class Engine:
         with self._lock:
             self.scheduler.cancel(call.id, now())
         self._pump_soon()
-        under_way = self._under_way
-        return under_way is not None and any(request.id == call.id for request, _, _ in under_way[0].slices)
+        return self._aside.holds(call.id)
 
     def when_idle(self, then: Callable[[], object]) -> None:
         """Call ``then`` when the batch under way has ended; at once if there is none."""
-        if self._under_way is None:
-            then()
-        else:
-            self._then.append(then)
+        self._aside.when_idle(then)
 
     def flush(self) -> None:
         """Run the next batch before the event loop has run its other work, if the scheduler agrees.
@@ -296,7 +249,7 @@ class Engine:
         layers.
         """
         loop = self._loop
-        if loop is None or self._under_way is not None:
+        if loop is None or self._aside.batch is not None:
             return
         with self._lock:
             hurries = self.scheduler.hurries(now())
@@ -305,8 +258,7 @@ class Engine:
 
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
         key, rows = call.key, call.tensors[0].shape[0]
-        if key.pass_ is _BACKWARD or key.fp32:
-            self._unpacking.add(client)
+        self._unpacked.asked(client, key)
         return Request(next(self._ids), client, key, rows, kind, now(), tenants=call.tenants)
 
     def _pump_soon(self) -> None:
@@ -320,7 +272,7 @@ class Engine:
     def _on_turn(self) -> None:
         self._pump = None
         loop = self._loop
-        if loop is not None and self._under_way is None:
+        if loop is not None and self._aside.batch is None:
             with self._lock:
                 self.scheduler.turned(now())
             self._decide(loop)
@@ -344,20 +296,15 @@ class Engine:
         elif isinstance(action, WaitUntil) and action.time < math.inf:
             self._timer = loop.call_later(action.time - now(), self._pump_soon)
 
-    def _is_long(self, key: Key, rows: int) -> bool:
-        """Return whether a batch is to run beside the event loop."""
-        return self._aside is not None and self._pace.expects(key, rows) > LONG_S
-
     def _run(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> None:
         """Run a queued batch and answer its calls, or have this done on the other thread if it will take long."""
         calls = [self.calls[request.id] for request, _, _ in batch.slices]
-        if batch.key.pass_ is _BACKWARD or batch.key.fp32:
-            self._keep_unpacked(batch.key.layers)
+        self._keep_unpacked(batch.key)
         started, clock = now(), self.device_clock
-        if self._is_long(batch.key, batch.rows):
-            ended = loop.run_in_executor(self._aside, self._run_aside, batch, calls)
-            self._under_way = batch, ended
-            ended.add_done_callback(partial(self._ran_aside, batch, started))
+        if self._aside.takes(batch.key, batch.rows):
+            self._aside.run(
+                loop, batch, partial(self.runner.run, batch, calls), partial(self._ran_aside, batch, started)
+            )
             return
         began = None if clock is None else clock.mark()
         try:
@@ -367,28 +314,14 @@ class Engine:
         else:
             self._answer(self._completed(batch, started, now(), began))
 
-    def _run_aside(self, batch: Batch, calls: Sequence[Call]) -> _Ended:
-        """Run a batch on the other thread."""
-        cause = None
-        try:
-            self.runner.run(batch, calls)
-        except BaseException as error:  # noqa: BLE001 (a future takes no StopIteration, and the others belong here too)
-            cause = error
-        return now(), cause
-
-    def _ran_aside(self, batch: Batch, started: float, ran: asyncio.Future[_Ended]) -> None:
+    def _ran_aside(self, batch: Batch, started: float, ended: float, cause: BaseException | None) -> None:
         """Answer the calls of a batch that has run on the other thread."""
-        self._under_way = None
-        ended, cause = ran.result()
         try:
             if cause is None:
                 self._answer(self._completed(batch, started, ended, None))
             else:
                 self._answer_failed(batch, cause)
         finally:
-            then, self._then = self._then, []
-            for one in then:
-                ran.get_loop().call_soon(one)
             self._pump_soon()
 
     def _answer_failed(self, batch: Batch, cause: BaseException) -> None:
@@ -398,7 +331,7 @@ class Engine:
         for request, _, _ in batch.slices:
             call = self.calls.pop(request.id, None)
             if call is not None:
-                _fail(call, _copy(error))
+                fail(call, copied(error))
 
     def _answer(self, answered: Sequence[Request]) -> None:
         """Hand out the results of requests."""
@@ -411,14 +344,16 @@ class Engine:
             if reply is not None and results is not None and not reply.done():
                 reply.set_result(results)
 
+    def _keep_unpacked(self, key: Key) -> None:
+        self._unpacked.keep(key, counted=threading.get_ident() == self._loop_thread)
+
     def _run_lone(self, batch: Batch, call: Call, *, answer_first: bool = False) -> Results:
         """Run a batch of one call that skipped the queue, and return its results.
 
         Raises:
             LayerError: the base layer failed.
         """
-        if batch.key.pass_ is _BACKWARD or batch.key.fp32:
-            self._keep_unpacked(batch.key.layers)
+        self._keep_unpacked(batch.key)
         started, clock = now(), self.device_clock
         began = None if clock is None else clock.mark()
         try:
@@ -459,7 +394,7 @@ class Engine:
         return answered
 
     def _count(self, batch: Batch, answered: list[Request], started: float, ended: float, beside: str) -> None:
-        self._pace.learn(batch.key, batch.rows, ended - started)
+        self._aside.pace.learn(batch.key, batch.rows, ended - started)
         with self._lock:
             self.counters.count(batch, answered, started, ended, beside)
         if self.timeline is not None:
@@ -469,7 +404,7 @@ class Engine:
         """Cancel the requests of a batch whose base layer has failed, and return the error for its clients."""
         names = ", ".join(self.layers[layer].spec.name for layer in batch.key.layers)
         log.error("%s failed on a batch of %d rows", names, batch.rows, exc_info=cause)
-        _strip_tracebacks(cause)  # their frames hold the rows of every tenant in the batch
+        strip_tracebacks(cause)
         error = LayerError(f"{names} failed on a batch of {batch.rows} rows: {cause}")
         error.__cause__ = cause
         with self._lock:
@@ -483,27 +418,3 @@ class Engine:
             self._policy_failures += 1
             if self._policy_failures & (self._policy_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th… time
                 log.error("%s (%d such faults so far)", error, self._policy_failures, exc_info=error.__cause__)
-
-
-def _fail(call: Call, error: BaseException) -> None:
-    if call.reply is not None and not call.reply.done():
-        call.reply.set_exception(error)
-
-
-def _copy(error: LayerError) -> LayerError:
-    """Return a copy of the error for another tenant, because raising one object twice would join both tracebacks."""
-    copy = LayerError(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy
-
-
-def _strip_tracebacks(error: BaseException) -> None:
-    """Take the tracebacks off an error and off all that led to it. They have been logged."""
-    found: dict[int, BaseException] = {}
-    todo: list[BaseException | None] = [error]
-    while todo:
-        one = todo.pop()
-        if one is not None and id(one) not in found:
-            found[id(one)] = one
-            one.__traceback__ = None
-            todo += [one.__cause__, one.__context__]

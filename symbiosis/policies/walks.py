@@ -15,8 +15,8 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.requests import Request
-from symbiosis.core.scheduler import STOPPED_S
 from symbiosis.core.terms import Kind
 from symbiosis.policies.latency import Fit
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from symbiosis.core.faults import tell_unloaded
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key
-from symbiosis.core.scheduler import tell_unloaded
 from symbiosis.core.terms import NO_TERMS, Terms
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.clock import Clock, Link

@@ -35,9 +35,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Request
-from symbiosis.core.scheduler import HELD_S, STOPPED_S, WaitUntil
+from symbiosis.core.scheduler import HELD_S, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.testing.script import ANY_TERMS, TENANTS, AnyScript, Joining, Size
 from symbiosis.testing.world import World

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 
+from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import HELD_S, STOPPED_S, Idle, Scheduler, WaitUntil
+from symbiosis.core.scheduler import HELD_S, Idle, Scheduler, WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms
 
 

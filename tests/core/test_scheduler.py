@@ -10,20 +10,10 @@ import time
 
 import pytest
 
+from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
-from symbiosis.core.scheduler import (
-    ALONE,
-    ELSEWHERE,
-    LONE,
-    PASSED_OVER,
-    STOPPED_S,
-    THINKING,
-    TURN_S,
-    Idle,
-    Scheduler,
-    WaitUntil,
-)
+from symbiosis.core.scheduler import ALONE, ELSEWHERE, LONE, PASSED_OVER, THINKING, TURN_S, Idle, Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic

@@ -18,7 +18,7 @@ import symbiosis
 from symbiosis.core.requests import Batch, Call, Key, Pass, Request, Slice
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ExecutorClosedError, LayerError, SymbiosisError, UsageError
-from symbiosis.executor import engine
+from symbiosis.executor import aside
 from symbiosis.executor.layers import BaseLayer, base_layer
 from symbiosis.executor.pace import Pace
 from symbiosis.executor.runner import Runner
@@ -50,7 +50,7 @@ def hold(executor: Any, monkeypatch: pytest.MonkeyPatch, layer: int = 0) -> Gate
 
 @pytest.fixture(autouse=True)
 def all_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "LONG_S", 0.0)
+    monkeypatch.setattr(aside, "LONG_S", 0.0)
 
 
 @contextlib.asynccontextmanager
@@ -134,7 +134,7 @@ async def test_a_short_call_waits_for_a_batch_whose_client_has_left(
         await until(gate.entered.is_set)
         first.cancel()
         await until(lambda: executor.status()["outstanding"] == 0)
-        monkeypatch.setattr(engine, "LONG_S", math.inf)
+        monkeypatch.setattr(aside, "LONG_S", math.inf)
         second = asyncio.ensure_future(other.forward(input_ids=IDS))
         await until(lambda: executor.status()["outstanding"] == 1)
         assert len(gate.threads) == 1

@@ -154,7 +154,7 @@ async def test_the_usual_layout_counts_like_the_memory_of_clients(base: Any, tmp
                 weights = [p for p in base.parameters() if isinstance(p, PackedWeight) and p._forms.plain is not None]
                 assert (len(weights) == WITH_GRADIENTS) == (len(losses) == 1)
                 counted = sum(4 * weight.numel() for weight in weights)
-                assert counted == executor.engine._unpacked_bytes <= budget.held - before - (1 << 20)
+                assert counted == executor.engine._unpacked.bytes <= budget.held - before - (1 << 20)
             await until(lambda: budget.held == before)
         assert kept(base) == 0
     assert losses[0] == losses[1]

@@ -538,7 +538,7 @@ async def test_subclass_inputs_train(base: Any, base_layers: str) -> None:
 
 async def test_a_client_that_stopped_in_a_walk_is_not_waited_for(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may be in a debugger, or send BEGIN and no request: others wait for it once, for a limited time."""
-    monkeypatch.setattr("symbiosis.core.scheduler.STOPPED_S", 0.2)
+    monkeypatch.setattr("symbiosis.core.clients.STOPPED_S", 0.2)
     async with symbiosis.Executor(base, policy="lockstep") as executor:
         async with executor.client(name="stopped") as stopped, executor.client(name="works") as works:
             channel = stopped._channel

@@ -549,7 +549,7 @@ async def test_many_clients_join_and_leave(base: Any) -> None:
         assert (len(gc.get_objects()) - before) / 100 < 10
         assert not executor.service.clients
         assert not executor.engine.calls
-        assert not executor.engine.scheduler._clients
+        assert not executor.engine.scheduler._clients.states
         async with executor.client(name="first"):
             pass
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass
-from symbiosis.core.scheduler import HELD_S, STOPPED_S, WaitUntil
+from symbiosis.core.scheduler import HELD_S, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic, arrivals
