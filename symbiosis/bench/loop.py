@@ -25,9 +25,9 @@ async def loop(settings: Settings, *, transport: str) -> Report:
     report = Report("loop", preset.name, GOALS, transport=transport)
     settings.progress("starting an executor and two tenants")
     with served(preset.name, transport, policy, settings.base_layers) as service:
-        async with tenant_processes(preset.name, service.address, 2, TOKENS) as (prompts, training):
+        async with tenant_processes(preset.name, [[service.address]] * 2, TOKENS) as (prompts, training):
 
-            def gap_beside(*work: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[float]]:
+            def gap_beside(*work: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[float]]:
                 async def measure() -> float:
                     service.gap_ms()
                     await asyncio.gather(*(one() for one in work))

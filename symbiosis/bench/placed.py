@@ -1,29 +1,28 @@
-"""Simulation of executors and tenants in processes of this machine, with costs measured on one executor and one tenant.
+"""Simulation of executors and tenants in processes of this machine, with costs measured on one executor.
 
-The executor measures its batches by their rows; processor times tell what a tenant and an executor do besides. In the
-simulation all processes share the cores.
+The executor measures its batches by their rows, with one tenant. Processor times tell what tenants and the executor do
+besides, with one tenant and with all of them: processes that take turns on the cores take more time for the same work.
+In the simulation all processes share the cores, and an executor does one thing at a time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import psutil
-import torch
-
 from symbiosis.bench.recorder import Curve, Points
-from symbiosis.bench.service import ServingProcess, TenantProcess, served, tenant_processes
+from symbiosis.bench.service import TenantProcess, served, tenant_processes
 from symbiosis.bench.settings import Settings
 from symbiosis.core.registry import make_policy
-from symbiosis.core.requests import Batch, Key
+from symbiosis.core.requests import Key
 from symbiosis.core.terms import Kind
 from symbiosis.simulation.clients import Done, finetune
-from symbiosis.simulation.clock import Clock, Cores, Way
+from symbiosis.simulation.clock import Clock, Cores, Thread, Way
 from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.simulation import Ask, Cluster, Hop, InWalk, Route, SimulatedClient, Think
 
@@ -31,17 +30,67 @@ ROWS = (1, 2, 4)
 """Numbers of texts that a tenant decodes at once, to measure batches of so many rows."""
 
 
-class _Spent(NamedTuple):
-    """Seconds of some work of one tenant, for each of its calls."""
+class Run(NamedTuple):
+    """What tenants and an executor spent on some work."""
 
-    run: float
-    """In base layers."""
-    tenant: float
-    """Of the tenant's processor time."""
-    executor: float
-    """Of the executor's processor time, besides base layers."""
-    idle: float
-    """In which neither computed."""
+    seconds: float
+    batches: Sequence[tuple[Key, int, float]]
+    """Key, rows and seconds of each batch."""
+    requests: int
+    batches_s: float
+    """Processor time of batches."""
+    executor_s: float
+    """Processor time of the executor, batches included."""
+    tenants_s: float
+    """Processor time of all tenants."""
+
+    @property
+    def handling_s(self) -> float:
+        """Processor time of the executor besides batches."""
+        return max(self.executor_s - self.batches_s, 0.0)
+
+
+@dataclass(frozen=True)
+class WorkCosts:
+    """The costs of decoding, or of training, in seconds."""
+
+    tenant_s: float
+    """A tenant's own work for each request."""
+    request_s: float
+    """The executor's work for each request besides batches."""
+    batch_s: float
+    """The executor's work for each batch besides base layers."""
+    wait_s: float
+    """Time of each request in which no process computes."""
+    threads: float
+    """Cores that a batch uses."""
+    slower: float
+    """Processor time of a batch while all tenants run, in multiples of its time with one tenant."""
+
+    @classmethod
+    def of(cls, alone: Run, together: Run, curves: Mapping[Key, Curve]) -> WorkCosts:
+        """Return the costs by which both runs, of one tenant and of all, spend the processor time that they did.
+
+        Args:
+            alone: one tenant, so that each batch has one request.
+            together: all tenants.
+            curves: seconds of a batch by its rows, with one tenant.
+        """
+        run = sum(seconds for _, _, seconds in alone.batches)
+        threads = alone.batches_s / run
+        expected = threads * sum(curves[key](rows) for key, rows, _ in together.batches)
+        each = alone.handling_s / alone.requests
+        shared = together.requests - len(together.batches)
+        handling = max((together.handling_s - each * len(together.batches)) / shared, 0.0) if shared else each / 2
+        wait = alone.seconds - run - alone.handling_s - alone.tenants_s
+        return cls(
+            tenant_s=together.tenants_s / together.requests,
+            request_s=handling,
+            batch_s=max(each - handling, 0.0),
+            wait_s=max(wait, 0.0) / alone.requests,
+            threads=threads,
+            slower=together.batches_s / expected,
+        )
 
 
 @dataclass(frozen=True)
@@ -50,10 +99,10 @@ class MachineCosts:
 
     walk: Sequence[Key]
     back: Sequence[Key]
-    curves: dict[Key, Curve]
-    """Seconds of a batch by its rows."""
-    decode: _Spent
-    train: _Spent
+    curves: Mapping[Key, Curve]
+    """Seconds of a batch by its rows, with one tenant."""
+    decode: WorkCosts
+    train: WorkCosts
     blocks: Sequence[int]
     """The block of each base layer; the language model head is in the last one."""
 
@@ -69,7 +118,7 @@ class MachineCosts:
         preset = settings.preset
         decodes = [self._decodes(preset.decode_steps) for _ in routes]
         rows = preset.batch * preset.sequence
-        think = self.train.tenant
+        think = self.train.tenant_s
         trains = [finetune(self.walk, rows, lambda kind, rows: think, Done(), steps=1, back=self.back) for _ in routes]
         return self._run(settings, parts, routes, decodes, self.decode), self._run(
             settings, parts, routes, trains, self.train
@@ -79,7 +128,7 @@ class MachineCosts:
         for _ in range(steps):
             yield InWalk(True)
             for key in self.walk:
-                yield Think(self.decode.tenant)
+                yield Think(self.decode.tenant_s)
                 yield Ask(key, 1, Kind.DECODE)
             yield InWalk(False)
 
@@ -89,26 +138,28 @@ class MachineCosts:
         parts: Sequence[range],
         routes: Sequence[Sequence[int]],
         clients: Sequence[SimulatedClient],
-        spent: _Spent,
+        costs: WorkCosts,
     ) -> float:
         clock = Clock()
         cores = Cores(clock, os.cpu_count() or 1)
-        wire = _Wire(clock, cores, spent)
-        executors = [
-            SimulatedExecutor(
+        executors, ways = [], []
+        for part in parts:
+            thread = Thread(cores)
+            executor = SimulatedExecutor(
                 clock,
                 make_policy(settings.policy),
                 layers=len(self.blocks),
-                cost=self._cost,
-                cores=cores,
-                threads=torch.get_num_threads(),
+                cost=lambda batch, again: costs.slower * self.curves[batch.key](batch.rows),
+                overhead_s=costs.batch_s,
+                thread=thread,
+                threads=costs.threads,
                 part=len(part) / settings.preset.layers,
             )
-            for part in parts
-        ]
+            executors.append(executor)
+            ways.append(_Wire(clock, thread, costs.wait_s / 2, costs.request_s / 2))
         cluster = Cluster(clock)
         for number, (client, route) in enumerate(zip(clients, routes, strict=True)):
-            hops = [Hop(executors[index], wire, wire) for index in route]
+            hops = [Hop(executors[index], ways[index], ways[index]) for index in route]
             places = [
                 next(place for place, index in enumerate(route) if block in parts[index]) for block in self.blocks
             ]
@@ -116,73 +167,70 @@ class MachineCosts:
         cluster.run()
         return cluster.now
 
-    def _cost(self, batch: Batch, again: bool) -> float:
-        return self.curves[batch.key](batch.rows)
-
 
 class _Wire(Way):
-    """The way to an executor, or back: half of what a call costs besides its batch and the tenant's own work."""
+    """The way to an executor, or back: the executor's work for a message, and the time that passes besides.
 
-    def __init__(self, clock: Clock, cores: Cores, spent: _Spent) -> None:
+    Args:
+        clock: simulated time.
+        thread: the executor's thread.
+        wait_s: time of each message, in seconds.
+        work_s: the executor's work for each message, in seconds.
+    """
+
+    def __init__(self, clock: Clock, thread: Thread, wait_s: float, work_s: float) -> None:
         self.bytes = 0
-        self._clock, self._cores, self._spent = clock, cores, spent
+        self._clock, self._thread, self._wait_s, self._work_s = clock, thread, wait_s, work_s
 
     def send(self, size: int, then: Callable[[], None]) -> None:
-        handle = partial(self._cores.run, self._spent.executor / 2, 1, then)
+        handle = partial(self._thread.run, self._work_s, 1, then)
         self.bytes += size
-        self._clock.at(self._clock.now + self._spent.idle / 2, handle)
+        self._clock.at(self._clock.now + self._wait_s, handle)
 
 
-async def machine_costs(settings: Settings, transport: str) -> MachineCosts:
-    """Measure the costs on an executor with one tenant, which decodes and trains."""
+async def machine_costs(settings: Settings, transport: str, tenants: int) -> MachineCosts:
+    """Measure the costs on one executor, with one tenant that decodes and trains, and with all tenants at once."""
     preset = settings.preset
     points: dict[Key, Points] = {}
     trained = preset.batch * preset.sequence
     with served(preset.name, transport, "recorder", settings.base_layers) as executor:
 
-        async def spend(tenant: TenantProcess, work: str, steps: int = 0) -> _Spent:
+        async def spend(processes: Sequence[TenantProcess], work: str) -> Run:
             executor.notes()
-            before, began = _processor_s(executor, tenant), time.perf_counter()
-            await (tenant.steps(steps) if work == "decode" else tenant.train())
-            seconds, after = time.perf_counter() - began, _processor_s(executor, tenant)
-            batches = executor.notes().batches
-            for key, rows, taken in batches:
-                points.setdefault(key, []).append((rows, taken))
-            run = sum(taken for _, _, taken in batches)
-            served_s, own = (later - earlier for earlier, later in zip(before, after, strict=True))
-            handling = max(served_s - torch.get_num_threads() * run, 0.0)
-            idle = max(seconds - run - own - handling, 0.0)
-            return _Spent(*(part / len(batches) for part in (run, own, handling, idle)))
+            began = time.perf_counter()
+            jobs = [each.train() if work == "train" else each.steps(preset.decode_steps) for each in processes]
+            spent = sum(await asyncio.gather(*jobs))
+            seconds = time.perf_counter() - began
+            notes = executor.notes()
+            if len(processes) == 1:
+                for key, rows, taken in notes.batches:
+                    points.setdefault(key, []).append((rows, taken))
+            return Run(seconds, notes.batches, notes.requests, notes.batches_s, notes.processor_s, spent)
 
-        decodes, trains = [], []
-        for rows in ROWS:
-            settings.progress(f"one tenant decodes {rows} texts")
-            async with tenant_processes(preset.name, executor.address, 1, rows=rows) as (tenant,):
-                await tenant.steps(preset.decode_steps)
-                found = [await spend(tenant, "decode", preset.decode_steps) for _ in range(3)]
-                decodes += found if rows == 1 else []
+        async def measure(count: int, work: str, *, rows: int = 1, length: int | None = None) -> Run:
+            size = rows if work == "decode" else length or trained
+            settings.progress(f"measuring costs: {count} of {tenants} tenants {work}, {size} rows each")
+            async with tenant_processes(preset.name, [[executor.address]] * count, length, rows) as processes:
+                await spend(processes, work)
+                return _median([await spend(processes, work) for _ in range(3)])
+
+        decode = await measure(1, "decode")
+        for rows in ROWS[1:]:
+            await measure(1, "decode", rows=rows)
         walk = executor.notes().walk
-        for length in (trained, 2 * trained, 4 * trained):
-            settings.progress(f"one tenant trains on {length} tokens")
-            async with tenant_processes(preset.name, executor.address, 1, length=length) as (tenant,):
-                await tenant.train()
-                await spend(tenant, "train")
-        async with tenant_processes(preset.name, executor.address, 1) as (tenant,):
-            await tenant.train()
-            trains = [await spend(tenant, "train") for _ in range(3)]
+        for times in (2, 4):
+            await measure(1, "train", length=times * trained)
+        train = await measure(1, "train")
+        decodes, trains = await measure(tenants, "decode"), await measure(tenants, "train")
         back = executor.notes().back
     names = sum(len(key.layers) for key in walk)
     each = (names - 1) // preset.layers
     blocks = [min(layer // each, preset.layers - 1) for layer in range(names)]
     curves = {key: Curve(found) for key, found in points.items()}
-    return MachineCosts(walk, back, curves, _median(decodes), _median(trains), blocks)
+    return MachineCosts(
+        walk, back, curves, WorkCosts.of(decode, decodes, curves), WorkCosts.of(train, trains, curves), blocks
+    )
 
 
-def _median(found: Sequence[_Spent]) -> _Spent:
-    return sorted(found, key=sum)[len(found) // 2]
-
-
-def _processor_s(executor: ServingProcess, tenant: TenantProcess) -> tuple[float, float]:
-    """Return the processor times of an executor's process and of a tenant's, in seconds."""
-    times = [psutil.Process(pid).cpu_times() for pid in (executor.pid, tenant.pid)]
-    return times[0].user + times[0].system, times[1].user + times[1].system
+def _median(found: Sequence[Run]) -> Run:
+    return sorted(found, key=lambda run: run.seconds)[len(found) // 2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -38,16 +38,28 @@ class Figures(NamedTuple):
 
 @dataclass
 class Placed:
-    """Executors and tenants of one placement."""
+    """A placement: its executors, tenants, and the number that it has among the tenants' addresses."""
 
     executors: Sequence[ServingProcess]
     tenants: Sequence[TenantProcess]
+    number: int
 
     def memory(self) -> str:
         """Return the memory of each executor's processes alone, in MiB."""
         first = [psutil.Process(each.pid) for each in self.executors]
         processes = [process for each in first for process in (each, *each.children())]
         return " + ".join(f"{process.memory_full_info().uss / MiB:,.0f}" for process in processes)
+
+    async def measure(self, settings: Settings) -> Figures:
+        """Have all tenants decode, and then train, at once."""
+        number, steps = self.number, settings.preset.decode_steps
+        await asyncio.gather(*(tenant.prefill(number) for tenant in self.tenants))
+        sent, start = _loopback(), time.perf_counter()
+        await asyncio.gather(*(tenant.steps(steps, number) for tenant in self.tenants))
+        decoded, bytes_ = time.perf_counter() - start, _loopback() - sent
+        start = time.perf_counter()
+        await asyncio.gather(*(tenant.train(number) for tenant in self.tenants))
+        return Figures(decoded, time.perf_counter() - start, bytes_)
 
 
 async def placement(settings: Settings, *, transport: str, tenants: int) -> Report:
@@ -64,27 +76,28 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         tenants: number of tenants.
     """
     preset = settings.preset
-    costs = await machine_costs(settings, transport)
+    costs = await machine_costs(settings, transport, tenants)
     report = Report("placement", preset.name, {}, transport=transport)
     half = preset.layers // 2
     whole, halves = range(preset.layers), (range(half), range(half, preset.layers))
-    parts = (f"0-{half - 1}", f"{half}-{preset.layers - 1},lm_head")
     async with AsyncExitStack() as stack:
 
-        async def placed(
-            name: str, layers: Sequence[str], order: Callable[[int], int] = lambda seed: 1, shards: int = 1
-        ) -> None:
-            settings.progress(f"starting {name} and {tenants} tenants")
-            started = _placed(settings, transport, tenants, layers, order, shards)
-            placements[name] = await stack.enter_async_context(started)
+        def started(layers: str = "", shards: int = 1) -> ServingProcess:
+            settings.progress("starting executors and tenants")
+            options = preset.name, transport, settings.policy, settings.base_layers
+            return stack.enter_context(served(*options, layers=layers, shards=shards))
 
-        placements: dict[str, Placed] = {}
-        await placed(ONE, [""])
-        await placed(PARTS, parts)
-        await placed("2 replicas", ["", ""])
-        await placed(APART, ["", ""], lambda seed: 1 - 2 * (seed % 2))
-        await placed("2 shards", [""], shards=2)
-        jobs = {name: partial(_measure, settings, each.tenants) for name, each in placements.items()}
+        one, other = started(), started()
+        parts = [started(f"0-{half - 1}"), started(f"{half}-{preset.layers - 1},lm_head")]
+        executors = {ONE: [one], PARTS: parts, "2 replicas": [one, other], APART: [one, other]}
+        executors["2 shards"] = [started(shards=2)]
+        lists = [
+            [",".join(each.address for each in _order(name, found, tenant)) for name, found in executors.items()]
+            for tenant in range(tenants)
+        ]
+        processes = await stack.enter_async_context(tenant_processes(preset.name, lists))
+        placements = {name: Placed(found, processes, number) for number, (name, found) in enumerate(executors.items())}
+        jobs = {name: partial(each.measure, settings) for name, each in placements.items()}
         results = await settings.interleaved(f"{tenants} tenants", jobs)
         predicted = {
             ONE: costs.predicted(settings, [whole], [[0]] * tenants),
@@ -114,9 +127,10 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
                     simulated[f"{figure}, simulated / measured: {name}"] = median(measured) / predicted[name][number]
     report.headline |= simulated
     report.notes.append(
-        f"Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows costs "
-        "that were measured before on one executor and one tenant; of shards, and of tenants that choose a replica by "
-        "load, it knows nothing. "
+        "Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows costs "
+        "that were measured before on one executor, with one tenant and with all of them; of shards, and of tenants "
+        "that choose a replica by load, it knows nothing. Placements that use the same executor take turns on it, so "
+        "its memory includes connections of all of them. "
         f"{tenants} tenants, each a process with its own LoRA (r8, qkvo), "
         f"decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "
         f"{preset.batch} × {preset.sequence}; medians of {settings.rounds} rounds; policy {settings.policy}, base "
@@ -131,33 +145,9 @@ def _simulated(seconds: tuple[float, float] | None, tokens: int, trained: int) -
     return {"simulated decoded tok/s": decode, "simulated trained tok/s": train}
 
 
-@asynccontextmanager
-async def _placed(
-    settings: Settings,
-    transport: str,
-    tenants: int,
-    layers: Sequence[str],
-    order: Callable[[int], int],
-    shards: int,
-) -> AsyncIterator[Placed]:
-    """Yield executors that serve these layers (all: "") and tenants, which name them in this order or in reverse."""
-    async with AsyncExitStack() as stack:
-        options = settings.preset.name, transport, settings.policy, settings.base_layers
-        executors = [stack.enter_context(served(*options, layers=part, shards=shards)) for part in layers]
-        addresses = [each.address for each in executors]
-        lists = [",".join(addresses[:: order(seed)]) for seed in range(tenants)]
-        processes = await stack.enter_async_context(tenant_processes(settings.preset.name, lists, tenants))
-        yield Placed(executors, processes)
-
-
-async def _measure(settings: Settings, tenants: Sequence[TenantProcess]) -> Figures:
-    await asyncio.gather(*(tenant.prefill() for tenant in tenants))
-    sent, start = _loopback(), time.perf_counter()
-    await asyncio.gather(*(tenant.steps(settings.preset.decode_steps) for tenant in tenants))
-    decoded, bytes_ = time.perf_counter() - start, _loopback() - sent
-    start = time.perf_counter()
-    await asyncio.gather(*(tenant.train() for tenant in tenants))
-    return Figures(decoded, time.perf_counter() - start, bytes_)
+def _order(name: str, executors: Sequence[ServingProcess], tenant: int) -> Sequence[ServingProcess]:
+    """Return the executors in the order in which a tenant names them: it begins at the first one."""
+    return executors[::-1] if name == APART and tenant % 2 else executors
 
 
 def _loopback() -> int:

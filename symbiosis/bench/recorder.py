@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from statistics import median
@@ -24,6 +25,11 @@ class Notes:
     own: dict[Kind, list[tuple[int, float, float]]] = field(default_factory=lambda: {kind: [] for kind in Kind})
     """Rows of a request, seconds outside base layers per request, batches per request. The request of a joint walk has
     the rows of several clients."""
+    requests: int = 0
+    batches_s: float = 0.0
+    """Processor time of this process while batches ran, in seconds."""
+    since_s: float = field(default_factory=time.process_time)
+    """Processor time of this process when these measurements began, in seconds."""
 
 
 class WalkRecorder(Policy):
@@ -42,9 +48,12 @@ class WalkRecorder(Policy):
         """Keys that are requested for a prompt's last token only."""
         self._walks: dict[str, list[Key]] = {}
         self._last: Key | None = None
+        self._started_s = 0.0
+        """Processor time of this process when the latest batch started."""
         self._lockstep, self._apart = Lockstep(), NoLockstep()
 
     def submitted(self, request: Request) -> None:
+        self.notes.requests += 1
         for policy in (self._lockstep, self._apart):
             policy.submitted(request)
         if request.kind is Kind.DECODE:
@@ -70,7 +79,11 @@ class WalkRecorder(Policy):
         policy: Policy = self._lockstep if self.together else self._apart
         return policy.decide(view, now)
 
+    def started(self, batch: Batch) -> None:
+        self._started_s = time.process_time()
+
     def ran(self, batch: Batch, seconds: float) -> None:
+        self.notes.batches_s += time.process_time() - self._started_s
         tuning = batch.slices[0].request.kind is Kind.FINETUNE
         seen = batch.key, batch.key == self._last, tuning
         self.notes.batches.setdefault(seen, []).append((batch.rows, seconds))

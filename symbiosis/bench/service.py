@@ -3,8 +3,8 @@
 ``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS SHARDS LAYERS`` serves a preset until its
 standard input ends. It answers ``gap`` with the largest gap of its event loop since the last one, in milliseconds, and,
 with the policy ``recorder``, ``notes`` with the batches since the last time.
-``python -m symbiosis.bench.service tenant PRESET ADDRESS SEED LENGTH ROWS`` is a tenant that follows commands on
-standard input.
+``python -m symbiosis.bench.service tenant PRESET SEED LENGTH ROWS ADDRESS...`` is a tenant that follows commands on
+standard input. It has a model and an adapter for each address.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class ServingProcess:
 
     def notes(self) -> Served:
         """Return the batches since the last call, of an executor with the policy ``recorder``."""
-        walk, back, batches = json.loads(self._ask("notes"))
+        walk, back, batches, *rest = json.loads(self._ask("notes"))
         keys = [_key(*key) for key in walk], [_key(*key) for key in back]
-        return Served(*keys, [(_key(*key), rows, seconds) for key, rows, seconds in batches])
+        return Served(*keys, [(_key(*key), rows, seconds) for key, rows, seconds in batches], *rest)
 
     def _ask(self, command: str) -> bytes:
         assert self._process.stdin is not None
@@ -75,6 +75,11 @@ class Served(NamedTuple):
     """Keys of the walk back of a training step."""
     batches: list[tuple[Key, int, float]]
     """Key, rows and seconds of each batch."""
+    requests: int
+    batches_s: float
+    """Processor time of the executor while these batches ran, in seconds."""
+    processor_s: float
+    """Processor time of the executor since the notes before, in seconds."""
 
 
 def _key(layers: list[int], pass_: int, *rest: Any) -> Key:
@@ -100,31 +105,33 @@ def served(
 
 
 class TenantProcess:
-    """A tenant in another process."""
+    """A tenant in another process. Its methods take the number of one of its addresses, and return its processor time
+    in seconds."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.pid = process.pid
         self._process = process
 
-    async def prefill(self) -> None:
+    async def prefill(self, address: int = 0) -> float:
         """Run the prompt from an empty cache."""
-        await self._do("prefill")
+        return await self._do(f"prefill {address}")
 
-    async def steps(self, count: int) -> None:
+    async def steps(self, count: int, address: int = 0) -> float:
         """Decode ``count`` tokens."""
-        await self._do(f"steps {count}")
+        return await self._do(f"steps {address} {count}")
 
-    async def train(self) -> None:
+    async def train(self, address: int = 0) -> float:
         """Run a training step."""
-        await self._do("train")
+        return await self._do(f"train {address}")
 
-    async def _do(self, command: str) -> None:
+    async def _do(self, command: str) -> float:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{command}\n".encode())
         await self._process.stdin.drain()
-        if await self._process.stdout.readline() != b"done\n":
+        if not (answer := await self._process.stdout.readline()):
             raise RuntimeError(f"a tenant's process ended with status {await self._process.wait()}")
+        return float(answer)
 
     async def end(self) -> None:
         assert self._process.stdin is not None
@@ -134,17 +141,16 @@ class TenantProcess:
 
 @contextlib.asynccontextmanager
 async def tenant_processes(
-    preset: str, address: str | Sequence[str], count: int, length: int | None = None, rows: int = 1
+    preset: str, addresses: Sequence[Sequence[str]], length: int | None = None, rows: int = 1
 ) -> AsyncIterator[list[TenantProcess]]:
-    """Yield ``count`` tenants of one address, or one of each address, each with its own adapter, for prompts and
-    training batches of ``length`` tokens, or those of the preset. Each decodes ``rows`` texts at once."""
+    """Yield a tenant for each list of addresses, with an adapter for each address, for prompts and training batches of
+    ``length`` tokens, or those of the preset. Each decodes ``rows`` texts at once."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-W", "ignore", "-m", __name__, "tenant", preset]
-    addresses = [address] * count if isinstance(address, str) else address
     tenants = [
         TenantProcess(
             await asyncio.create_subprocess_exec(
-                *command, each, str(seed), str(length or 0), str(rows), stdin=pipe, stdout=pipe
+                *command, str(seed), str(length or 0), str(rows), *each, stdin=pipe, stdout=pipe
             )
         )
         for seed, each in enumerate(addresses)
@@ -196,7 +202,8 @@ def _notes(recorder: WalkRecorder) -> list[Any]:
     """Return the walks of a recorder and its batches, which it forgets."""
     notes, recorder.notes = recorder.notes, Notes()
     batches = [(key, *point) for (key, _, _), points in notes.batches.items() for point in points]
-    return [recorder.walk, recorder.back, batches]
+    spent = recorder.notes.since_s - notes.since_s
+    return [recorder.walk, recorder.back, batches, notes.requests, notes.batches_s, spent]
 
 
 class _Gaps:
@@ -220,7 +227,7 @@ def _wire_model() -> Any:
     return tiny_model("llama", hidden_size=16, num_hidden_layers=1)
 
 
-def _tenant(preset: str, address: str, seed: str, length: str, rows: str) -> None:
+def _tenant(preset: str, seed: str, length: str, rows: str, *addresses: str) -> None:
     import torch
     from peft import get_peft_model
 
@@ -232,19 +239,20 @@ def _tenant(preset: str, address: str, seed: str, length: str, rows: str) -> Non
     size = PRESETS[preset]
     if int(length):
         size = replace(size, prompt=int(length), batch=1, sequence=int(length))
-    with open_model(address) as model:
-        adapted = get_peft_model(model, lora()).eval()
-        decoding = Decoding(adapted, size, torch.device("cpu"), int(seed), int(rows))
-        job = PlainJob(adapted, size, torch.device("cpu"), int(seed))
+    with contextlib.ExitStack() as stack:
+        models = [get_peft_model(stack.enter_context(open_model(each)), lora()).eval() for each in addresses]
+        decoding = [Decoding(each, size, torch.device("cpu"), int(seed), int(rows)) for each in models]
+        jobs = [PlainJob(each, size, torch.device("cpu"), int(seed)) for each in models]
         for line in sys.stdin:
-            command, *count = line.split()
+            command, number, *count = line.split()
+            before = time.process_time()
             if command == "train":
-                asyncio.run(job.train())
+                asyncio.run(jobs[int(number)].train())
             elif command == "prefill":
-                decoding.prefill()
+                decoding[int(number)].prefill()
             else:
-                decoding.steps(int(count[0]))
-            sys.stdout.write("done\n")
+                decoding[int(number)].steps(int(count[0]))
+            sys.stdout.write(f"{time.process_time() - before}\n")
             sys.stdout.flush()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -57,8 +58,9 @@ class Cores:
         self._since = 0.0
         self._changes = 0
 
-    def run(self, seconds: float, threads: int, then: Callable[[], None]) -> None:
-        """Start work that takes so many seconds when it has the machine to itself, and call a function at its end."""
+    def run(self, seconds: float, threads: float, then: Callable[[], None]) -> None:
+        """Start work that takes so many seconds, and so many cores, when it has the machine to itself, and call a
+        function at its end."""
         self._advance()
         self._work.append(_Work(seconds, threads, then))
         self._plan()
@@ -92,8 +94,37 @@ class Cores:
             work.then()
 
 
+class Thread:
+    """A thread: work that runs on it waits for the work that came before.
+
+    Args:
+        cores: the cores that its work shares.
+    """
+
+    def __init__(self, cores: Cores) -> None:
+        self._cores = cores
+        self._queue: deque[tuple[float, float, Callable[[], None]]] = deque()
+
+    def run(self, seconds: float, threads: float, then: Callable[[], None]) -> None:
+        """Run work after all that came before; see :meth:`Cores.run`."""
+        self._queue.append((seconds, threads, then))
+        if len(self._queue) == 1:
+            self._start()
+
+    def _start(self) -> None:
+        seconds, threads, then = self._queue[0]
+
+        def ended() -> None:
+            self._queue.popleft()
+            if self._queue:
+                self._start()
+            then()
+
+        self._cores.run(seconds, threads, ended)
+
+
 class _Work:
-    def __init__(self, left_s: float, threads: int, then: Callable[[], None]) -> None:
+    def __init__(self, left_s: float, threads: float, then: Callable[[], None]) -> None:
         self.left_s, self.threads, self.then = left_s, threads, then
 
 

@@ -12,7 +12,7 @@ from symbiosis.core.requests import Batch, Key, Request
 from symbiosis.core.scheduler import Scheduler, WaitUntil
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError
-from symbiosis.simulation.clock import Clock, Cores
+from symbiosis.simulation.clock import Clock, Thread
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class SimulatedExecutor:
         overhead_s: seconds that the executor needs for each batch besides its latency.
         local: whether clients compute in the executor's process, where one action happens at a time: clients compute in
             the order of their answers, and a batch starts when no client has anything to compute.
-        cores: the cores that batches share with other processes; None if they share none.
-        threads: number of threads of a batch.
+        thread: the thread that runs batches; None if nothing slows them down.
+        threads: number of cores that a batch uses.
         part: the part of a walk's work that its layers are.
 
     Raises:
@@ -56,8 +56,8 @@ class SimulatedExecutor:
         cost: Callable[[Batch, bool], float],
         overhead_s: float = 0.0,
         local: bool = False,
-        cores: Cores | None = None,
-        threads: int = 1,
+        thread: Thread | None = None,
+        threads: float = 1.0,
         part: float = 1.0,
     ) -> None:
         self.scheduler = Scheduler(policy, layers=layers, max_rows=max_rows, part=part)
@@ -68,7 +68,7 @@ class SimulatedExecutor:
         self._clock = clock
         self._cost = cost
         self._overhead_s = overhead_s
-        self._cores = cores
+        self._thread = thread
         self._threads = threads
         self._free = 0.0
         """Time at which local clients have finished their computations."""
@@ -128,19 +128,19 @@ class SimulatedExecutor:
         seconds = self._cost(batch, batch.key == self._last_key)
         self._last_key = batch.key
         began = self._clock.now
-        if self._cores is None:
+        if self._thread is None:
             then = began + seconds + self._overhead_s
             if self.local:
                 self._free = then
             self._clock.at(then, lambda: self._ran(batch, seconds))
         else:
-            cores = self._cores
+            total = seconds + self._overhead_s
+            cores = (seconds * self._threads + self._overhead_s) / total
 
-            def computed() -> None:
-                took = self._clock.now - began
-                cores.run(self._overhead_s, 1, lambda: self._ran(batch, took))
+            def ended() -> None:
+                self._ran(batch, (self._clock.now - began) * seconds / total)
 
-            cores.run(seconds, self._threads, computed)
+            self._thread.run(total, cores, ended)
 
     def _ran(self, batch: Batch, seconds: float) -> None:
         self._busy = False

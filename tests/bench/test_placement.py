@@ -7,11 +7,35 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.bench.placed import Run, WorkCosts
+from symbiosis.bench.recorder import Curve
+from symbiosis.core.requests import Key, Pass
 from tests.helpers import command
+
+KEY = Key((0,), Pass.FORWARD)
+
+
+def test_costs_add_up_to_the_processor_times() -> None:
+    """Ten requests alone, and forty of four tenants in batches of four, where each batch takes 1.5 times as long."""
+    curve = Curve([(1, 1.0), (4, 2.0)])
+    alone = Run(30.0, [(KEY, 1, 1.0)] * 10, 10, batches_s=20.0, executor_s=25.0, tenants_s=10.0)
+    together = Run(60.0, [(KEY, 4, 9.0)] * 10, 40, batches_s=60.0, executor_s=71.0, tenants_s=80.0)
+    costs = WorkCosts.of(alone, together, {KEY: curve})
+    assert (costs.threads, costs.slower, costs.tenant_s) == pytest.approx((2.0, 1.5, 2.0))
+    assert costs.request_s == pytest.approx(0.2)  # 11 s = 10 batches of 0.3 s, and 40 requests
+    assert costs.batch_s == pytest.approx(0.3)
+    assert costs.wait_s == pytest.approx(0.5)  # 30 s less 10 s of batches, 5 s besides, and 10 s of the tenant
+
+
+def test_costs_of_one_tenant() -> None:
+    """Batches of one request do not tell what of the executor's work is for the batch."""
+    alone = Run(30.0, [(KEY, 1, 1.0)] * 10, 10, batches_s=10.0, executor_s=15.0, tenants_s=20.0)
+    costs = WorkCosts.of(alone, alone, {KEY: Curve([(1, 1.0)])})
+    assert costs == WorkCosts(2.0, 0.25, 0.25, 0.0, 1.0, 1.0)
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)  # it starts nine executors and twelve tenants, each a process
+@pytest.mark.timeout(400)  # it starts seven processes of executors, and eleven tenants
 def test_command(tmp_path: Path) -> None:
     result = command(
         *("bench", "placement", "--preset", "tiny", "--rounds", "1", "--tenants", "1"),

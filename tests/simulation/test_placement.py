@@ -16,7 +16,7 @@ from symbiosis.errors import UsageError
 from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate
 from symbiosis.simulation.clients import forward
-from symbiosis.simulation.clock import Clock, Cores, Link
+from symbiosis.simulation.clock import Clock, Cores, Link, Thread
 from symbiosis.simulation.costs import GPUS, MODELS, Shape, shape_of
 from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.machines import Placement, Site, read_fleet, read_placement
@@ -54,6 +54,18 @@ def test_work_shares_cores() -> None:
     while clock.next_at < 100:
         clock.step()
     assert ends == pytest.approx({"a": 3.0, "b": 5.0})
+
+
+def test_work_on_one_thread_waits_for_earlier_work() -> None:
+    """Of two threads on one core, each has half of it; the work that one of them holds back does not take part."""
+    clock, ends = Clock(), []
+    cores = Cores(clock, 1)
+    one, other = Thread(cores), Thread(cores)
+    for thread, seconds in ((one, 1.0), (one, 1.0), (other, 2.0)):
+        thread.run(seconds, 1, lambda: ends.append(clock.now))
+    while clock.next_at < 100:
+        clock.step()
+    assert ends == pytest.approx([2.0, 4.0, 4.0])
 
 
 def test_messages_leave_one_after_another() -> None:
