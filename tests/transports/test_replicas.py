@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import math
+import random
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from peft import get_peft_model
@@ -467,24 +469,32 @@ def test_the_load_is_the_time_that_rows_take() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_chaos_of_replicas(tmp_path: Path) -> None:
-    """Two replicas are killed in turn, twenty times, under tenants that train and generate. Each result is checked."""
+    """One of two replicas has two shards. One of these three processes is killed, twenty times, under eight tenants
+    that train and generate. Each result is checked."""
     checkpoint = save_model(tmp_path / "model", num_hidden_layers=2)
-    addresses = [f"shm://{tmp_path}/one.sock", f"tcp://127.0.0.1:{free_port()}"]
-    kinds = ["lora", "ia3-async", "prefix", "lora-async"]
+    served = {f"shm://{tmp_path}/shards.sock": ("--shards", "2"), f"tcp://127.0.0.1:{free_port()}": ()}
+    kinds = ["lora", "ia3-async", "prefix", "lora-async", "ia3", "prefix-async", "lora", "ia3-async"]
+    rng = random.Random(0)
     with ExitStack() as stack:
-        executors = [stack.enter_context(Service(checkpoint, address)) for address in addresses]
-        tenants = [
-            Tenant(",".join(addresses if number % 2 else addresses[::-1]), kind, checkpoint, tmp_path)
-            for number, kind in enumerate(kinds)
-        ]
-        for tenant in tenants:
-            stack.callback(tenant.close)
-        for number in range(20):
-            time.sleep(1 + number % 3)
-            executors[number % 2].kill()
-            executors[number % 2].start()
+        services = [Service(checkpoint, address, *options) for address, options in served.items()]
+        shards, other = [stack.enter_context(service) for service in services]
+        tenants = []
+        for number, kind in enumerate(kinds):
+            (folder := tmp_path / str(number)).mkdir()
+            addresses = rng.sample(list(served), len(served))
+            tenants.append(Tenant(",".join(addresses), kind, checkpoint, folder))
+            stack.callback(tenants[-1].close)
+        for _ in range(20):
+            time.sleep(rng.uniform(1, 3))
+            victim = rng.choice([shards, shards, other])
+            if victim is shards and rng.random() < 0.5:
+                psutil.Process(shards.pid).children()[0].kill()
+                assert shards.wait(10) == 1, "the other shard ends with an error"
+            else:
+                victim.kill()
+            victim.start()
         done = [tenant.finish() for tenant in tenants]
         assert all(done), done
 
