@@ -14,7 +14,7 @@ import typer
 
 from symbiosis.cli.methods import method_of
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
-from symbiosis.errors import UsageError
+from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, writable, write_json
 from symbiosis.terminal.loop import wait_passively
 
@@ -177,7 +177,7 @@ def finetune(
 ) -> None:
     """Fine-tune an adapter on a base model that another process serves, and save it as a standard PEFT adapter.
 
-    Ctrl-C and SIGTERM save a checkpoint after the running step; --resume continues from it. The folder gets log.jsonl,
+    Ctrl-C, SIGTERM and SIGHUP save a checkpoint after the running step; --resume continues from it. The folder gets log.jsonl,
     with a line for each step.
 
     Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
@@ -252,11 +252,26 @@ def finetune(
                 shutil.rmtree(one) if one.is_dir() else one.unlink()
             (output / OPTIONS_FILE).write_text(json_module.dumps(kept, indent=2) + "\n", encoding="utf-8")
             examples.format.save(output)
-            stopped = run.train()
-    if json is not None:
-        write_json(json, {"address": address, "adapter": str(output), **run.results()})
+            stopped = _train(run, json, {"address": address, "adapter": str(output)})
     if stopped:
         raise typer.Exit(128 + stopped)
+
+
+def _train(run: Any, json: Path | None, told: dict[str, Any]) -> int:
+    """Train, and write the results after ``told``, those of a run that ends in an error too.
+
+    Returns:
+        The signal that ended training early, or 0.
+    """
+    with run.stoppable():
+        try:
+            return int(run.train())
+        except SymbiosisError as error:
+            told["error"] = str(error)
+            raise
+        finally:
+            if json is not None:
+                write_json(json, {**told, **run.results()})
 
 
 def _trainer_module() -> Any:
