@@ -177,20 +177,15 @@ def finetune(
 ) -> None:
     """Fine-tune an adapter on a base model that another process serves, and save it as a standard PEFT adapter.
 
-    Ctrl-C, SIGTERM and SIGHUP save a checkpoint after the running step; --resume continues from it. The folder gets log.jsonl,
-    with a line for each step.
+    Ctrl-C, SIGTERM and SIGHUP save a checkpoint after the running step; --resume continues from it. The folder gets
+    log.jsonl, with a line for each step.
 
     Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
     """
     if sweep is not None:
         from symbiosis.cli.sweep import sweep as run_sweep
 
-        writable(output, folder=True)
-        found, problem = run_sweep(context, sweep, output)
-        if json is not None:
-            write_json(json, {"address": address, "runs": found})
-        if problem:
-            raise UsageError(problem)
+        run_sweep(context, sweep, output)
         return
     from symbiosis.cli.data import read_records
 
@@ -212,9 +207,9 @@ def finetune(
     kept |= settings
     kept = json_module.loads(json_module.dumps(kept, default=sorted))
     trainer_module = _trainer_module()
-    with _owned(output):
+    with owned(output):
         checkpoint = _checkpoint(output) if resume else None
-        earlier = [] if resume else _earlier(output, overwrite)
+        earlier = [] if resume else earlier_in(output, overwrite)
         if resume:
             _check_same(output, kept)
 
@@ -322,7 +317,7 @@ def _tell(examples: Data, test: Data | None) -> None:
 
 
 @contextlib.contextmanager
-def _owned(folder: Path) -> Iterator[None]:
+def owned(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder."""
     from filelock import FileLock, Timeout
 
@@ -338,7 +333,7 @@ def _owned(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _earlier(folder: Path, overwrite: bool) -> list[Path]:
+def earlier_in(folder: Path, overwrite: bool) -> list[Path]:
     """Return what an earlier run has left in a folder.
 
     Raises:

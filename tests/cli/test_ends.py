@@ -109,3 +109,19 @@ def test_sighup_saves_a_checkpoint(service: Service, data: Path, tmp_path: Path)
     assert process.returncode == 128 + signal.SIGHUP, text
     steps = json.loads(told.read_text(encoding="utf-8"))["steps"]
     assert (made / f"checkpoint-{steps}" / "trainer_state.json").is_file()
+
+
+def test_a_sweep_that_is_stopped_keeps_what_its_runs_have_done(service: Service, data: Path, tmp_path: Path) -> None:
+    made, told, file = tmp_path / "made", tmp_path / "told.json", tmp_path / "sweep.toml"
+    file.write_text(f"[short]\nsteps = 2\n[long]\nsteps = {LONG}\n", encoding="utf-8")
+    process = start(*options(service, data, made, "--sweep", file, "--json", told))
+    wait(lambda: (made / "short" / "results.json").exists() or process.poll() is not None)
+    wait(lambda: losses_in(made / "long") or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, text
+    runs = json.loads(told.read_text(encoding="utf-8"))["runs"]
+    assert runs["short"]["steps"] == 2
+    assert runs["long"]["stopped"]
+    assert (made / "long" / f"checkpoint-{runs['long']['steps']}" / "trainer_state.json").is_file()
+    assert "stopped: long; the same command with --resume continues" in text

@@ -380,10 +380,32 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     assert ranks == [2, 8]
     assert "small" in done.stdout
     assert "fast" in done.stdout
+    log = (output / "small.log").read_bytes()
+    file.write_text('[new]\nlora = "r=2"\n[small]\nlora = "r=4"\n', encoding="utf-8")
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file))
     assert done.exit_code == 1
-    assert "2 of 2 runs ended early" in done.stderr
-    assert "of an earlier run" in " ".join(done.stderr.split())
+    assert f"--output {output}/small: there is a checkpoint-4 of an earlier run" in done.stderr
+    assert (output / "small.log").read_bytes() == log
+    assert not (output / "new").exists(), "no run begins if one is refused"
+    done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--resume", "--json", told))
+    assert done.exit_code == 1
+    assert "1 of 2 runs ended early (small)" in done.stderr
+    assert "peft was" in done.stderr
+    assert [*json.loads(told.read_text(encoding="utf-8"))["runs"]] == ["new"], "a run without a checkpoint begins"
+    assert (output / "small.log").read_bytes().startswith(log)
+
+
+def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.log").write_text("of the other sweep", encoding="utf-8")
+    (tmp_path / "sweep.toml").write_text("[one]\nseed = 1\n", encoding="utf-8")
+    with FileLock(tmp_path / "a" / ".lock"):
+        done = command(*options(service, data, tmp_path / "a", "--overwrite", "--sweep", tmp_path / "sweep.toml"))
+    assert done.exit_code == 1
+    assert "another run writes to it" in done.stderr
+    assert (tmp_path / "a" / "one.log").read_text(encoding="utf-8") == "of the other sweep"
 
 
 @pytest.mark.parametrize(
