@@ -215,6 +215,7 @@ def finetune(
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
+        from symbiosis.cli.positions import positions_of
         from symbiosis.core.terms import Kind
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -224,11 +225,13 @@ def finetune(
             if resume:
                 _check_same(output, kept)
             tokenizer = base.symbiosis.tokenizer()
-            examples = tokenize(records, tokenizer, sequence, str(data))
-            test = None if others is None else tokenize(others, tokenizer, sequence, str(validation))
+            positions = positions_of(base, config)
+            length = sequence if positions is None else min(sequence, positions)
+            examples = tokenize(records, tokenizer, length, str(data))
+            test = None if others is None else tokenize(others, tokenizer, length, str(validation))
             if held_out is not None:
                 test = _split(examples, held_out, seed, data)
-            _tell(examples, test)
+            _tell(examples, test, "--sequence" if length == sequence else f"the model's {length} positions")
             run = trainer_module.Run(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
                 option=option,
@@ -304,10 +307,10 @@ def _split(examples: Data, part: float, seed: int, path: Path) -> Data:
     return Data(examples.format, order[:count])
 
 
-def _tell(examples: Data, test: Data | None) -> None:
+def _tell(examples: Data, test: Data | None, limit: str) -> None:
     text = f"{len(examples.examples)} examples" + ("" if test is None else f", {len(test.examples)} for validation")
     if examples.cut:
-        text += f"; {examples.cut} longer than --sequence and cut"
+        text += f"; {examples.cut} longer than {limit} and cut"
     if examples.skipped:
         text += f"; {examples.skipped} skipped, because nothing in them counts in the loss"
     console(stderr=True).print(text)

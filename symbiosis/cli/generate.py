@@ -73,6 +73,7 @@ def generate(
 
     from symbiosis import open_model
     from symbiosis.cli.data import Format
+    from symbiosis.cli.positions import positions_of
 
     form = Format() if adapter is None else Format.load(adapter)
     if chat and form.name not in ("", "chat"):
@@ -84,7 +85,8 @@ def generate(
             torch.manual_seed(seed)
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
-        writer = _Writer(model, base.symbiosis.tokenizer(), {**options, "stop_strings": stop or None})
+        positions = positions_of(base, None if adapter is None else model.active_peft_config)
+        writer = _Writer(model, base.symbiosis.tokenizer(), positions, {**options, "stop_strings": stop or None})
         if chat:
             _chat(writer)
         elif output is None:
@@ -104,11 +106,17 @@ def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
 
 
 class _Writer:
-    """Generates texts with one model and fixed options."""
+    """Generates texts with one model and fixed options.
 
-    def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
+    Args:
+        positions: largest number of tokens that the model can read, or None.
+        options: arguments of the model's ``generate``.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, positions: int | None, options: dict[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self._positions = positions
         ends = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._options = {name: value for name, value in options.items() if value is not None}
         self._options["pad_token_id"] = next((one for one in ends if one is not None), None)
@@ -126,11 +134,21 @@ class _Writer:
 
         if not ids:
             raise UsageError("the prompt is empty; give the model something to continue")
+        most = wanted = self._options["max_new_tokens"]
+        if self._positions is not None:
+            most = min(wanted, self._positions + 1 - len(ids))  # the last token is not read
+        if most < 1:
+            raise UsageError(f"the prompt has {len(ids)} tokens and the model {self._positions} positions; shorten it")
         prompt = torch.tensor([ids])
         streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
         made = self._model.generate(
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **self._options
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            streamer=streamer,
+            **{**self._options, "max_new_tokens": most},
         )
+        if made.shape[1] - len(ids) == most < wanted:
+            console(stderr=True).print(f"the text ends where the model's {self._positions} positions end")
         return str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
 
 
