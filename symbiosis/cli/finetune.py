@@ -130,7 +130,10 @@ def finetune(
         typer.Option(min=0, help="Largest norm of the gradients; 0 does not clip.", rich_help_panel=_TRAINING),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the adapter, dropout and data order.", rich_help_panel=_TRAINING)
+        int,
+        typer.Option(
+            min=0, max=2**32 - 1, help="Seed of the adapter, dropout and data order.", rich_help_panel=_TRAINING
+        ),
     ] = 0,
     validation: Annotated[
         str | None,
