@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from symbiosis.cli.folder import OPTIONS_FILE, check_same, checkpoint_in, earlier_in, owned
 from symbiosis.cli.methods import method_of
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.errors import SymbiosisError, UsageError
@@ -30,8 +30,6 @@ PrivacyOption = Annotated[
 ]
 RetryOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for an executor that was lost.")]
 
-OPTIONS_FILE = "finetune.json"
-"""File in the output folder with the options of the run, for ``--resume``."""
 _TRAINER = {
     "batch": "per_device_train_batch_size",
     "accumulate": "gradient_accumulation_steps",
@@ -211,10 +209,10 @@ def finetune(
     kept = json_module.loads(json_module.dumps(kept, default=sorted))
     trainer_module = _trainer_module()
     with owned(output):
-        checkpoint = _checkpoint(output) if resume else None
+        checkpoint = checkpoint_in(output) if resume else None
         earlier = [] if resume else earlier_in(output, overwrite)
         if resume:
-            _check_same(output, kept)
+            check_same(output, kept)
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
@@ -226,7 +224,7 @@ def finetune(
         with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
             kept["model"] = base.symbiosis.weights
             if resume:
-                _check_same(output, kept)
+                check_same(output, kept)
             tokenizer = base.symbiosis.tokenizer()
             positions = positions_of(base, config)
             length = sequence if positions is None else min(sequence, positions)
@@ -319,85 +317,7 @@ def _tell(examples: Data, test: Data | None, limit: str) -> None:
     console(stderr=True).print(text)
 
 
-# ------------------------------------------------------------------------------------------------- the output folder
-
-
-@contextlib.contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
-    try:
-        yield
-    finally:
-        (folder / ".lock").unlink(missing_ok=True)
-        lock.release()
-
-
-def earlier_in(folder: Path, overwrite: bool) -> list[Path]:
-    """Return what an earlier run has left in a folder.
-
-    Raises:
-        UsageError: there is something, and it may not be overwritten.
-    """
-    from symbiosis.cli.data import LOG_FILE
-
-    earlier = [*folder.glob("checkpoint-*"), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
-    if earlier and not overwrite:
-        raise UsageError(
-            f"--output {folder}: there is a {earlier[0].name} of an earlier run; choose another folder, --resume that "
-            "run, or --overwrite it"
-        )
-    return earlier
-
-
-def _checkpoint(folder: Path) -> Path:
-    """Return the last complete checkpoint in a folder.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = [one for one in folder.glob("checkpoint-*") if _complete(one)]
-    if not found:
-        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
-    return max(found, key=lambda one: int(one.name.partition("-")[2]))
-
-
-def _complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end. The trainer's state is written last."""
-    try:
-        json_module.loads((checkpoint / "trainer_state.json").read_bytes())
-    except (OSError, ValueError) as error:
-        console(stderr=True).print(f"{checkpoint} is damaged and is passed over ({error})", soft_wrap=True)
-        return False
-    return True
-
-
 def _hash(records: list[Mapping[str, Any]]) -> str:
     import hashlib
 
     return hashlib.sha256(json_module.dumps(records, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _check_same(folder: Path, kept: dict[str, Any]) -> None:
-    """Check that the run in a folder had the same options.
-
-    Raises:
-        UsageError: some differ, or they cannot be read.
-    """
-    try:
-        before = json_module.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
-    different = [name for name in kept if kept[name] != before.get(name)]
-    for name, what in (("data", "the examples"), ("model", "the weights of the model at this address")):
-        if name in different:
-            raise UsageError(f"--resume: {what} are not those of the run; give the same ones, or begin a new run")
-    if different:
-        text = ", ".join(f"{name} was {before.get(name)!r} and is {kept[name]!r}" for name in different)
-        raise UsageError(f"--resume: the options differ from those of the run ({text}); give the same ones")

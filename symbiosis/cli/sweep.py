@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.cli.data import LOG_FILE
-from symbiosis.cli.finetune import earlier_in, owned
+from symbiosis.cli.folder import earlier_in, owned
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, toml_in, visible, writable, write_json
 from symbiosis.terminal.progress import Steps
