@@ -5,14 +5,15 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
+from packaging.requirements import Requirement
 
 import symbiosis
 from tests.test_documentation import ROOT, code
@@ -62,13 +63,36 @@ def test_the_wheel_runs_the_readme_example(built: Path, tmp_path: Path) -> None:
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", str(wheel))
-    # Dependencies come from the running environment, so that the test downloads nothing. The .pth file by which that
-    # environment finds the source tree has no effect here: Python reads such files in an environment's own folder only.
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    link_dependencies(site)
+    absent = "import importlib.util; print([importlib.util.find_spec(name) for name in ('hypothesis', 'bitsandbytes')])"
+    assert run(str(python), "-c", absent) == "[None, None]\n"
     found = run(str(python), "-c", "import symbiosis; print(symbiosis.__file__)", folder=tmp_path)
     assert Path(found).is_relative_to(site)
     version = run(str(python.with_name("symbiosis")), "--version", folder=tmp_path)
     assert version == f"symbiosis {symbiosis.__version__}\n"
     (tmp_path / "example.py").write_text(code("README.md")[0])
     assert "bob: loss" in run(str(python), "-W", "ignore", "example.py", folder=tmp_path)
+
+
+def link_dependencies(site: Path) -> None:
+    """Link the packages that an installation of the wheel in ``site`` brings, and their own, and no others.
+
+    They come from the running environment, so that the test downloads nothing. It shows that no other package is
+    imported; it does not show that the oldest versions that the metadata allows are enough.
+    """
+    (wheel,) = distributions(name="symbiosis-peft", path=[str(site)])
+    wanted, found = [(wheel, frozenset({""}))], set()
+    while wanted:
+        package, extras = wanted.pop()
+        for text in package.requires or ():
+            needed = Requirement(text)
+            if needed.marker is not None and not any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                continue
+            if (needed.name, needed_extras := frozenset({"", *needed.extras})) not in found:
+                found.add((needed.name, needed_extras))
+                wanted.append((distribution(needed.name), needed_extras))
+        if package is not wheel:
+            for name in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+                if not (site / name).exists():
+                    (site / name).symlink_to(Path(str(package.locate_file(name))))

@@ -161,13 +161,25 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             try:
-                yield f"{path}, line {number}", json.loads(line)
+                record = json.loads(line)
+                if "\\u" in line:
+                    check_encodable(json.dumps(record, ensure_ascii=False), f"{path}, line {number}")
+                yield f"{path}, line {number}", record
             except json.JSONDecodeError as error:
                 raise UsageError(
                     f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); {_WANTED}"
                 ) from error
             except RecursionError as error:
                 raise UsageError(f"{path}, line {number}: nested too deeply; {_WANTED}") from error
+
+
+def check_encodable(text: str, where: str) -> None:
+    """Check that a text has no half of a pair of surrogates, which no tokenizer takes. Raises UsageError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(text[error.start]):04x}"
+        raise UsageError(f"{where}: {found} is half of a character, without the other half; remove it") from error
 
 
 _LONGEST_FIELD = 1 << 30

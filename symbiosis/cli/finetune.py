@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from symbiosis.cli.folder import OPTIONS_FILE, check_same, checkpoint_in, earlier_in, owned
 from symbiosis.cli.methods import method_of
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
-from symbiosis.errors import UsageError
+from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, writable, write_json
 from symbiosis.terminal.loop import wait_passively
 
@@ -30,8 +30,6 @@ PrivacyOption = Annotated[
 ]
 RetryOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for an executor that was lost.")]
 
-OPTIONS_FILE = "finetune.json"
-"""File in the output folder with the options of the run, for ``--resume``."""
 _TRAINER = {
     "batch": "per_device_train_batch_size",
     "accumulate": "gradient_accumulation_steps",
@@ -130,7 +128,10 @@ def finetune(
         typer.Option(min=0, help="Largest norm of the gradients; 0 does not clip.", rich_help_panel=_TRAINING),
     ] = 1.0,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the adapter, dropout and data order.", rich_help_panel=_TRAINING)
+        int,
+        typer.Option(
+            min=0, max=2**32 - 1, help="Seed of the adapter, dropout and data order.", rich_help_panel=_TRAINING
+        ),
     ] = 0,
     validation: Annotated[
         str | None,
@@ -177,20 +178,15 @@ def finetune(
 ) -> None:
     """Fine-tune an adapter on a base model that another process serves, and save it as a standard PEFT adapter.
 
-    Ctrl-C and SIGTERM save a checkpoint after the running step; --resume continues from it. The folder gets log.jsonl,
-    with a line for each step.
+    Ctrl-C, SIGTERM and SIGHUP save a checkpoint after the running step; --resume continues from it. The folder gets
+    log.jsonl, with a line for each step.
 
     Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
     """
     if sweep is not None:
         from symbiosis.cli.sweep import sweep as run_sweep
 
-        writable(output, folder=True)
-        found, problem = run_sweep(context, sweep, output)
-        if json is not None:
-            write_json(json, {"address": address, "runs": found})
-        if problem:
-            raise UsageError(problem)
+        run_sweep(context, sweep, output)
         return
     from symbiosis.cli.data import read_records
 
@@ -212,14 +208,15 @@ def finetune(
     kept |= settings
     kept = json_module.loads(json_module.dumps(kept, default=sorted))
     trainer_module = _trainer_module()
-    with _owned(output):
-        checkpoint = _checkpoint(output) if resume else None
-        earlier = [] if resume else _earlier(output, overwrite)
+    with owned(output):
+        checkpoint = checkpoint_in(output) if resume else None
+        earlier = [] if resume else earlier_in(output, overwrite)
         if resume:
-            _check_same(output, kept)
+            check_same(output, kept)
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
+        from symbiosis.cli.positions import positions_of
         from symbiosis.core.terms import Kind
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -227,13 +224,15 @@ def finetune(
         with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
             kept["model"] = base.symbiosis.weights
             if resume:
-                _check_same(output, kept)
+                check_same(output, kept)
             tokenizer = base.symbiosis.tokenizer()
-            examples = tokenize(records, tokenizer, sequence, str(data))
-            test = None if others is None else tokenize(others, tokenizer, sequence, str(validation))
+            positions = positions_of(base, config)
+            length = sequence if positions is None else min(sequence, positions)
+            examples = tokenize(records, tokenizer, length, str(data))
+            test = None if others is None else tokenize(others, tokenizer, length, str(validation))
             if held_out is not None:
                 test = _split(examples, held_out, seed, data)
-            _tell(examples, test)
+            _tell(examples, test, "--sequence" if length == sequence else f"the model's {length} positions")
             run = trainer_module.Run(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
                 option=option,
@@ -252,11 +251,26 @@ def finetune(
                 shutil.rmtree(one) if one.is_dir() else one.unlink()
             (output / OPTIONS_FILE).write_text(json_module.dumps(kept, indent=2) + "\n", encoding="utf-8")
             examples.format.save(output)
-            stopped = run.train()
-    if json is not None:
-        write_json(json, {"address": address, "adapter": str(output), **run.results()})
+            stopped = _train(run, json, {"address": address, "adapter": str(output)})
     if stopped:
         raise typer.Exit(128 + stopped)
+
+
+def _train(run: Any, json: Path | None, told: dict[str, Any]) -> int:
+    """Train, and write the results after ``told``, those of a run that ends in an error too.
+
+    Returns:
+        The signal that ended training early, or 0.
+    """
+    with run.stoppable():
+        try:
+            return int(run.train())
+        except SymbiosisError as error:
+            told["error"] = str(error)
+            raise
+        finally:
+            if json is not None:
+                write_json(json, {**told, **run.results()})
 
 
 def _trainer_module() -> Any:
@@ -294,94 +308,16 @@ def _split(examples: Data, part: float, seed: int, path: Path) -> Data:
     return Data(examples.format, order[:count])
 
 
-def _tell(examples: Data, test: Data | None) -> None:
+def _tell(examples: Data, test: Data | None, limit: str) -> None:
     text = f"{len(examples.examples)} examples" + ("" if test is None else f", {len(test.examples)} for validation")
     if examples.cut:
-        text += f"; {examples.cut} longer than --sequence and cut"
+        text += f"; {examples.cut} longer than {limit} and cut"
     if examples.skipped:
         text += f"; {examples.skipped} skipped, because nothing in them counts in the loss"
     console(stderr=True).print(text)
-
-
-# ------------------------------------------------------------------------------------------------- the output folder
-
-
-@contextlib.contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
-    try:
-        yield
-    finally:
-        (folder / ".lock").unlink(missing_ok=True)
-        lock.release()
-
-
-def _earlier(folder: Path, overwrite: bool) -> list[Path]:
-    """Return what an earlier run has left in a folder.
-
-    Raises:
-        UsageError: there is something, and it may not be overwritten.
-    """
-    from symbiosis.cli.data import LOG_FILE
-
-    earlier = [*folder.glob("checkpoint-*"), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
-    if earlier and not overwrite:
-        raise UsageError(
-            f"--output {folder}: there is a {earlier[0].name} of an earlier run; choose another folder, --resume that "
-            "run, or --overwrite it"
-        )
-    return earlier
-
-
-def _checkpoint(folder: Path) -> Path:
-    """Return the last complete checkpoint in a folder.
-
-    Raises:
-        UsageError: there is none.
-    """
-    found = [one for one in folder.glob("checkpoint-*") if _complete(one)]
-    if not found:
-        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
-    return max(found, key=lambda one: int(one.name.partition("-")[2]))
-
-
-def _complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end. The trainer's state is written last."""
-    try:
-        json_module.loads((checkpoint / "trainer_state.json").read_bytes())
-    except (OSError, ValueError) as error:
-        console(stderr=True).print(f"{checkpoint} is damaged and is passed over ({error})", soft_wrap=True)
-        return False
-    return True
 
 
 def _hash(records: list[Mapping[str, Any]]) -> str:
     import hashlib
 
     return hashlib.sha256(json_module.dumps(records, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _check_same(folder: Path, kept: dict[str, Any]) -> None:
-    """Check that the run in a folder had the same options.
-
-    Raises:
-        UsageError: some differ, or they cannot be read.
-    """
-    try:
-        before = json_module.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
-    different = [name for name in kept if kept[name] != before.get(name)]
-    for name, what in (("data", "the examples"), ("model", "the weights of the model at this address")):
-        if name in different:
-            raise UsageError(f"--resume: {what} are not those of the run; give the same ones, or begin a new run")
-    if different:
-        text = ", ".join(f"{name} was {before.get(name)!r} and is {kept[name]!r}" for name in different)
-        raise UsageError(f"--resume: the options differ from those of the run ({text}); give the same ones")

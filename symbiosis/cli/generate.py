@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,9 @@ from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, opti
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import wait_passively
+
+_HOTTEST = 1e6
+"""Largest temperature, and the inverse of the smallest. Logits divided by a much smaller one overflow."""
 
 
 def generate(
@@ -29,6 +32,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Talk with the model, by its chat template; an empty line ends.")
     ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message at the beginning of a chat, and of --prompts with messages.")
+    ] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of a PEFT adapter.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 128,
     temperature: Annotated[
@@ -43,7 +49,7 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(help="Write the texts to this file, as JSON lines, in place of printing them.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of sampling.")] = None,
     key: KeyOption = None,
     insecure: InsecureOption = False,
     retry: RetryOption = 60.0,
@@ -59,13 +65,17 @@ def generate(
         raise UsageError("give one of --prompt, --prompts and --chat")
     if (top_p or top_k or number > 1) and not temperature:
         raise UsageError("--top-p, --top-k and --n need --temperature; without it, each text is the same")
+    if temperature and not 1 / _HOTTEST <= temperature <= _HOTTEST:
+        raise UsageError(f"--temperature {temperature:g}: give 0, or a number from {1 / _HOTTEST:g} to {_HOTTEST:g}")
     if chat and (output is not None or number > 1):
         raise UsageError("--chat prints one answer to each message; leave --output and --n out")
     if output is not None and output.exists():
         raise UsageError(f"--output {output}: the file exists; choose another one, or remove it")
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json)")
-    asked = _asked(prompt, prompts)
+    asked, before = _asked(prompt, prompts), _system_message(system)
+    if before and not chat:
+        asked = [_begun(one, before) for one in asked]
     if output is not None:
         writable(output)
     wait_passively(address)
@@ -73,6 +83,7 @@ def generate(
 
     from symbiosis import open_model
     from symbiosis.cli.data import Format
+    from symbiosis.cli.positions import positions_of
 
     form = Format() if adapter is None else Format.load(adapter)
     if chat and form.name not in ("", "chat"):
@@ -84,9 +95,10 @@ def generate(
             torch.manual_seed(seed)
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
-        writer = _Writer(model, base.symbiosis.tokenizer(), {**options, "stop_strings": stop or None})
+        positions = positions_of(base, None if adapter is None else model.active_peft_config)
+        writer = _Writer(model, base.symbiosis.tokenizer(), positions, {**options, "stop_strings": stop or None})
         if chat:
-            _chat(writer)
+            _chat(writer, before)
         elif output is None:
             for one in asked:
                 for _ in range(number):
@@ -96,19 +108,57 @@ def generate(
 
 
 def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
-    from symbiosis.cli.data import read_prompts
+    from symbiosis.cli.data import check_encodable, read_prompts
 
     if file is not None:
         return read_prompts(file)
-    return [] if prompt is None else [{"prompt": sys.stdin.read() if prompt == "-" else prompt}]
+    if prompt is None:
+        return []
+    if prompt == "-":
+        return [{"prompt": _typed(sys.stdin.read)}]
+    check_encodable(prompt, "--prompt")
+    return [{"prompt": prompt}]
+
+
+def _typed(read: Callable[[], str]) -> str:
+    """Return what is read from standard input. Raises UsageError if it is not UTF-8."""
+    from symbiosis.cli.data import check_encodable
+
+    try:
+        text = read()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not UTF-8 ({error.reason})") from error
+    check_encodable(text, "standard input")
+    return text
+
+
+def _system_message(text: str | None) -> list[dict[str, str]]:
+    from symbiosis.cli.data import check_encodable
+
+    check_encodable(text or "", "--system")
+    return [] if text is None else [{"role": "system", "content": text}]
+
+
+def _begun(asked: Mapping[str, Any], before: list[dict[str, str]]) -> Mapping[str, Any]:
+    """Return a prompt with messages that begin its conversation, unless it has a system message of its own."""
+    if "messages" not in asked:
+        raise UsageError("--system goes with --chat, and with --prompts whose records have messages")
+    own = any(one["role"] == "system" for one in asked["messages"])
+    return asked if own else {"messages": [*before, *asked["messages"]]}
 
 
 class _Writer:
-    """Generates texts with one model and fixed options."""
+    """Generates texts with one model and fixed options.
 
-    def __init__(self, model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
+    Args:
+        positions: largest number of tokens that the model can read, or None.
+        options: arguments of the model's ``generate``.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, positions: int | None, options: dict[str, Any]) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self._positions = positions
         ends = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._options = {name: value for name, value in options.items() if value is not None}
         self._options["pad_token_id"] = next((one for one in ends if one is not None), None)
@@ -126,11 +176,21 @@ class _Writer:
 
         if not ids:
             raise UsageError("the prompt is empty; give the model something to continue")
+        most = wanted = self._options["max_new_tokens"]
+        if self._positions is not None:
+            most = min(wanted, self._positions + 1 - len(ids))  # the last token is not read
+        if most < 1:
+            raise UsageError(f"the prompt has {len(ids)} tokens and the model {self._positions} positions; shorten it")
         prompt = torch.tensor([ids])
         streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
         made = self._model.generate(
-            input_ids=prompt, attention_mask=torch.ones_like(prompt), streamer=streamer, **self._options
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            streamer=streamer,
+            **{**self._options, "max_new_tokens": most},
         )
+        if made.shape[1] - len(ids) == most < wanted:
+            console(stderr=True).print(f"the text ends where the model's {self._positions} positions end")
         return str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
 
 
@@ -147,14 +207,14 @@ def _to_file(writer: _Writer, form: Any, asked: list[Mapping[str, Any]], number:
             steps("texts", index + 1, total)
 
 
-def _chat(writer: _Writer) -> None:
+def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:
+    """Answer the lines of standard input, in a conversation that begins with these messages."""
     from symbiosis.cli.data import chat_prompt
 
-    messages: list[dict[str, str]] = []
     out = console(stderr=True)
     while True:
         out.print("[bold]you:[/] ", end="")
-        line = sys.stdin.readline().strip()
+        line = _typed(sys.stdin.readline).strip()
         if not line:
             return
         messages.append({"role": "user", "content": line})

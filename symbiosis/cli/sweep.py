@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.cli.data import LOG_FILE
+from symbiosis.cli.folder import earlier_in, owned
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, toml_in
+from symbiosis.terminal.console import console, toml_in, visible, writable, write_json
 from symbiosis.terminal.progress import Steps
+from symbiosis.terminal.signals import heeded
 
 RESULTS_FILE = "results.json"
 """File in the folder of each run with its losses and results."""
@@ -27,10 +28,8 @@ _OWN = {"address", "sweep", "output", "json", "resume", "overwrite"}
 """Parameters of the command that a run of the file cannot change."""
 
 
-def sweep(context: typer.Context, file: Path, output: Path) -> tuple[dict[str, Any], str]:
-    """Run the command once for each table of a TOML file, all at once.
-
-    Return the results by the tables' names, and a text about runs that failed or were stopped; "" if there are none.
+def sweep(context: typer.Context, file: Path, output: Path) -> None:
+    """Run the command once for each table of a TOML file, all at once, and show and write the results.
 
     Args:
         context: the command, with the options that all runs have.
@@ -38,33 +37,61 @@ def sweep(context: typer.Context, file: Path, output: Path) -> tuple[dict[str, A
         output: each run writes to the folder of its name in it.
 
     Raises:
-        UsageError: the file is wrong.
+        UsageError: the file is wrong, the folders are in use or have earlier runs, or some runs failed.
+        typer.Exit: a signal has stopped runs.
     """
-    commands = {name: _command(context, changes, output / name) for name, changes in _read(context, file).items()}
+    runs, told = _read(context, file), context.params["json"]
+    resume = context.params["resume"]
+    writable(output, folder=True)
+    if told is not None:
+        writable(told)
+    signals: list[int] = []
+    with owned(output), heeded(signals.append):
+        if not resume:
+            for name in runs:
+                earlier_in(output / name, context.params["overwrite"])
+        before = {name: _written(output / name) for name in runs}
+        commands = {name: _command(context, changes, output / name) for name, changes in runs.items()}
+        codes = _run(commands, output, signals, "ab" if resume else "wb")
+        results = {name: _results(output / name) for name in runs if _written(output / name) != before[name]}
+        if told is not None:
+            write_json(told, {"address": context.params["address"], "runs": results})
+        _show(results)
+    # A run that had ended when the signal ended its process is complete.
+    codes |= {name: 0 for name, result in results.items() if not result["stopped"] and "error" not in result}
+    stopped = [name for name, code in codes.items() if signals and code in (-signals[0], 128 + signals[0])]
+    failed = [name for name, code in codes.items() if code and name not in stopped]
+    if failed:
+        error = _problem(output, failed, len(codes))
+        if not stopped:
+            raise UsageError(error)
+        console(stderr=True).print(escape(visible(error)), soft_wrap=True)
+    if stopped:
+        console(stderr=True).print(f"stopped: {', '.join(stopped)}; the same command with --resume continues")
+        raise typer.Exit(128 + signals[0])
+
+
+def _run(commands: dict[str, list[str]], output: Path, signals: list[int], mode: Literal["ab", "wb"]) -> dict[str, int]:
+    """Run the commands, pass signals on to them as they come, and return the exit status of each."""
+    processes = {}
     with ExitStack() as stack:
-        processes = {}
         for name, command in commands.items():
-            log = stack.enter_context((output / f"{name}.log").open("wb"))
+            log = stack.enter_context((output / f"{name}.log").open(mode))
+            # A session of its own: a terminal's Ctrl-C comes once.
             processes[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        with _forwarding(list(processes.values())):
-            _wait(processes, output)
-    codes = {name: process.returncode for name, process in processes.items()}
-    results = {name: _results(output / name) for name, code in codes.items() if code == 0}
-    _show(results)
-    failed = [name for name, code in codes.items() if code]
-    problem = ""
-    if failed:
-        text = (output / f"{failed[0]}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-        reason = next(
-            (line.strip(" │") for line in reversed(text) if any(map(str.isalpha, line))), "no reason is known"
-        )
-        problem = (
-            f"{len(failed)} of {len(codes)} runs ended early ({', '.join(failed)}); {failed[0]}: {reason}; "
-            f"their logs are in {output}, and --resume continues runs that have a checkpoint"
-        )
-    return results, problem
+        _wait(processes, output, signals)
+    return {name: process.returncode for name, process in processes.items()}
+
+
+def _problem(output: Path, failed: list[str], total: int) -> str:
+    text = (output / f"{failed[0]}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    reason = next((line.strip(" │") for line in reversed(text) if any(map(str.isalpha, line))), "no reason is known")
+    return (
+        f"{len(failed)} of {total} runs ended early ({', '.join(failed)}); {failed[0]}: {reason}; their logs are in "
+        f"{output}, and --resume continues runs that have a checkpoint"
+    )
 
 
 def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
@@ -89,6 +116,8 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
         if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT" and name not in ("sweep", "json")
     }
     values |= {**changes, "output": folder, "json": folder / RESULTS_FILE}
+    if values.get("resume") and not [*folder.glob("checkpoint-*"), *folder.glob("adapter_*")]:
+        values |= {"resume": False, "overwrite": True}  # this run was stopped before its first step, so it begins
     command = [sys.executable, "-m", "symbiosis.cli.main", str(context.info_name)]
     for parameter in context.command.params:
         value = values.get(str(parameter.name))
@@ -102,27 +131,17 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
     return command
 
 
-@contextmanager
-def _forwarding(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Send Ctrl-C and SIGTERM on to the runs. They have sessions of their own, so a terminal's Ctrl-C comes once."""
-
-    def forward(number: int, frame: Any) -> None:
-        for process in processes:
-            process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait(processes: dict[str, subprocess.Popen[bytes]], output: Path) -> None:
+def _wait(processes: dict[str, subprocess.Popen[bytes]], output: Path, signals: list[int]) -> None:
     shown: dict[str, int] = {}
+    passed = 0
     with Steps(console(stderr=True)) as steps:
         while True:
             ended = all(process.poll() is not None for process in processes.values())
+            for number in signals[passed:]:
+                passed += 1
+                console(stderr=True).print("\nstopping the runs after their steps; again to stop at once")
+                for process in processes.values():
+                    process.send_signal(number)
             for name in processes:
                 entry = _last_step(output / name / LOG_FILE)
                 if entry is not None and shown.get(name) != entry["step"]:
@@ -143,6 +162,12 @@ def _last_step(file: Path) -> dict[str, Any] | None:
     return next((entry for entry in entries if "max_steps" in entry), None)
 
 
+def _written(folder: Path) -> int:
+    """Return when the results of a run were written, in nanoseconds; 0 if there are none."""
+    file = folder / RESULTS_FILE
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
 def _results(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8"))
     return found
@@ -155,7 +180,8 @@ def _show(results: dict[str, Any]) -> None:
         return min((float(one["loss"]) for one in result["validation"]), default=float(result["losses"][-1]))
 
     table = Table("run", "steps", "loss", "validation", "adapter", box=box.SIMPLE_HEAD)
-    for name, result in sorted(results.items(), key=lambda pair: best(pair[1])):
+    begun = {name: result for name, result in results.items() if result["losses"]}
+    for name, result in sorted(begun.items(), key=lambda pair: best(pair[1])):
         losses = f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}"
         tested = f"{best(result):.3f}" if result["validation"] else "–"
         table.add_row(name, str(result["steps"]), losses, tested, result["adapter"])

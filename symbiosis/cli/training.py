@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model
@@ -23,6 +23,7 @@ from symbiosis.cli.data import IGNORED, LOG_FILE, Data
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console
 from symbiosis.terminal.progress import Steps
+from symbiosis.terminal.signals import heeded
 
 
 class Run:
@@ -92,13 +93,10 @@ class Run:
             out.print(f"the run had ended after step {state.global_step}; adapter in {self._output}", soft_wrap=True)
             return 0
         try:
-            with self._watch.shown(), _quiet_saves():
+            with Steps(out) as self._watch.steps, _quiet_saves():
                 self._trainer.train(resume_from_checkpoint=None if self._checkpoint is None else str(self._checkpoint))
         except SymbiosisError:
-            if self._watch.losses:
-                step = self._trainer.state.global_step
-                out.print(f"ended in an error after step {step}; adapter in {self._output}", soft_wrap=True)
-                self._save()
+            self._keep()
             raise
         state = self._trainer.state
         if self._watch.stopped:
@@ -114,6 +112,37 @@ class Run:
             text += f"; best validation loss {state.best_metric:.3f} at step {state.best_global_step}"
         out.print(f"{text}; adapter in {self._output}", soft_wrap=True)
         return self._watch.stopped
+
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Let a signal end training after the running step. A second one of its kind ends the process at once."""
+
+        def stop(number: int) -> None:
+            self._watch.signal = number
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            console(stderr=True).print("\nstopping after this step, with a checkpoint; again to stop at once")
+
+        with heeded(stop):
+            yield
+
+    def _keep(self) -> None:
+        """Save a checkpoint and the adapter after an error in a step. The executor has no part in either."""
+        out, step = console(stderr=True), self._trainer.state.global_step
+        if not self._watch.losses:
+            text = "in the first step" if self._checkpoint is None else f"before a step after {self._checkpoint.name}"
+            again = "--overwrite begins again" if self._checkpoint is None else "--resume continues"
+            out.print(f"ended in an error {text}; the same command with {again}", soft_wrap=True)
+            return
+        checkpoint = self._output / f"checkpoint-{step}"
+        if not (checkpoint / "trainer_state.json").is_file():
+            with _quiet_saves():
+                self._trainer.save_checkpoint(self._watch.random)
+        self._save()
+        out.print(
+            f"ended in an error after step {step}; adapter in {self._output}, checkpoint in {checkpoint}; the same "
+            "command with --resume continues",
+            soft_wrap=True,
+        )
 
     def _has_ended(self, checkpoint: Path) -> bool:
         """Return whether a run of as many steps or epochs ended with this checkpoint. If so, take over its state."""
@@ -182,6 +211,24 @@ class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
         model.train()
         return torch.tensor(backward_in_windows(model, self._prepare_inputs(inputs), self._window))
 
+    def save_checkpoint(self, random: _Random) -> None:
+        """Save a checkpoint of the last whole step, with the state that the random numbers had after it."""
+        torch.set_rng_state(random.cpu)
+        torch.cuda.set_rng_state_all(random.cuda)
+        self._save_checkpoint(self.model, trial=None)
+
+
+class _Random(NamedTuple):
+    """State of torch's random numbers."""
+
+    cpu: torch.Tensor
+    cuda: list[torch.Tensor]
+
+    @classmethod
+    def now(cls) -> _Random:
+        """Return the present state."""
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all())
+
 
 class _Padding:
     """Makes a batch of examples: ``input_ids``, ``attention_mask`` and ``labels``, each [examples, longest]."""
@@ -207,28 +254,17 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
     """Shows progress, writes the log, and ends training with a checkpoint when a signal comes."""
 
     def __init__(self, output: Path) -> None:
+        self.signal = 0
+        """The signal that has come, or 0."""
         self.stopped = 0
+        """The signal that has ended training early, or 0."""
         self.losses = 0
+        self.random = _Random.now()
+        """State after the last whole step."""
+        self.steps: Steps | None = None
+        """Where progress is shown."""
         self._file = output / LOG_FILE
-        self._steps: Steps | None = None
         self._note = ""
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show progress and heed signals meanwhile. A second signal ends the process at once."""
-
-        def stop(number: int, frame: Any) -> None:
-            self.stopped = number
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            console(stderr=True).print("\nstopping after this step, with a checkpoint; again to stop at once")
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            with Steps(console(stderr=True)) as self._steps:
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         lines = [json.dumps(entry) + "\n" for entry in state.log_history]  # of the checkpoint that is continued
@@ -242,12 +278,17 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             self._note += f"; validation {logs['eval_loss']:.3f}"
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**logs, "step": state.global_step, "max_steps": state.max_steps}) + "\n")
-        assert self._steps is not None
-        self._steps("fine-tuning", state.global_step, state.max_steps, self._note)
+        assert self.steps is not None
+        self.steps("fine-tuning", state.global_step, state.max_steps, self._note)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self.stopped:
+        self.random = _Random.now()
+        if self.signal:
+            self.stopped = self.signal
             control.should_save = control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.random = _Random.now()
 
 
 @contextlib.contextmanager

@@ -33,6 +33,8 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
     if folder.is_dir():
         if not (folder / str(options.get("subfolder", "")) / "config.json").is_file():
             raise UsageError(f"{model} has no config.json; give a folder that save_pretrained of a model has written")
+    elif folder.is_file():
+        raise UsageError(f"{model} is a file; give the folder of a model that has a config.json")
     elif not HUB_ID.fullmatch(str(model)):  # transformers would ask the hub for it
         raise UsageError(f"there is no folder {model}")
     try:
@@ -49,8 +51,23 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
     except OSError as error:
         if folder.is_dir():
             raise
-        reason = " ".join(str(error).split())
-        raise UsageError(f"there is no folder {model}, and the hub gives no model of this name ({reason})") from error
+        raise UsageError(f"there is no folder {model}, and {_why_not(error)}") from error
+
+
+def _why_not(error: BaseException) -> str:
+    """Return why the hub has given no model, in words that say what to do."""
+    from huggingface_hub import errors, is_offline_mode
+
+    cause = error.__cause__
+    if isinstance(cause, errors.GatedRepoError):
+        return "the hub gives this model only to accounts that may have it; log in with `hf auth login`"
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return "the hub has no model of this name; log in with `hf auth login` if it is a private one"
+    if is_offline_mode():
+        return "no model of this name was downloaded before; the hub is not asked, because HF_HUB_OFFLINE is set"
+    if isinstance(cause, errors.LocalEntryNotFoundError):
+        return "no model of this name was downloaded before; the hub cannot be reached"
+    return f"the hub gives no model of this name ({' '.join(str(error).split())})"
 
 
 def class_of(config: Any) -> Any:

@@ -37,6 +37,9 @@ _TICKS = 10
 """Parts of that time, each of which ends with a look at what has come. A batch on the event loop takes one at most."""
 LINES = 10
 """Lines of the log in a second about peers without a key."""
+LOOKS_OF_ONE = Limits().clients
+"""Connections of one tenant that are not clients. A client begins with such a look at the executor, so a lower limit of
+clients is not for them."""
 SWEEP_S = 1.0
 """Seconds between two looks at whether the key of a client was removed."""
 
@@ -122,8 +125,12 @@ class TcpListener:
         encrypted = self.keys is not None and carries_tensors(address)
         log.info("listening", address=self.address, encrypted=encrypted)
 
+    def clients_of(self, tenant: str) -> int:
+        """Return how many open client connections a tenant has."""
+        return sum(line.tenant == tenant and line.peer.session is not None for line in self.lines)
+
     def connections_of(self, tenant: str) -> int:
-        """Return how many open connections a tenant has, client connections and status connections."""
+        """Return how many open connections a tenant has, client connections, status connections and new ones."""
         return sum(line.tenant == tenant and not line.peer.gone for line in self.lines)
 
     def _sweep(self) -> None:
@@ -299,9 +306,12 @@ class TcpLine(StreamLine):
         }
 
     def admit(self, name: str) -> str:
-        others = self.listener.connections_of(self.tenant) - 1
-        if others >= self.listener.limits.clients:
-            raise BusyError(f"{self.tenant} has {others} connections here already; close one first")
+        listener = self.listener
+        clients, connections = listener.clients_of(self.tenant), listener.connections_of(self.tenant) - 1
+        if name and clients >= listener.limits.clients:
+            raise BusyError(f"{self.tenant} has {clients} clients here already; close one first")
+        if connections - clients >= max(listener.limits.clients, LOOKS_OF_ONE):
+            raise BusyError(f"{self.tenant} has {connections} connections here already; close one first")
         super().admit(name)
         return name if self.user is None else f"{self.tenant}/{name}"  # with keys, each tenant has names of its own
 

@@ -27,11 +27,10 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_chat_model(folder: Path) -> Path:
+def save_chat_model(folder: Path, architecture: str = "llama", positions: int = 256) -> Path:
     """Save a model of random weights and the tokenizer."""
     tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(folder)
-    tiny_model(vocab_size=len(tokenizer), eos_token_id=0, bos_token_id=1, max_position_embeddings=256).save_pretrained(
-        folder
-    )
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": positions}
+    tiny_model(architecture, eos_token_id=0, bos_token_id=1, **sizes).save_pretrained(folder)
     return folder

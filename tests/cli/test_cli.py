@@ -91,7 +91,7 @@ def test_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder nowhere, and the hub"),
+        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder nowhere, and "),
         (["serve", "./nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder ./nowhere"),
         (["serve", str(Path(__file__).parent), "--listen", "shm:///tmp/x.sock"], "has no config.json"),
         (["serve", "nowhere", "--listen", "carrier-pigeon://x"], "unknown transport"),

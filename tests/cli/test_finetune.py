@@ -255,6 +255,7 @@ def test_short_options_of_other_methods(
         (["--peft", "absent.json"], "cannot be read as JSON"),
         (["--resume"], "there is no checkpoint"),
         (["--lora", "targets=absent"], "--lora targets=absent"),
+        (["--log-to", "absent"], "an option is refused: absent is not supported"),
     ],
 )
 def test_wrong_options(service: Service, data: Path, tmp_path: Path, given: list[str], complaint: str) -> None:
@@ -262,6 +263,42 @@ def test_wrong_options(service: Service, data: Path, tmp_path: Path, given: list
     assert done.exit_code == 1
     assert complaint in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
+
+
+def test_the_loggers_of_transformers_get_each_step(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A callback in the place of a logger, because none of them is installed."""
+    from transformers import TrainerCallback
+    from transformers.integrations import integration_utils
+
+    seen: list[tuple[str, int]] = []
+
+    def logger(name: str) -> type[Any]:
+        class Logger(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+                seen.extend([(name, state.global_step)] * ("loss" in logs))
+
+        return Logger
+
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, name, logger(name))
+    more = "--steps", 2, "--log-to", "tensorboard", "--log-to", "wandb"
+    done = command(*options(service, data, tmp_path / "a", *more))
+    assert done.exit_code == 0, done.stderr
+    assert seen == [("tensorboard", 1), ("wandb", 1), ("tensorboard", 2), ("wandb", 2)]
+
+
+def test_a_logger_that_is_not_installed_is_named(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
+    done = command(*options(service, data, tmp_path / "a", "--steps", 1, "--log-to", "tensorboard"))
+    assert done.exit_code == 1
+    assert "an option is refused" in done.stderr
+    assert "tensorboard" in done.stderr.lower()
 
 
 @pytest.mark.parametrize(
@@ -325,6 +362,37 @@ def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Pa
 
 
 def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch_prompts(monkeypatch)
+    done = chat(service, "hi\nmore\n\n", "--max-new-tokens", "3")
+    assert done.exit_code == 0, done.stderr
+    assert len(seen) == 2
+    assert len(seen[1]) > len(seen[0])
+    assert seen[1][: len(seen[0])] == seen[0]
+
+
+def test_an_adapter_chats_as_it_has_learned(
+    service: Service, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = [("system", "be brief"), ("user", "hi"), ("assistant", "red")]
+    record = json.dumps({"messages": [{"role": role, "content": text} for role, text in conversation]})
+    (tmp_path / "data.jsonl").write_text("\n".join([record] * 8), encoding="utf-8")
+    assert command(*options(service, tmp_path / "data.jsonl", tmp_path / "a", "--steps", 25)).exit_code == 0
+    seen = watch_prompts(monkeypatch)
+    given = "--adapter", str(tmp_path / "a"), "--system", "be brief", "--max-new-tokens", "6"
+    done = chat(service, "hi\n\n", *given)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.strip() == "red"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(seen[0]) == "<system>be brief<user>hi<assistant>"
+    without = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    (tmp_path / "prompts.jsonl").write_text(f"{record}\n{without}", encoding="utf-8")
+    done = command("generate", service.address, "--prompts", str(tmp_path / "prompts.jsonl"), *given[2:])
+    assert done.exit_code == 0, done.stderr
+    assert seen == seen[:1] * 3, "a system message is put before messages that have none"
+
+
+def watch_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list to which the prompts of texts are added as they are generated."""
     seen: list[list[int]] = []
     from symbiosis.cli import generate
 
@@ -335,17 +403,15 @@ def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monke
         return write(self, ids, shown)
 
     monkeypatch.setattr(generate._Writer, "write", watched)
+    return seen
+
+
+def chat(service: Service, typed: str, *given: str) -> Any:
     from typer.testing import CliRunner
 
     from symbiosis.cli.commands import app
 
-    done = CliRunner().invoke(
-        app, ["generate", service.address, "--chat", "--max-new-tokens", "3"], input="hi\nmore\n\n"
-    )
-    assert done.exit_code == 0, done.stderr
-    assert len(seen) == 2
-    assert len(seen[1]) > len(seen[0])
-    assert seen[1][: len(seen[0])] == seen[0]
+    return CliRunner().invoke(app, ["generate", service.address, "--chat", *given], input=typed)
 
 
 @pytest.mark.parametrize(
@@ -357,6 +423,10 @@ def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monke
         (["--prompts", "absent.txt"], "absent.txt: cannot be read"),
         (["--chat", "--output", "answers.jsonl"], "--chat prints one answer to each message"),
         (["--prompt", "x", "--output", "pyproject.toml"], "--output pyproject.toml: the file exists"),
+        (["--prompt", "x", "--temperature", "1e-300"], "--temperature 1e-300: give 0, or a number from 1e-06 to 1e+06"),
+        (["--prompt", "x", "--temperature", "inf"], "--temperature inf: give 0"),
+        (["--prompt", "\udcff"], r"--prompt: \udcff is half of a character"),
+        (["--prompt", "x", "--system", "s"], "--system goes with --chat"),
     ],
 )
 def test_wrong_options_of_generate(given: list[str], complaint: str) -> None:
@@ -380,10 +450,32 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     assert ranks == [2, 8]
     assert "small" in done.stdout
     assert "fast" in done.stdout
+    log = (output / "small.log").read_bytes()
+    file.write_text('[new]\nlora = "r=2"\n[small]\nlora = "r=4"\n', encoding="utf-8")
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file))
     assert done.exit_code == 1
-    assert "2 of 2 runs ended early" in done.stderr
-    assert "of an earlier run" in " ".join(done.stderr.split())
+    assert f"--output {output}/small: there is a checkpoint-4 of an earlier run" in done.stderr
+    assert (output / "small.log").read_bytes() == log
+    assert not (output / "new").exists(), "no run begins if one is refused"
+    done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--resume", "--json", told))
+    assert done.exit_code == 1
+    assert "1 of 2 runs ended early (small)" in done.stderr
+    assert "peft was" in done.stderr
+    assert [*json.loads(told.read_text(encoding="utf-8"))["runs"]] == ["new"], "a run without a checkpoint begins"
+    assert (output / "small.log").read_bytes().startswith(log)
+
+
+def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.log").write_text("of the other sweep", encoding="utf-8")
+    (tmp_path / "sweep.toml").write_text("[one]\nseed = 1\n", encoding="utf-8")
+    with FileLock(tmp_path / "a" / ".lock"):
+        done = command(*options(service, data, tmp_path / "a", "--overwrite", "--sweep", tmp_path / "sweep.toml"))
+    assert done.exit_code == 1
+    assert "another run writes to it" in done.stderr
+    assert (tmp_path / "a" / "one.log").read_text(encoding="utf-8") == "of the other sweep"
 
 
 @pytest.mark.parametrize(

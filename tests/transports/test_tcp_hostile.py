@@ -248,10 +248,34 @@ async def test_clients_of_a_tenant_are_counted(base: Any, keys: Path) -> None:
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, keys=keys, limits=Limits(clients=1))
         async with symbiosis.connect(listener.address, key=keys / "alice.secret") as remote, remote.client():
-            with pytest.raises(RefusedError, match="alice has 1 connections here already"):
+            with pytest.raises(RefusedError, match="alice has 1 clients here already"):
                 await remote.client().open()
             async with symbiosis.connect(listener.address, key=keys / "bob.secret") as other, other.client() as bob:
                 await bob.forward(input_ids=IDS)
+
+
+async def test_looks_are_counted_apart_from_clients(base: Any) -> None:
+    """A client begins with a look at the executor, whose connection may be open still when the client joins."""
+    async with symbiosis.Executor(base) as executor:
+        listener = await executor.listen(LOCAL, limits=Limits(clients=1))
+
+        def look() -> Any:
+            socket = raw(listener.address)
+            socket.send(hello(None))
+            return socket, receive(socket)[0]
+
+        async def looks(count: int) -> list[Any]:
+            return [await in_thread(look) for _ in range(count)]
+
+        with contextlib.ExitStack() as stack:
+            first = await looks(1)
+            stack.enter_context(first[0][0])
+            async with symbiosis.connect(listener.address) as remote, remote.client() as alice:
+                await alice.forward(input_ids=IDS)
+                many = await looks(tcp_listener.LOOKS_OF_ONE)
+                for socket, _ in many:
+                    stack.enter_context(socket)
+                assert [type_ for _, type_ in many] == [Type.WELCOME] * (len(many) - 1) + [Type.ENDED]
 
 
 async def test_a_client_at_its_limits_waits_and_other_clients_do_not(base: Any) -> None:

@@ -1,0 +1,89 @@
+"""The output folder of a run of ``symbiosis finetune``: whose it is, and what an earlier run has left in it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from symbiosis.cli.data import LOG_FILE
+from symbiosis.errors import UsageError
+from symbiosis.terminal.console import console
+
+OPTIONS_FILE = "finetune.json"
+"""File in the output folder with the options of the run, for ``--resume``."""
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
+    try:
+        yield
+    finally:
+        (folder / ".lock").unlink(missing_ok=True)
+        lock.release()
+
+
+def earlier_in(folder: Path, overwrite: bool) -> list[Path]:
+    """Return what an earlier run has left in a folder.
+
+    Raises:
+        UsageError: there is something, and it may not be overwritten.
+    """
+    earlier = [*folder.glob("checkpoint-*"), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
+    if earlier and not overwrite:
+        raise UsageError(
+            f"--output {folder}: there is a {earlier[0].name} of an earlier run; choose another folder, --resume that "
+            "run, or --overwrite it"
+        )
+    return earlier
+
+
+def checkpoint_in(folder: Path) -> Path:
+    """Return the last complete checkpoint in a folder.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = [one for one in folder.glob("checkpoint-*") if _complete(one)]
+    if not found:
+        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
+    return max(found, key=lambda one: int(one.name.partition("-")[2]))
+
+
+def _complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint was written to its end. The trainer's state is written last."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_bytes())
+    except (OSError, ValueError) as error:
+        console(stderr=True).print(f"{checkpoint} is damaged and is passed over ({error})", soft_wrap=True)
+        return False
+    return True
+
+
+def check_same(folder: Path, kept: dict[str, Any]) -> None:
+    """Check that the run in a folder had the same options.
+
+    Raises:
+        UsageError: some differ, or they cannot be read.
+    """
+    try:
+        before = json.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
+    different = [name for name in kept if kept[name] != before.get(name)]
+    for name, what in (("data", "the examples"), ("model", "the weights of the model at this address")):
+        if name in different:
+            raise UsageError(f"--resume: {what} are not those of the run; give the same ones, or begin a new run")
+    if different:
+        text = ", ".join(f"{name} was {before.get(name)!r} and is {kept[name]!r}" for name in different)
+        raise UsageError(f"--resume: the options differ from those of the run ({text}); give the same ones")

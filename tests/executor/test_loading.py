@@ -1,0 +1,47 @@
+"""What is said when a hub gives no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import transformers
+from huggingface_hub import errors
+
+from symbiosis.errors import UsageError
+from symbiosis.executor.loading import load_model
+
+ANSWER = Mock(headers={})
+
+
+@pytest.mark.parametrize(
+    ("cause", "offline", "reason"),
+    [
+        (errors.LocalEntryNotFoundError("x"), True, "the hub is not asked, because HF_HUB_OFFLINE is set"),
+        (errors.LocalEntryNotFoundError("x"), False, "the hub cannot be reached"),
+        (errors.RepositoryNotFoundError("x", response=ANSWER), False, "has no model of this name; log in"),
+        (errors.GatedRepoError("x", response=ANSWER), False, "only to accounts that may have it"),
+        (None, False, "the hub gives no model of this name"),
+    ],
+)
+def test_why_a_hub_gives_no_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cause: Any, offline: bool, reason: str
+) -> None:
+    error = OSError("Check your internet connection")
+    error.__cause__ = cause
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", Mock(side_effect=error))
+    monkeypatch.setattr("huggingface_hub.is_offline_mode", lambda: offline)
+    with pytest.raises(UsageError, match=reason) as found:
+        load_model("some/model")
+    assert str(found.value).startswith("there is no folder some/model, and ")
+    assert ("internet" in str(found.value)) == (cause is None)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(UsageError, match="is a file; give the folder"):
+        load_model(file)
