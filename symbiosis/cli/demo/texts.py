@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import random
-import re
 from pathlib import Path
+from pydoc_data import topics as pydoc_topics
 from typing import Any
 
 import torch
@@ -15,34 +14,22 @@ Batch = dict[str, torch.Tensor]
 
 
 def topics() -> list[str]:
-    """Return the topics of ``help()``: some 420,000 characters of English, without underlines and drawn tables."""
-    from pydoc_data.topics import topics as texts
-
-    drawn = re.compile(r"\s*[+|]|[*=~^-]{3,}$")
-    return [
-        "\n".join(line for line in texts[name].split("\n") if not drawn.match(line)).strip() for name in sorted(texts)
-    ]
+    """Return the topics of ``help()``: some 500,000 characters of English."""
+    return list(pydoc_topics.topics.values())
 
 
-def docstrings(module: str, contains: str = "") -> list[str]:
-    """Return a module's docstrings that contain a string, read from its source; none if the module is missing."""
+def docstrings(module: str) -> list[str]:
+    """Return the docstrings in a module's source, or :func:`topics` where the module is not installed."""
     spec = importlib.util.find_spec(module)
-    if spec is None or not spec.has_location or not str(spec.origin).endswith(".py"):
-        return []
-    tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented))
-    return [text for text in found if text and contains in text]
+    if spec is None:  # some Linux distributions package tkinter and turtle apart from Python
+        return topics()
+    nodes = ast.walk(ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8")))
+    found = [ast.get_docstring(node) for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    return list(filter(None, found))
 
 
 def make_batches(texts: list[str], tokenizer: Any, *, steps: int, size: int, length: int, seed: int) -> list[Batch]:
-    """Return one batch for each step: ``input_ids``, ``attention_mask`` and ``labels``, each [size, length]."""
-    encoded = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts)
-    ids = [token for tokens in encoded for token in (*tokens, tokenizer.eos_token_id)]
-    rng = random.Random(seed)
-    batches = []
-    for _ in range(steps):
-        starts = [rng.randrange(len(ids) - length + 1) for _ in range(size)]
-        rows = torch.tensor([ids[start : start + length] for start in starts])
-        batches.append({"input_ids": rows, "attention_mask": torch.ones_like(rows), "labels": rows.clone()})
-    return batches
+    """Return one batch for each step: ``input_ids`` and ``labels``, both [size, length], from random places."""
+    ids = torch.tensor(tokenizer(tokenizer.eos_token.join(texts))["input_ids"])
+    starts = torch.randint(len(ids) - length, (steps, size, 1), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": rows, "labels": rows} for rows in ids[starts + torch.arange(length)]]
