@@ -78,7 +78,7 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> dict[str, Any]:
 
     def show(job: Job, run: Run) -> None:
         total = len(job.batches) + 2 * len(job.prompts)
-        done = len(run.losses) + len(run.texts)
+        done = len(run.losses) + len(run.before) + len(run.after)
         steps(f"{job.name:<5} {job.method:<13}", done, total, f"loss {run.losses[-1]:.2f}" if run.losses else "")
 
     out.print("\nfour tenants at once on one executor", style="bold")
@@ -89,5 +89,5 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> dict[str, Any]:
             base, mean_batch = run(run_shared(folder, policy, jobs, show))
     out.print("\nthe same jobs with plain transformers + PEFT, in turn", style="bold")
     with Steps(out) as steps:
-        plain_base = max([run_plain(folder, job, show) for job in jobs])
-    return summarize(policy, tokenizer, jobs, mean_batch, base, plain_base)
+        plain_base = sum(run_plain(folder, job, show) for job in jobs)
+    return summarize(policy, tokenizer, jobs, mean_batch, {"shared": base, "plain": plain_base})

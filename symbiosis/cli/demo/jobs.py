@@ -6,20 +6,20 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_config, get_peft_model
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
-from symbiosis import Client, Executor
+from symbiosis import Executor
 from symbiosis.cli.demo.texts import Batch, docstrings, make_batches
 from symbiosis.terminal.top import between, read, screen, view
 
 NEW_TOKENS = 64
-"""Length of each generated text."""
 STEPS, BATCH, LENGTH = 50, 2, 48
 """Training steps of each tenant, sequences in a batch, and tokens in a sequence."""
 WATCH_S = 1.0
@@ -33,7 +33,7 @@ TENANTS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
     ("carol", "rsLoRA", RSLORA, "tkinter", 3e-3, ["Return the", "Set the"]),
     ("dave", "prefix tuning", PREFIX, "argparse", 1e-1, ["The argument", "Return"]),
 ]
-"""Tenant, PEFT method, its options, module whose docstrings it learns from, learning rate, and prompts of its own."""
+"""Name, PEFT method, its options, module whose docstrings the tenant learns from, learning rate, and own prompts."""
 PROMPTS = ["A list is", 'The "with" statement', "When an exception is raised"]
 """Prompts of every tenant."""
 
@@ -43,20 +43,15 @@ Report = Callable[["Job", "Run"], None]
 
 @dataclass
 class Run:
-    """What a job gave, in one of the two ways."""
+    """What a job gave, in one of the two ways. Texts are token ids and include their prompts."""
 
     before: list[list[int]] = field(default_factory=list)
-    """Token ids of the texts before training, prompts included."""
     losses: list[float] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
     marks: list[float] = field(default_factory=list)
     """Times in seconds at which it began, began to train, ended training, and ended."""
     memory: dict[str, int] = field(default_factory=dict)
     """Bytes that the job needs beside the base model: adapter, gradients, optimizer, activations."""
-
-    @property
-    def texts(self) -> list[list[int]]:
-        return self.before + self.after
 
 
 @dataclass
@@ -65,37 +60,23 @@ class Job:
 
     name: str
     method: str
-    """Name of the PEFT method in tables."""
     options: dict[str, Any]
-    """Options of the PEFT method."""
     learns: str
-    """Name of the training text in tables."""
     rate: float
     batches: list[Batch]
     prompts: list[Any]
-    """The tokenizer's output for each prompt."""
     seed: int
     shared: Run = field(default_factory=Run)
     plain: Run = field(default_factory=Run)
     gaps: list[float] = field(default_factory=list)
     """For each text, by how much plain PEFT prefers its first token that differs; 0 if the texts are equal."""
 
-    def config(self) -> Any:
-        """Return a new configuration of its PEFT method."""
-        from peft import get_peft_config
-
-        return get_peft_config({"task_type": "CAUSAL_LM", **self.options})
-
-    def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """Return the optimizer of the model's adapter."""
-        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=self.rate)
-
     @property
     def tokens(self) -> int:
         """Tokens trained on and generated."""
         trained = sum(batch["input_ids"].numel() for batch in self.batches)
         given = 2 * sum(prompt["input_ids"].numel() for prompt in self.prompts)
-        return trained + sum(map(len, self.plain.texts)) - given
+        return trained + sum(map(len, self.plain.before + self.plain.after)) - given
 
     @property
     def difference(self) -> float:
@@ -106,11 +87,12 @@ class Job:
 
 
 def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
-    """Return the jobs of four tenants, each with a PEFT method and a text of its own."""
+    """Return the jobs of the four tenants."""
     jobs = []
     for number, (name, method, options, module, rate, own) in enumerate(TENANTS, seed):
         batches = make_batches(docstrings(module), tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
         prompts = [tokenizer(text, return_tensors="pt") for text in own + PROMPTS]
+        options = {"task_type": "CAUSAL_LM", **options}
         jobs.append(Job(name, method, options, f"docstrings of {module.strip('_')}", rate, batches, prompts, number))
     return jobs
 
@@ -120,22 +102,14 @@ async def run_shared(
 ) -> tuple[int, float]:
     """Run all jobs at once on one executor. Return the bytes of the base model, and the mean requests of a batch.
 
-    With a console, ``watch``, show there what the executor does.
+    The console ``watch`` shows what the executor does.
     """
-    async with Executor.from_pretrained(folder, policy=policy) as executor, AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(executor.client(job.config(), name=job.name, seed=job.seed)) for job in jobs
-        ]
-        executor.reset_statistics()
-        watching = None if watch is None else asyncio.create_task(_watch(executor, watch))
-        try:
-            await asyncio.gather(*(_work(client, job, report) for client, job in zip(clients, jobs, strict=True)))
-        finally:
-            if watching is not None:
-                watching.cancel()
-        # Weights that are packed for decoding are in memory a second time while clients train.
-        base = executor.sharing.served + executor.sharing.held + executor.status()["unpacked_bytes"]
-        return base, executor.statistics().mean_batch
+    async with Executor.from_pretrained(folder, policy=policy) as executor:
+        watching = asyncio.create_task(_watch(executor, watch)) if watch else None
+        sizes = await asyncio.gather(*(_run_client(executor, job, report) for job in jobs))
+        if watching:
+            watching.cancel()
+        return max(sizes), executor.statistics().mean_batch
 
 
 async def _watch(executor: Executor, out: Console) -> None:
@@ -148,30 +122,31 @@ async def _watch(executor: Executor, out: Console) -> None:
             before = now
 
 
-async def _work(client: Client, job: Job, report: Report) -> None:
-    """Do a job as a client of an executor."""
-    run, optimizer = job.shared, job.optimizer(client.model)
-    await client.run(_write, client.model, job, run, run.before, report)
-    for batch in job.batches:
-        run.losses.append(await client.train_step(batch, optimizer))
-        report(job, run)
-    await client.run(_write, client.model, job, run, run.after, report)
-    run.memory = await client.run(_memory, client.model, optimizer, job.batches[-1])
+async def _run_client(executor: Executor, job: Job, report: Report) -> int:
+    """Run a job as a client of an executor. Return the bytes of the base model."""
+    async with executor.client(get_peft_config(job.options), name=job.name, seed=job.seed) as client:
+        run, model = job.shared, client.model
+        await client.run(_write, model, job, run, run.before, report)
+        optimizer = _adamw(model, job)
+        for batch in job.batches:
+            run.losses.append(await client.train_step(batch, optimizer))
+            report(job, run)
+        await client.run(_write, model, job, run, run.after, report)
+        run.memory = await client.run(_memory, model, optimizer, job.batches[-1])
+        # Weights that are packed for decoding are in memory a second time while clients train.
+        return executor.sharing.served + executor.sharing.held + int(executor.status()["unpacked_bytes"])
 
 
 def run_plain(folder: Path, job: Job, report: Report) -> int:
-    """Do a job on a base model of its own, with nothing of symbiosis. Return the bytes of that model."""
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
+    """Run a job on a base model of its own, with nothing of symbiosis. Return the bytes of that model."""
     base = AutoModelForCausalLM.from_pretrained(folder)
     size: int = base.get_memory_footprint()
     torch.manual_seed(job.seed)
-    model = get_peft_model(base, job.config())
-    run, optimizer = job.plain, job.optimizer(model)
+    run, model = job.plain, get_peft_model(base, get_peft_config(job.options))
     _write(model, job, run, run.before, report)
     job.gaps = [_gap(model, *texts) for texts in zip(job.shared.before, run.before, strict=True)]
     model.train()
+    optimizer = _adamw(model, job)
     for batch in job.batches:
         loss = model(**batch).loss
         loss.backward()
@@ -185,8 +160,12 @@ def run_plain(folder: Path, job: Job, report: Report) -> int:
     return size
 
 
+def _adamw(model: Any, job: Job) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=job.rate)
+
+
 def _write(model: Any, job: Job, run: Run, texts: list[list[int]], report: Report) -> None:
-    """Generate a text for each prompt, with a client's model as with a plain one."""
+    """Generate a text for each prompt."""
     model.eval()
     run.marks.append(time.monotonic())
     for prompt in job.prompts:
@@ -196,7 +175,6 @@ def _write(model: Any, job: Job, run: Run, texts: list[list[int]], report: Repor
 
 
 def _gap(model: Any, ours: list[int], plain: list[int]) -> float:
-    """Return by how much a plain model prefers its own token at the first difference of two texts; 0 if none differs."""
     if ours == plain:
         return 0.0
     differ = [position for position, pair in enumerate(zip(ours, plain, strict=False)) if pair[0] != pair[1]]

@@ -21,18 +21,18 @@ TOLERANCE = 1e-3
 TIE = 1e-2
 """Largest difference of two tokens' logits at which either may follow."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # readers with colour blindness can tell them apart
-WAYS = {"shared": "at once", "plain": "plain"}
-"""The two ways in which the jobs ran, and their names in the picture."""
+WAYS = {"shared": "four tenants at once", "plain": "plain jobs in turn; memory: side by side"}
+"""The two ways in which the jobs ran, and their names in the table."""
 
 Data = dict[str, Any]
 
 
-def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, base: int, plain_base: int) -> Data:
+def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, bases: dict[str, int]) -> Data:
     """Return all results. Times are in seconds, sizes in bytes.
 
     Args:
         mean_batch: requests in a batch of the executor.
-        base, plain_base: bytes of the base model: the executor's, at most, and that of one plain job.
+        bases: bytes of the executor's base model, at most, and of the plain jobs' base models together.
     """
 
     def told(run: Run) -> Data:
@@ -46,8 +46,7 @@ def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, b
     ]
     began, ended = (pick(mark for job in jobs for mark in job.shared.marks) for pick in (min, max))
     seconds = {"shared": ended - began, "plain": sum(job.plain.marks[-1] - job.plain.marks[0] for job in jobs)}
-    bases = {"shared": base, "plain": plain_base * len(jobs)}
-    sizes = {way: bases[way] + _own_bytes(tenants, way) for way in WAYS}
+    sizes = {way: bases[way] + sum(sum(tenant[way]["memory"].values()) for tenant in tenants) for way in WAYS}
     return {
         "throughput_ratio": seconds["plain"] / seconds["shared"],
         "memory_ratio": sizes["shared"] / sizes["plain"],
@@ -60,10 +59,6 @@ def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, b
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
         "tenants": tenants,
     }
-
-
-def _own_bytes(tenants: list[Data], way: str) -> int:
-    return sum(sum(tenant[way]["memory"].values()) for tenant in tenants)
 
 
 def problems(tenant: Data) -> list[str]:
@@ -99,11 +94,9 @@ def show(out: Console, results: Data) -> None:
     out.print(table)
     table = Table("", "seconds", "tokens/s", "mean batch", "memory", box=box.SIMPLE_HEAD)
     tokens = sum(tenant["tokens"] for tenant in results["tenants"])
-    names = {"shared": "four tenants at once", "plain": "plain jobs in turn; memory: side by side"}
-    batches = {"shared": results["mean_batch"], "plain": 1}
-    for way, name in names.items():
+    for (way, name), batch in zip(WAYS.items(), (results["mean_batch"], 1), strict=True):
         seconds, size = results["seconds"][way], results["bytes"][way]
-        table.add_row(name, f"{seconds:.1f}", f"{tokens / seconds:.0f}", f"{batches[way]:.2f}", f"{size / 1e6:.0f} MB")
+        table.add_row(name, f"{seconds:.1f}", f"{tokens / seconds:.0f}", f"{batch:.2f}", f"{size / 1e6:.0f} MB")
     ratios = [f"{results[name]:.2f}×" for name in ("throughput_ratio", "memory_ratio")]
     table.add_row("ratio", "", ratios[0], "", ratios[1], style="bold")
     out.print(table)
@@ -120,12 +113,12 @@ def plot(results: Data, file: Path) -> None:
         f"{results['memory_ratio']:.2f}× the memory of plain jobs side by side"
     )
     tenants = results["tenants"]
-    names = [f"{name}: {tenant['name']}" for name in WAYS.values() for tenant in tenants]
-    for row, (way, tenant) in enumerate(itertools.product(WAYS, tenants)):
+    rows = [(way, tenant) for way in WAYS for tenant in tenants]
+    for row, (way, tenant) in enumerate(rows):
         began = min(each[way]["marks"][0] for each in tenants)
         parts = [(start - began, end - start) for start, end in itertools.pairwise(tenant[way]["marks"])]
         axes["time"].broken_barh(parts, (row - 0.4, 0.8), facecolors=[COLOURS[0], COLOURS[1], COLOURS[0]])
-    axes["time"].set_yticks(range(len(names)), names)
+    axes["time"].set_yticks(range(len(rows)), [f"{way}: {tenant['name']}" for way, tenant in rows])
     axes["time"].invert_yaxis()
     axes["time"].set(title="When each job generates (blue) and trains (orange)", xlabel="seconds")
     for tenant, colour in zip(tenants, COLOURS, strict=True):
@@ -133,12 +126,9 @@ def plot(results: Data, file: Path) -> None:
         axes["loss"].plot(tenant["plain"]["losses"], color=colour, alpha=0.3, linewidth=5)
         axes["loss"].plot(tenant["shared"]["losses"], color=colour, linewidth=1.3, label=label)
     axes["loss"].set(title="Training losses (wide lines: plain PEFT)", xlabel="step", ylabel="nats per token")
-    ways = ["at once", "plain, side by side"]
-    bases = [results["base_bytes"][way] / 1e6 for way in WAYS]
-    axes["memory"].bar(ways, bases, 0.6, label="base model")
-    own = [_own_bytes(tenants, way) / 1e6 for way in WAYS]
-    axes["memory"].bar(ways, own, 0.6, bases, label="adapters, AdamW, activations")
-    axes["memory"].set(title="Memory of the four jobs", ylabel="MB")
+    for part, label in (("bytes", "adapters, AdamW, activations"), ("base_bytes", "base model")):
+        axes["memory"].bar(list(WAYS), [results[part][way] / 1e6 for way in WAYS], 0.6, label=label)
+    axes["memory"].set(title="Memory of the four jobs, plain ones side by side", ylabel="MB")
     for panel in ("loss", "memory"):
         axes[panel].legend(fontsize=9)
     figure.savefig(file, format="png")
