@@ -1,4 +1,4 @@
-"""The demo's base model: a Llama and its tokenizer, trained once on text that ships with CPython, and cached."""
+"""The demo's base model: a Llama and its tokenizer, trained once on the topics of Python's ``help()``, and cached."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 
-from symbiosis.cli.demo.texts import Batch, make_batches, topics
 from symbiosis.errors import UsageError
 
+Batch = dict[str, torch.Tensor]
 Progress = Callable[[int, int, float], None]
 """Called with the step, the number of steps and the loss."""
 
@@ -28,7 +29,6 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 5,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
-    "pad_token_id": 0,
 }
 STEPS, BATCH, LENGTH = 160, 12, 96
 LIMIT_S = 90.0
@@ -36,47 +36,50 @@ LIMIT_S = 90.0
 
 
 def cache_folder() -> Path:
-    """Return the folder for files that can be made again: ``$XDG_CACHE_HOME/symbiosis``, or ``~/.cache/symbiosis``."""
+    """Return ``$XDG_CACHE_HOME/symbiosis``, or ``~/.cache/symbiosis`` if the variable has no absolute path."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification has relative paths ignored.
     return (home if home.is_absolute() else Path.home() / ".cache") / "symbiosis"
 
 
 def base_model(progress: Progress) -> Path:
-    """Return the folder of the trained model. Train it if this file and the texts have no model in the cache yet.
+    """Return the folder of the model that this file trains. Train it if it is not in the cache.
 
     Raises:
         UsageError: the cache cannot be written.
     """
-    made_from = Path(__file__).read_text(encoding="utf-8") + "".join(topics())
-    folder = cache_folder() / f"demo-{hashlib.sha256(made_from.encode()).hexdigest()[:12]}"
+    folder = cache_folder() / f"demo-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         workplace = tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent)
     except OSError as error:
-        raise UsageError(
-            f"cannot cache the demo's model ({error}); set XDG_CACHE_HOME to a folder that can be written to"
-        ) from error
+        raise UsageError(f"cannot cache the demo's model: {error}; set XDG_CACHE_HOME to another folder") from error
     with workplace as partial:
-        complete = _train(Path(partial) / "model", progress)
+        _train(Path(partial) / "model", progress)
         with contextlib.suppress(OSError):  # another process has made it in the meantime
-            complete.rename(folder)
+            (Path(partial) / "model").rename(folder)
     return folder
 
 
-def _train(folder: Path, progress: Progress) -> Path:
+def _train(folder: Path, progress: Progress) -> None:
     from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM
 
-    # Token 0 of this byte-level BPE tokenizer ends a text.
-    tokenizer = GPT2Tokenizer().train_new_from_iterator(topics(), CONFIG["vocab_size"], show_progress=False)
+    texts = list(topics.values())
+    # The end of a text is token 0 of this byte-level BPE tokenizer.
+    tokenizer = GPT2Tokenizer().train_new_from_iterator(texts, CONFIG["vocab_size"], show_progress=False)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    fit(model, make_batches(topics(), tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=0), progress)
+    fit(model, make_batches(texts, tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=0), progress)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
+
+
+def make_batches(texts: list[str], tokenizer: Any, *, steps: int, size: int, length: int, seed: int) -> list[Batch]:
+    """Return one batch for each step: ``input_ids`` and ``labels``, both [size, length], from random places."""
+    ids = torch.tensor(tokenizer(tokenizer.eos_token.join(texts))["input_ids"])
+    starts = torch.randint(len(ids) - length, (steps, size, 1), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": rows, "labels": rows} for rows in ids[starts + torch.arange(length)]]
 
 
 def fit(model: Any, batches: list[Batch], progress: Progress) -> None:
@@ -100,7 +103,7 @@ def fit(model: Any, batches: list[Batch], progress: Progress) -> None:
         model.zero_grad()
         loss.backward()
         for optimizer in optimizers:
-            rate = optimizer.defaults["lr"]
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 20, max(0.02, (1 - done) / 0.6))
+            rate = optimizer.defaults["lr"] * min(1.0, (step + 1) / 20, max(0.02, (1 - done) / 0.6))
+            optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
         progress(step + 1, len(batches), loss.item())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -16,14 +19,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from symbiosis import Executor
-from symbiosis.cli.demo.texts import Batch, docstrings, make_batches
+from symbiosis.cli.demo.base_model import Batch, make_batches
 from symbiosis.terminal.top import between, read, screen, view
 
-NEW_TOKENS = 64
 STEPS, BATCH, LENGTH = 50, 2, 48
 """Training steps of each tenant, sequences in a batch, and tokens in a sequence."""
+NEW_TOKENS = 64
 WATCH_S = 1.0
-"""Seconds between two looks at the executor."""
 LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": "all-linear"}
 RSLORA = {"peft_type": "LORA", "r": 32, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}
 PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 16}
@@ -33,9 +35,9 @@ TENANTS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
     ("carol", "rsLoRA", RSLORA, "tkinter", 3e-3, ["Return the", "Set the"]),
     ("dave", "prefix tuning", PREFIX, "argparse", 1e-1, ["The argument", "Return"]),
 ]
-"""Name, PEFT method, its options, module whose docstrings the tenant learns from, learning rate, and own prompts."""
+"""Name, PEFT method, its options, module whose docstrings the tenant learns from, learning rate, and two prompts."""
 PROMPTS = ["A list is", 'The "with" statement', "When an exception is raised"]
-"""Prompts of every tenant."""
+"""Further prompts of every tenant."""
 
 Report = Callable[["Job", "Run"], None]
 """Called after each training step and each text."""
@@ -75,8 +77,8 @@ class Job:
     def tokens(self) -> int:
         """Tokens trained on and generated."""
         trained = sum(batch["input_ids"].numel() for batch in self.batches)
-        given = 2 * sum(prompt["input_ids"].numel() for prompt in self.prompts)
-        return trained + sum(map(len, self.plain.before + self.plain.after)) - given
+        prompts = sum(len(prompt["input_ids"][0]) for prompt in self.prompts)
+        return trained + sum(map(len, self.plain.before + self.plain.after)) - 2 * prompts
 
     @property
     def difference(self) -> float:
@@ -86,11 +88,21 @@ class Job:
         return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
+def _docstrings(module: str) -> list[str]:
+    """Return the docstrings in a module's source, or the topics of ``help()`` if the module is not installed."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:  # some Linux distributions package tkinter and turtle apart from Python
+        return list(topics.values())
+    nodes = ast.walk(ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8")))
+    found = [ast.get_docstring(node) for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    return list(filter(None, found))
+
+
 def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
     """Return the jobs of the four tenants."""
     jobs = []
     for number, (name, method, options, module, rate, own) in enumerate(TENANTS, seed):
-        batches = make_batches(docstrings(module), tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
+        batches = make_batches(_docstrings(module), tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
         prompts = [tokenizer(text, return_tensors="pt") for text in own + PROMPTS]
         options = {"task_type": "CAUSAL_LM", **options}
         jobs.append(Job(name, method, options, f"docstrings of {module.strip('_')}", rate, batches, prompts, number))
@@ -127,7 +139,7 @@ async def _run_client(executor: Executor, job: Job, report: Report) -> int:
     async with executor.client(get_peft_config(job.options), name=job.name, seed=job.seed) as client:
         run, model = job.shared, client.model
         await client.run(_write, model, job, run, run.before, report)
-        optimizer = _adamw(model, job)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate)
         for batch in job.batches:
             run.losses.append(await client.train_step(batch, optimizer))
             report(job, run)
@@ -146,7 +158,7 @@ def run_plain(folder: Path, job: Job, report: Report) -> int:
     _write(model, job, run, run.before, report)
     job.gaps = [_gap(model, *texts) for texts in zip(job.shared.before, run.before, strict=True)]
     model.train()
-    optimizer = _adamw(model, job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate)
     for batch in job.batches:
         loss = model(**batch).loss
         loss.backward()
@@ -158,10 +170,6 @@ def run_plain(folder: Path, job: Job, report: Report) -> int:
     job.gaps += [_gap(model, *texts) for texts in zip(job.shared.after, run.after, strict=True)]
     run.memory = _memory(model, optimizer, job.batches[-1])
     return size
-
-
-def _adamw(model: Any, job: Job) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=job.rate)
 
 
 def _write(model: Any, job: Job, run: Run, texts: list[list[int]], report: Report) -> None:

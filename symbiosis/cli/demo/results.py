@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from symbiosis.cli.demo.jobs import Job, Run
+from symbiosis.cli.demo.jobs import Job
 
 TOLERANCE = 1e-3
 """Largest relative difference of two losses that counts as equal."""
@@ -28,29 +28,18 @@ Data = dict[str, Any]
 
 
 def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, bases: dict[str, int]) -> Data:
-    """Return all results. Times are in seconds, sizes in bytes.
+    """Return all results, given the bytes of the executor's base model and of all plain jobs' base models.
 
-    Args:
-        mean_batch: requests in a batch of the executor.
-        bases: bytes of the executor's base model, at most, and of the plain jobs' base models together.
+    Times are in seconds, sizes in bytes.
     """
-
-    def told(run: Run) -> Data:
-        before, after = (tokenizer.batch_decode(texts, skip_special_tokens=True) for texts in (run.before, run.after))
-        return asdict(run) | {"before": before, "after": after}
-
-    tenants = [
-        {name: getattr(job, name) for name in ("name", "method", "learns", "tokens", "difference", "gaps")}
-        | {way: told(getattr(job, way)) for way in WAYS}
-        for job in jobs
-    ]
+    tenants = [_tenant(job, tokenizer) for job in jobs]
     began, ended = (pick(mark for job in jobs for mark in job.shared.marks) for pick in (min, max))
     seconds = {"shared": ended - began, "plain": sum(job.plain.marks[-1] - job.plain.marks[0] for job in jobs)}
     sizes = {way: bases[way] + sum(sum(tenant[way]["memory"].values()) for tenant in tenants) for way in WAYS}
     return {
         "throughput_ratio": seconds["plain"] / seconds["shared"],
         "memory_ratio": sizes["shared"] / sizes["plain"],
-        "agrees": not any(map(problems, tenants)),
+        "agrees": not any(tenant["problems"] for tenant in tenants),
         "policy": policy,
         "seconds": seconds,
         "bytes": sizes,
@@ -61,17 +50,17 @@ def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, b
     }
 
 
-def problems(tenant: Data) -> list[str]:
-    """Return what differs from plain transformers + PEFT by more than rounding."""
-    who = f"{tenant['name']} ({tenant['method']})"
-    found = []
-    if tenant["difference"] > TOLERANCE:
-        found.append(f"{who}: losses differ by {tenant['difference']:.1e}, relative to plain PEFT's")
-    texts = [tenant[way]["before"] + tenant[way]["after"] for way in WAYS]
-    for gap, ours, plain in zip(tenant["gaps"], *texts, strict=True):
-        if not gap <= TIE:
-            found.append(f"{who}: {ours!r} in place of {plain!r}")
-    return found
+def _tenant(job: Job, tokenizer: Any) -> Data:
+    """Return a tenant's results, and what differs from plain transformers + PEFT by more than rounding."""
+    told = {name: getattr(job, name) for name in ("name", "method", "learns", "tokens", "difference", "gaps")}
+    for way, run in (("shared", job.shared), ("plain", job.plain)):
+        before, after = (tokenizer.batch_decode(texts, skip_special_tokens=True) for texts in (run.before, run.after))
+        told[way] = asdict(run) | {"before": before, "after": after}
+    texts = zip(job.gaps, *(told[way]["before"] + told[way]["after"] for way in WAYS), strict=True)
+    problems = [f"{ours!r} in place of {plain!r}" for gap, ours, plain in texts if not gap <= TIE]
+    if job.difference > TOLERANCE:
+        problems.insert(0, f"losses differ by {job.difference:.1e}, relative to plain PEFT's")
+    return told | {"problems": [f"{job.name} ({job.method}): {problem}" for problem in problems]}
 
 
 def show(out: Console, results: Data) -> None:
@@ -89,7 +78,7 @@ def show(out: Console, results: Data) -> None:
             *(tenant[name] for name in ("name", "method", "learns")),
             f"{sum(losses[:5]) / len(losses[:5]):.2f} → {sum(losses[-5:]) / len(losses[-5:]):.2f}",
             f"{tenant['difference']:.0e}",
-            "[red]differ[/]" if problems(tenant) else verdict,
+            "[red]differ[/]" if tenant["problems"] else verdict,
         )
     out.print(table)
     table = Table("", "seconds", "tokens/s", "mean batch", "memory", box=box.SIMPLE_HEAD)
@@ -103,11 +92,11 @@ def show(out: Console, results: Data) -> None:
 
 
 def plot(results: Data, file: Path) -> None:
-    """Draw what ran when, the losses, and the memory."""
+    """Draw what ran when, and the losses."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6.4), dpi=120, layout="constrained")
-    axes = figure.subplot_mosaic([["time", "time"], ["loss", "memory"]], height_ratios=[1, 1.2])
+    times, losses = figure.subplots(2, height_ratios=[1, 1.2])
     figure.suptitle(
         f"Four tenants on one base model: {results['throughput_ratio']:.1f}× the throughput of plain jobs in turn, "
         f"{results['memory_ratio']:.2f}× the memory of plain jobs side by side"
@@ -117,18 +106,14 @@ def plot(results: Data, file: Path) -> None:
     for row, (way, tenant) in enumerate(rows):
         began = min(each[way]["marks"][0] for each in tenants)
         parts = [(start - began, end - start) for start, end in itertools.pairwise(tenant[way]["marks"])]
-        axes["time"].broken_barh(parts, (row - 0.4, 0.8), facecolors=[COLOURS[0], COLOURS[1], COLOURS[0]])
-    axes["time"].set_yticks(range(len(rows)), [f"{way}: {tenant['name']}" for way, tenant in rows])
-    axes["time"].invert_yaxis()
-    axes["time"].set(title="When each job generates (blue) and trains (orange)", xlabel="seconds")
+        times.broken_barh(parts, (row - 0.4, 0.8), facecolors=[COLOURS[0], COLOURS[1], COLOURS[0]])
+    times.set_yticks(range(len(rows)), [f"{way}: {tenant['name']}" for way, tenant in rows])
+    times.invert_yaxis()
+    times.set(title="When each job generates (blue) and trains (orange)", xlabel="seconds")
     for tenant, colour in zip(tenants, COLOURS, strict=True):
         label = f"{tenant['name']}: {tenant['method']}"
-        axes["loss"].plot(tenant["plain"]["losses"], color=colour, alpha=0.3, linewidth=5)
-        axes["loss"].plot(tenant["shared"]["losses"], color=colour, linewidth=1.3, label=label)
-    axes["loss"].set(title="Training losses (wide lines: plain PEFT)", xlabel="step", ylabel="nats per token")
-    for part, label in (("bytes", "adapters, AdamW, activations"), ("base_bytes", "base model")):
-        axes["memory"].bar(list(WAYS), [results[part][way] / 1e6 for way in WAYS], 0.6, label=label)
-    axes["memory"].set(title="Memory of the four jobs, plain ones side by side", ylabel="MB")
-    for panel in ("loss", "memory"):
-        axes[panel].legend(fontsize=9)
+        losses.plot(tenant["plain"]["losses"], color=colour, alpha=0.3, linewidth=5)
+        losses.plot(tenant["shared"]["losses"], color=colour, linewidth=1.3, label=label)
+    losses.set(title="Training losses (wide lines: plain PEFT)", xlabel="step", ylabel="nats per token")
+    losses.legend(fontsize=9)
     figure.savefig(file, format="png")
