@@ -69,6 +69,7 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")  # of each other's old names
     with Steps(out) as steps:
         folder = base_model(lambda done, total, loss: steps("base model", done, total, f"training; loss {loss:.2f}"))
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -183,6 +183,7 @@ def _write(model: Any, job: Job, run: Run, texts: list[list[int]], report: Repor
 
 
 def _gap(model: Any, ours: list[int], plain: list[int]) -> float:
+    """Return by how much a plain model prefers its text's first token that differs from ours."""
     if ours == plain:
         return 0.0
     differ = [position for position, pair in enumerate(zip(ours, plain, strict=False)) if pair[0] != pair[1]]
