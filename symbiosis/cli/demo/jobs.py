@@ -30,7 +30,8 @@ LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "ta
 RSLORA = {"peft_type": "LORA", "r": 32, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}
 PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 16}
 TENANTS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
-    ("alice", "LoRA", LORA, "turtle", 3e-3, ["Move the turtle", "Return the"]),
+    # At twice the rate, differences from rounding grow to 1e-3 if the base model had time for few training steps.
+    ("alice", "LoRA", LORA, "turtle", 1.5e-3, ["Move the turtle", "Return the"]),
     ("bob", "IA3", {"peft_type": "IA3"}, "_pydecimal", 3e-2, ["Returns the", ">>> ExtendedContext"]),
     ("carol", "rsLoRA", RSLORA, "tkinter", 3e-3, ["Return the", "Set the"]),
     ("dave", "prefix tuning", PREFIX, "argparse", 1e-1, ["The argument", "Return"]),
