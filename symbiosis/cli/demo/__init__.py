@@ -1,1 +1,4 @@
-"""``symbiosis demo``: four tenants on one base model, checked against plain transformers + PEFT."""
+"""``symbiosis demo``: four tenants on one base model, checked against plain transformers + PEFT.
+
+Start reading at :mod:`symbiosis.cli.demo.command`.
+"""

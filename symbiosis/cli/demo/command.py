@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import BrokenError
 from symbiosis.terminal.console import console, writable, write_json
-from symbiosis.terminal.top import between, read, screen, view
 
 if TYPE_CHECKING:
     from symbiosis.cli.demo.jobs import Job, Run
-    from symbiosis.cli.demo.results import Results
-
-
-class DisagreementError(BrokenError):
-    """A tenant's result is not that of plain transformers + PEFT."""
+    from symbiosis.cli.demo.results import Data
 
 
 def demo(
@@ -51,48 +43,33 @@ def demo(
     if json is not None:
         writable(json)
     results = _run(out, policy, seed, watch)
-    results.print(out)
-    picture = output / "demo.png"
-    results.plot(picture)
-    out.print(f"plot: {escape(str(picture))}", soft_wrap=True)
+    from symbiosis.cli.demo.results import plot, show
+
+    show(out, results)
+    plot(results, output / "demo.png")
+    out.print(f"plot: {output / 'demo.png'}", markup=False, soft_wrap=True)
     if json is not None:
-        write_json(json, results.data())
-        out.print(f"results: {escape(str(json))}", soft_wrap=True)
+        write_json(json, results)
+        out.print(f"results: {json}", markup=False, soft_wrap=True)
     out.print(f"took {time.monotonic() - started:.0f} s", style="dim")
-    problems = [problem for job in results.jobs for problem in results.problems(job)]
-    if problems:
-        raise DisagreementError("not what plain transformers + PEFT gives:\n  " + "\n  ".join(problems))
+    if problems := [problem for tenant in results["tenants"] for problem in tenant["problems"]]:
+        raise BrokenError("not what plain transformers + PEFT gives:\n  " + "\n  ".join(problems))
 
 
-@contextlib.contextmanager
-def _live(out: Console) -> Iterator[Callable[[dict[str, Any]], object]]:
-    """Yield a function that shows what an executor did since the last call, given its status."""
-    before: dict[str, Any] | None = None
-
-    def look(status: dict[str, Any]) -> None:
-        nonlocal before
-        now = read(status)
-        show(view(between(now, before)))
-        before = now
-
-    with screen(out) as show:
-        yield look
-
-
-def _run(out: Console, policy: str, seed: int, watch: bool) -> Results:
+def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
+    """Run the jobs in both ways, and return the results."""
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
     from symbiosis.cli.demo.base_model import base_model
     from symbiosis.cli.demo.jobs import make_jobs, run_plain, run_shared
-    from symbiosis.cli.demo.results import Results
+    from symbiosis.cli.demo.results import summarize
     from symbiosis.terminal.loop import run
     from symbiosis.terminal.progress import Steps
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|peft")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"peft")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")  # of each other's old names
     with Steps(out) as steps:
         folder = base_model(lambda done, total, loss: steps("base model", done, total, f"training; loss {loss:.2f}"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -105,12 +82,11 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Results:
 
     out.print("\nfour tenants at once on one executor", style="bold")
     if watch:
-        with _live(out) as look:
-            base, mean_batch = run(run_shared(folder, policy, jobs, lambda job, run: None, look))
+        base, mean_batch = run(run_shared(folder, policy, jobs, lambda job, run: None, out))
     else:
         with Steps(out) as steps:
             base, mean_batch = run(run_shared(folder, policy, jobs, show))
     out.print("\nthe same jobs with plain transformers + PEFT, in turn", style="bold")
     with Steps(out) as steps:
-        plain_base = max([run_plain(folder, job, show) for job in jobs])
-    return Results(policy, tokenizer, jobs, mean_batch, base, plain_base)
+        plain_base = sum(run_plain(folder, job, show) for job in jobs)
+    return summarize(policy, tokenizer, jobs, mean_batch, {"shared": base, "plain": plain_base})

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from peft import get_peft_config, get_peft_model
+from rich.console import Console
+from transformers import AutoModelForCausalLM
 
-from symbiosis import Client, Executor
-from symbiosis.cli.demo.texts import Batch, docstrings, make_batches, topics
+from symbiosis import Executor
+from symbiosis.cli.demo.base_model import Batch, make_batches
+from symbiosis.terminal.top import between, read, screen, view
 
-NEW_TOKENS = 64
-"""Length of each generated text."""
 STEPS, BATCH, LENGTH = 50, 2, 48
 """Training steps of each tenant, sequences in a batch, and tokens in a sequence."""
+NEW_TOKENS = 64
 WATCH_S = 1.0
-"""Seconds between two looks at the executor."""
-PLANS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
-    ("alice", "LoRA", {"r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": "all-linear"}, "turtle", 3e-3,
-     ["Move the turtle", "Return the"]),
-    ("bob", "IA3", {}, "_pydecimal", 3e-2, ["Returns the", ">>> ExtendedContext"]),
-    ("carol", "rsLoRA", {"r": 32, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}, "tkinter", 3e-3,
-     ["Return the", "Set the"]),
-    ("dave", "prefix tuning", {"num_virtual_tokens": 16}, "argparse", 1e-1, ["The argument", "Return"]),
-]  # fmt: skip
-"""Tenant, PEFT method, its options, module whose docstrings it learns from, learning rate, and prompts."""
+LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": "all-linear"}
+RSLORA = {"peft_type": "LORA", "r": 32, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]}
+PREFIX = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 16}
+TENANTS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
+    # At twice the rate, differences from rounding grow to 1e-3 if the base model had time for few training steps.
+    ("alice", "LoRA", LORA, "turtle", 1.5e-3, ["Move the turtle", "Return the"]),
+    ("bob", "IA3", {"peft_type": "IA3"}, "_pydecimal", 3e-2, ["Returns the", ">>> ExtendedContext"]),
+    ("carol", "rsLoRA", RSLORA, "tkinter", 3e-3, ["Return the", "Set the"]),
+    ("dave", "prefix tuning", PREFIX, "argparse", 1e-1, ["The argument", "Return"]),
+]
+"""Name, PEFT method, its options, module whose docstrings the tenant learns from, learning rate, and two prompts."""
+PROMPTS = ["A list is", 'The "with" statement', "When an exception is raised"]
+"""Further prompts of every tenant."""
 
 Report = Callable[["Job", "Run"], None]
 """Called after each training step and each text."""
@@ -38,10 +46,9 @@ Report = Callable[["Job", "Run"], None]
 
 @dataclass
 class Run:
-    """What a job gave, in one of the two ways."""
+    """What a job gave, in one of the two ways. Texts are token ids and include their prompts."""
 
     before: list[list[int]] = field(default_factory=list)
-    """Token ids of the texts before training, prompts included."""
     losses: list[float] = field(default_factory=list)
     after: list[list[int]] = field(default_factory=list)
     marks: list[float] = field(default_factory=list)
@@ -56,34 +63,23 @@ class Job:
 
     name: str
     method: str
-    """Name of the PEFT method in tables."""
     options: dict[str, Any]
-    """Options of the PEFT method."""
     learns: str
-    """Name of the training text in tables."""
     rate: float
     batches: list[Batch]
-    prompts: list[torch.Tensor]
-    """Token ids [1, tokens] of each prompt."""
+    prompts: list[Any]
     seed: int
     shared: Run = field(default_factory=Run)
     plain: Run = field(default_factory=Run)
     gaps: list[float] = field(default_factory=list)
     """For each text, by how much plain PEFT prefers its first token that differs; 0 if the texts are equal."""
 
-    def config(self) -> Any:
-        """Return a new configuration of its PEFT method."""
-        import peft
-
-        kinds = {"IA3": peft.IA3Config, "prefix tuning": peft.PrefixTuningConfig}
-        return kinds.get(self.method, peft.LoraConfig)(task_type="CAUSAL_LM", **self.options)
-
     @property
     def tokens(self) -> int:
         """Tokens trained on and generated."""
         trained = sum(batch["input_ids"].numel() for batch in self.batches)
-        texts = zip(self.plain.before + self.plain.after, self.prompts * 2, strict=True)
-        return trained + sum(len(text) - prompt.shape[1] for text, prompt in texts)
+        prompts = sum(len(prompt["input_ids"][0]) for prompt in self.prompts)
+        return trained + sum(map(len, self.plain.before + self.plain.after)) - 2 * prompts
 
     @property
     def difference(self) -> float:
@@ -93,93 +89,77 @@ class Job:
         return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
+def _docstrings(module: str) -> list[str]:
+    """Return the docstrings in a module's source, or the topics of ``help()`` if the module is not installed."""
+    spec = importlib.util.find_spec(module)
+    if spec is None:  # some Linux distributions package tkinter and turtle apart from Python
+        return list(topics.values())
+    nodes = ast.walk(ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8")))
+    found = [ast.get_docstring(node) for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    return list(filter(None, found))
+
+
 def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
-    """Return the jobs of four tenants, each with a PEFT method and a text of its own."""
+    """Return the jobs of the four tenants."""
     jobs = []
-    for number, (name, method, options, module, rate, own) in enumerate(PLANS, seed):
-        documents = docstrings(module) or topics()
-        batches = make_batches(documents, tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
-        texts = [*own, "A list is", 'The "with" statement', "When an exception is raised"]
-        prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
+    for number, (name, method, options, module, rate, own) in enumerate(TENANTS, seed):
+        batches = make_batches(_docstrings(module), tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
+        prompts = [tokenizer(text, return_tensors="pt") for text in own + PROMPTS]
+        options = {"task_type": "CAUSAL_LM", **options}
         jobs.append(Job(name, method, options, f"docstrings of {module.strip('_')}", rate, batches, prompts, number))
     return jobs
 
 
-def write(model: Any, job: Job, run: Run, report: Report) -> None:
-    """Generate the texts, with a client's model as with a plain one."""
-    texts = run.after if run.losses else run.before
-    model.eval()
-    run.marks.append(time.monotonic())
-    for prompt in job.prompts:
-        options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-        texts.append(model.generate(prompt, do_sample=False, no_repeat_ngram_size=4, **options)[0].tolist())
-        if run is job.plain:
-            job.gaps.append(_gap(model, (job.shared.before + job.shared.after)[len(job.gaps)], texts[-1]))
-        report(job, run)
-    run.marks.append(time.monotonic())
-
-
-def _adamw(model: Any, job: Job) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=job.rate)
-
-
-async def _work(client: Client, job: Job, report: Report) -> None:
-    """Do a job as a client of an executor."""
-    run = job.shared
-    await client.run(write, client.model, job, run, report)
-    optimizer = _adamw(client.model, job)
-    for batch in job.batches:
-        run.losses.append(await client.train_step(batch, optimizer))
-        report(job, run)
-    await client.run(write, client.model, job, run, report)
-    run.memory = await client.run(_memory, client.model, optimizer, job.batches[-1])
-
-
 async def run_shared(
-    folder: Path, policy: str, jobs: list[Job], report: Report, watch: Callable[[dict[str, Any]], object] | None = None
+    folder: Path, policy: str, jobs: list[Job], report: Report, watch: Console | None = None
 ) -> tuple[int, float]:
     """Run all jobs at once on one executor. Return the bytes of the base model, and the mean requests of a batch.
 
-    Each second, ``watch`` is called with the executor's status.
+    The console ``watch`` shows what the executor does.
     """
-    async with Executor.from_pretrained(folder, policy=policy) as executor, AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(executor.client(job.config(), name=job.name, seed=job.seed)) for job in jobs
-        ]
-        executor.reset_statistics()
-        watching = None if watch is None else asyncio.create_task(_watch(executor, watch))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for client, job in zip(clients, jobs, strict=True):
-                    group.create_task(_work(client, job, report))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None  # the other jobs were cancelled because of it
-        finally:
-            if watching is not None:
-                watching.cancel()
+    async with Executor.from_pretrained(folder, policy=policy) as executor:
+        watching = asyncio.create_task(_watch(executor, watch)) if watch else None
+        sizes = await asyncio.gather(*(_run_client(executor, job, report) for job in jobs))
+        if watching:
+            watching.cancel()
+        return max(sizes), executor.statistics().mean_batch
+
+
+async def _watch(executor: Executor, out: Console) -> None:
+    before = None
+    with screen(out) as show:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = read(executor.status())
+            show(view(between(now, before)))
+            before = now
+
+
+async def _run_client(executor: Executor, job: Job, report: Report) -> int:
+    """Run a job as a client of an executor. Return the bytes of the base model."""
+    async with executor.client(get_peft_config(job.options), name=job.name, seed=job.seed) as client:
+        run, model = job.shared, client.model
+        await client.run(_write, model, job, run, run.before, report)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate)
+        for batch in job.batches:
+            run.losses.append(await client.train_step(batch, optimizer))
+            report(job, run)
+        await client.run(_write, model, job, run, run.after, report)
+        run.memory = await client.run(_memory, model, optimizer, job.batches[-1])
         # Weights that are packed for decoding are in memory a second time while clients train.
-        base = executor.sharing.served + executor.sharing.held + executor.status()["unpacked_bytes"]
-        return base, executor.statistics().mean_batch
-
-
-async def _watch(executor: Executor, watch: Callable[[dict[str, Any]], object]) -> None:
-    while True:
-        await asyncio.sleep(WATCH_S)
-        watch(executor.status())
+        return executor.sharing.served + executor.sharing.held + int(executor.status()["unpacked_bytes"])
 
 
 def run_plain(folder: Path, job: Job, report: Report) -> int:
     """Run a job on a base model of its own, with nothing of symbiosis. Return the bytes of that model."""
-    from peft import get_peft_model
-    from transformers import AutoModelForCausalLM
-
     base = AutoModelForCausalLM.from_pretrained(folder)
-    size = sum(_storages([*base.parameters(), *base.buffers()]).values())
+    size: int = base.get_memory_footprint()
     torch.manual_seed(job.seed)
-    run, model = job.plain, get_peft_model(base, job.config())
-    write(model, job, run, report)
+    run, model = job.plain, get_peft_model(base, get_peft_config(job.options))
+    _write(model, job, run, run.before, report)
+    job.gaps = [_gap(model, *texts) for texts in zip(job.shared.before, run.before, strict=True)]
     model.train()
-    optimizer = _adamw(model, job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate)
     for batch in job.batches:
         loss = model(**batch).loss
         loss.backward()
@@ -187,12 +167,24 @@ def run_plain(folder: Path, job: Job, report: Report) -> int:
         optimizer.zero_grad()
         run.losses.append(loss.item())
         report(job, run)
-    write(model, job, run, report)
+    _write(model, job, run, run.after, report)
+    job.gaps += [_gap(model, *texts) for texts in zip(job.shared.after, run.after, strict=True)]
     run.memory = _memory(model, optimizer, job.batches[-1])
     return size
 
 
+def _write(model: Any, job: Job, run: Run, texts: list[list[int]], report: Report) -> None:
+    """Generate a text for each prompt."""
+    model.eval()
+    run.marks.append(time.monotonic())
+    for prompt in job.prompts:
+        texts.append(model.generate(**prompt, max_new_tokens=NEW_TOKENS, no_repeat_ngram_size=4)[0].tolist())
+        report(job, run)
+    run.marks.append(time.monotonic())
+
+
 def _gap(model: Any, ours: list[int], plain: list[int]) -> float:
+    """Return by how much a plain model prefers its text's first token that differs from ours."""
     if ours == plain:
         return 0.0
     differ = [position for position, pair in enumerate(zip(ours, plain, strict=False)) if pair[0] != pair[1]]
@@ -205,24 +197,17 @@ def _gap(model: Any, ours: list[int], plain: list[int]) -> float:
 
 def _memory(model: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> dict[str, int]:
     """Return the bytes of a job's tensors beside the base model. Runs a forward pass, as in training."""
-    saved: list[torch.Tensor] = []
+    saved: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(**batch).loss  # has to live until the tensors are counted
-    mine = {*_storages(model.parameters()), *_storages(model.buffers())}
-    activations = sum(size for address, size in _storages(saved).items() if address not in mine)
-    del loss
-    adapter = sum(_storages(p for p in model.parameters() if p.requires_grad).values())
-    state = sum(_storages(value for values in optimizer.state.values() for value in values.values()).values())
-    return {"adapter": adapter, "gradients": adapter, "optimizer": state, "activations": activations}
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage behind some tensors, by its address."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+        model(**batch)
+    for parameter in model.parameters():
+        saved.pop(parameter.untyped_storage().data_ptr(), None)
+    adapter = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    state = sum(value.nbytes for values in optimizer.state.values() for value in values.values())
+    return {"adapter": adapter, "gradients": adapter, "optimizer": state, "activations": sum(saved.values())}

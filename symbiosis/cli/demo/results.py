@@ -1,4 +1,4 @@
-"""The results of the demo: tables, picture and JSON."""
+"""The results of the demo as plain data, and as tables and a picture that are made of the data."""
 
 from __future__ import annotations
 
@@ -9,136 +9,111 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from symbiosis.cli.demo.jobs import Job, Run
+from symbiosis.cli.demo.jobs import Job
 
 TOLERANCE = 1e-3
 """Largest relative difference of two losses that counts as equal."""
 TIE = 1e-2
 """Largest difference of two tokens' logits at which either may follow."""
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # readers with colour blindness can tell them apart
-_WAYS = ("shared", "plain")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # readers with colour blindness can tell them apart
+WAYS = {"shared": "four tenants at once", "plain": "plain jobs in turn; memory: side by side"}
+"""The two ways in which the jobs ran, and their names in the table."""
+
+Data = dict[str, Any]
 
 
-class Results:
-    """Compares the jobs at once with the plain jobs in turn.
+def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, bases: dict[str, int]) -> Data:
+    """Return all results, given the bytes of the executor's base model and of all plain jobs' base models.
 
-    Args:
-        mean_batch: requests in a batch of the executor.
-        base, plain_base: bytes of the base model: the executor's, at most, and that of a plain job.
+    Times are in seconds, sizes in bytes.
     """
+    tenants = [_tenant(job, tokenizer) for job in jobs]
+    began, ended = (pick(mark for job in jobs for mark in job.shared.marks) for pick in (min, max))
+    seconds = {"shared": ended - began, "plain": sum(job.plain.marks[-1] - job.plain.marks[0] for job in jobs)}
+    sizes = {way: bases[way] + sum(sum(tenant[way]["memory"].values()) for tenant in tenants) for way in WAYS}
+    return {
+        "throughput_ratio": seconds["plain"] / seconds["shared"],
+        "memory_ratio": sizes["shared"] / sizes["plain"],
+        "agrees": not any(tenant["problems"] for tenant in tenants),
+        "policy": policy,
+        "seconds": seconds,
+        "bytes": sizes,
+        "base_bytes": bases,
+        "mean_batch": mean_batch,
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
+        "tenants": tenants,
+    }
 
-    def __init__(
-        self, policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, base: int, plain_base: int
-    ) -> None:
-        self.jobs, self._policy, self._tokenizer, self._mean_batch = jobs, policy, tokenizer, mean_batch
-        self._runs = [job.shared for job in jobs], [job.plain for job in jobs]
-        self._bases = base, plain_base * len(jobs)
-        self._own = [sum(sum(run.memory.values()) for run in runs) for runs in self._runs]
-        self._bytes = [base + own for base, own in zip(self._bases, self._own, strict=True)]
-        self._began = min(run.marks[0] for run in self._runs[0])
-        shared_s = max(run.marks[-1] for run in self._runs[0]) - self._began
-        self._seconds = shared_s, sum(run.marks[-1] - run.marks[0] for run in self._runs[1])
-        self.throughput_ratio = self._seconds[1] / self._seconds[0]
-        self.memory_ratio = self._bytes[0] / self._bytes[1]
 
-    def problems(self, job: Job) -> list[str]:
-        """Return what differs from plain transformers + PEFT by more than rounding."""
-        found = []
-        if not job.difference <= TOLERANCE:
-            found.append(f"losses differ by {job.difference:.1e}, relative to plain PEFT's")
-        texts = zip(job.gaps, job.shared.before + job.shared.after, job.plain.before + job.plain.after, strict=True)
-        found += [
-            f"{self._decode(ours)!r} in place of {self._decode(plain)!r}"
-            for gap, ours, plain in texts
-            if not gap <= TIE
-        ]
-        return [f"{job.name} ({job.method}): {problem}" for problem in found]
+def _tenant(job: Job, tokenizer: Any) -> Data:
+    """Return a tenant's results, and what differs from plain transformers + PEFT by more than rounding."""
+    told = {name: getattr(job, name) for name in ("name", "method", "learns", "tokens", "difference", "gaps")}
+    for way, run in (("shared", job.shared), ("plain", job.plain)):
+        before, after = (tokenizer.batch_decode(texts, skip_special_tokens=True) for texts in (run.before, run.after))
+        told[way] = asdict(run) | {"before": before, "after": after}
+    texts = zip(job.gaps, *(told[way]["before"] + told[way]["after"] for way in WAYS), strict=True)
+    problems = [f"{ours!r} in place of {plain!r}" for gap, ours, plain in texts if not gap <= TIE]
+    if job.difference > TOLERANCE:
+        problems.insert(0, f"losses differ by {job.difference:.1e}, relative to plain PEFT's")
+    return told | {"problems": [f"{job.name} ({job.method}): {problem}" for problem in problems]}
 
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def print(self, out: Console) -> None:
-        """Print a sample and the tables."""
-        first = self.jobs[0]
-        out.print(f"\n[bold]a text of {first.name}[/], before and after training on {first.learns}:")
-        for texts in (first.shared.before, first.shared.after):
-            out.print(f"  {' '.join(self._decode(texts[0]).split())}", markup=False)
-        table = Table("tenant", "PEFT", "learns from", "loss", "difference", "texts", box=box.SIMPLE_HEAD)
-        for job in self.jobs:
-            ties, count = sum(gap > 0 for gap in job.gaps), len(job.gaps)
-            verdict = f"all {count} equal" if not ties else f"{count - ties} equal, {ties} with tied tokens"
-            verdict = "[red]differ[/]" if self.problems(job) else verdict
-            begins, ends = (sum(part) / len(part) for part in (job.shared.losses[:5], job.shared.losses[-5:]))
-            losses = f"{begins:.2f} → {ends:.2f}"
-            table.add_row(job.name, job.method, job.learns, losses, f"{job.difference:.0e}", verdict)
-        out.print(table)
-        table = Table("", "seconds", "tokens/s", "mean batch", "memory", box=box.SIMPLE_HEAD)
-        tokens = sum(job.tokens for job in self.jobs)
-        names = "four tenants at once", "plain jobs in turn; memory: side by side"
-        batches = f"{self._mean_batch:.2f}", "1.00"
-        for name, seconds, batch, size in zip(names, self._seconds, batches, self._bytes, strict=True):
-            table.add_row(name, f"{seconds:.1f}", f"{tokens / seconds:.0f}", batch, f"{size / 1e6:.0f} MB")
-        table.add_row("ratio", "", f"{self.throughput_ratio:.2f}×", "", f"{self.memory_ratio:.2f}×", style="bold")
-        out.print(table)
-
-    def data(self) -> dict[str, Any]:
-        """Return everything as plain data. Times are in seconds, sizes in bytes."""
-        import torch
-
-        return {
-            "throughput_ratio": self.throughput_ratio,
-            "memory_ratio": self.memory_ratio,
-            "agrees": not any(self.problems(job) for job in self.jobs),
-            "policy": self._policy,
-            "seconds": dict(zip(_WAYS, self._seconds, strict=True)),
-            "bytes": dict(zip(_WAYS, self._bytes, strict=True)),
-            "base_bytes": dict(zip(_WAYS, self._bases, strict=True)),
-            "mean_batch": self._mean_batch,
-            "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
-            "tenants": [
-                {name: getattr(job, name) for name in ("name", "method", "learns", "tokens", "difference", "gaps")}
-                | {"shared": self._run_data(job.shared), "plain": self._run_data(job.plain)}
-                for job in self.jobs
-            ],
-        }
-
-    def _run_data(self, run: Run) -> dict[str, Any]:
-        return asdict(run) | {when: [*map(self._decode, getattr(run, when))] for when in ("before", "after")}
-
-    def plot(self, file: Path) -> None:
-        """Draw what ran when, the losses, and the memory."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(12, 6.4), dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplot_mosaic([["time", "time"], ["loss", "memory"]], height_ratios=[1, 1.2])
-        figure.suptitle(
-            f"Four tenants on one base model: {self.throughput_ratio:.1f}× the throughput of plain jobs in turn, "
-            f"{self.memory_ratio:.2f}× the memory of plain jobs side by side"
+def show(out: Console, results: Data) -> None:
+    """Print a sample and the tables."""
+    first = results["tenants"][0]
+    out.print(f"\n[bold]a text of {first['name']}[/], before and after training on {first['learns']}:")
+    for when in ("before", "after"):
+        out.print(f"  {' '.join(first['shared'][when][0].split())}", markup=False)
+    table = Table("tenant", "PEFT", "learns from", "loss", "difference", "texts", box=box.SIMPLE_HEAD)
+    for tenant in results["tenants"]:
+        ties, count = sum(gap > 0 for gap in tenant["gaps"]), len(tenant["gaps"])
+        verdict = f"all {count} equal" if not ties else f"{count - ties} equal, {ties} with tied tokens"
+        losses = tenant["shared"]["losses"]
+        table.add_row(
+            *(tenant[name] for name in ("name", "method", "learns")),
+            f"{sum(losses[:5]) / len(losses[:5]):.2f} → {sum(losses[-5:]) / len(losses[-5:]):.2f}",
+            f"{tenant['difference']:.0e}",
+            "[red]differ[/]" if tenant["problems"] else verdict,
         )
-        plain_s = [run.marks[-1] - run.marks[0] for run in self._runs[1]]
-        begins = [*(run.marks[0] - self._began for run in self._runs[0]), *itertools.accumulate([0.0, *plain_s[:-1]])]
-        for row, (run, begin) in enumerate(zip((*self._runs[0], *self._runs[1]), begins, strict=True)):
-            for (start, end), part in zip(itertools.pairwise(run.marks), (0, 1, 0), strict=True):
-                axes["time"].barh(row, end - start, left=begin + start - run.marks[0], color=_COLOURS[part])
-        names = [f"{way}: {job.name}" for way in ("at once", "plain") for job in self.jobs]
-        axes["time"].set_yticks(range(len(names)), names)
-        axes["time"].invert_yaxis()
-        axes["time"].set(title="When each job generates (blue) and trains (orange)", xlabel="seconds")
-        for job, colour in zip(self.jobs, _COLOURS, strict=True):
-            axes["loss"].plot(job.plain.losses, color=colour, alpha=0.3, linewidth=5)
-            axes["loss"].plot(job.shared.losses, color=colour, linewidth=1.3, label=f"{job.name}: {job.method}")
-        axes["loss"].set(title="Training losses (wide lines: plain PEFT)", xlabel="step", ylabel="nats per token")
-        bases, own = ([size / 1e6 for size in sizes] for sizes in (self._bases, self._own))
-        ways = ["at once", "plain, side by side"]
-        axes["memory"].bar(ways, bases, 0.6, label="base model")
-        axes["memory"].bar(ways, own, 0.6, bases, label="adapters, AdamW, activations")
-        axes["memory"].set(title="Memory of the four jobs", ylabel="MB")
-        for panel in ("loss", "memory"):
-            axes[panel].legend(fontsize=9)
-        figure.savefig(file, format="png")
+    out.print(table)
+    table = Table("", "seconds", "tokens/s", "mean batch", "memory", box=box.SIMPLE_HEAD)
+    tokens = sum(tenant["tokens"] for tenant in results["tenants"])
+    for (way, name), batch in zip(WAYS.items(), (results["mean_batch"], 1), strict=True):
+        seconds, size = results["seconds"][way], results["bytes"][way]
+        table.add_row(name, f"{seconds:.1f}", f"{tokens / seconds:.0f}", f"{batch:.2f}", f"{size / 1e6:.0f} MB")
+    ratios = [f"{results[name]:.2f}×" for name in ("throughput_ratio", "memory_ratio")]
+    table.add_row("ratio", "", ratios[0], "", ratios[1], style="bold")
+    out.print(table)
+
+
+def plot(results: Data, file: Path) -> None:
+    """Draw what ran when, and the losses."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6.4), dpi=120, layout="constrained")
+    times, losses = figure.subplots(2, height_ratios=[1, 1.2])
+    figure.suptitle(
+        f"Four tenants on one base model: {results['throughput_ratio']:.1f}× the throughput of plain jobs in turn, "
+        f"{results['memory_ratio']:.2f}× the memory of plain jobs side by side"
+    )
+    tenants = results["tenants"]
+    rows = [(way, tenant) for way in WAYS for tenant in tenants]
+    for row, (way, tenant) in enumerate(rows):
+        began = min(each[way]["marks"][0] for each in tenants)
+        parts = [(start - began, end - start) for start, end in itertools.pairwise(tenant[way]["marks"])]
+        times.broken_barh(parts, (row - 0.4, 0.8), facecolors=[COLOURS[0], COLOURS[1], COLOURS[0]])
+    times.set_yticks(range(len(rows)), [f"{way}: {tenant['name']}" for way, tenant in rows])
+    times.invert_yaxis()
+    times.set(title="When each job generates (blue) and trains (orange)", xlabel="seconds")
+    for tenant, colour in zip(tenants, COLOURS, strict=True):
+        label = f"{tenant['name']}: {tenant['method']}"
+        losses.plot(tenant["plain"]["losses"], color=colour, alpha=0.3, linewidth=5)
+        losses.plot(tenant["shared"]["losses"], color=colour, linewidth=1.3, label=label)
+    losses.set(title="Training losses (wide lines: plain PEFT)", xlabel="step", ylabel="nats per token")
+    losses.legend(fontsize=9)
+    figure.savefig(file, format="png")
