@@ -119,7 +119,8 @@ async def run_shared(
     """
     async with Executor.from_pretrained(folder, policy=policy) as executor:
         watching = asyncio.create_task(_watch(executor, watch)) if watch else None
-        sizes = await asyncio.gather(*(_run_client(executor, job, report) for job in jobs))
+        all_open = asyncio.Barrier(len(jobs))
+        sizes = await asyncio.gather(*(_run_client(executor, job, all_open, report) for job in jobs))
         if watching:
             watching.cancel()
         return max(sizes), executor.statistics().mean_batch
@@ -135,10 +136,11 @@ async def _watch(executor: Executor, out: Console) -> None:
             before = now
 
 
-async def _run_client(executor: Executor, job: Job, report: Report) -> int:
-    """Run a job as a client of an executor. Return the bytes of the base model."""
+async def _run_client(executor: Executor, job: Job, all_open: asyncio.Barrier, report: Report) -> int:
+    """Run a job as a client of an executor, once all clients are open. Return the bytes of the base model."""
     async with executor.client(get_peft_config(job.options), name=job.name, seed=job.seed) as client:
         run, model = job.shared, client.model
+        await all_open.wait()  # to build a client takes as long as many tokens
         await client.run(_write, model, job, run, run.before, report)
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate)
         for batch in job.batches:
