@@ -40,7 +40,7 @@ async def finetune(settings: Settings, *, counts: tuple[int, ...]) -> Report:
     report.notes.append(
         f"LoRA r8 qkvo, AdamW, batch {preset.batch} × {preset.sequence} tokens, 1 step a round, medians of "
         f"{settings.rounds} rounds; policy {settings.policy}, base layers {settings.base_layers!r}. Weights are not "
-        "packed, because nobody decodes. Memory: peak of a "
+        "packed, because no client decodes. Memory: peak of a "
         "process of its own above what the imports alone take; plain jobs are separate processes, so n of them take n "
         "times the memory of one. An extra client takes more than its adapter, gradients, optimizer and activations: "
         "the rest is temporaries of its backward pass, which all tenants of a process may hold at once. On tiny there "

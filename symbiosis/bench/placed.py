@@ -1,7 +1,7 @@
 """Simulation of executors and tenants in processes of this machine, with costs measured on one executor.
 
-The executor measures its batches by their rows, with one tenant. Processor times tell what tenants and the executor do
-besides, with one tenant and with all of them: processes that take turns on the cores take more time for the same work.
+The executor measures its batches by their rows, with one tenant. The costs outside batches come from processor times,
+measured with one tenant and with all of them, because processes that share cores need more time for the same work.
 In the simulation all processes share the cores, and an executor does one thing at a time.
 """
 
@@ -69,7 +69,7 @@ class WorkCosts:
 
     @classmethod
     def of(cls, alone: Run, together: Run, curves: Mapping[Key, Curve]) -> WorkCosts:
-        """Return the costs by which both runs, of one tenant and of all, spend the processor time that they did.
+        """Return the costs that explain the processor time of both runs: of one tenant, and of all tenants.
 
         Args:
             alone: one tenant, so that each batch has one request.

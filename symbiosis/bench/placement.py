@@ -38,7 +38,7 @@ class Figures(NamedTuple):
 
 @dataclass
 class Placed:
-    """A placement: its executors, tenants, and the number that it has among the tenants' addresses."""
+    """A placement: its executors, its tenants, and its index in each tenant's list of addresses."""
 
     executors: Sequence[ServingProcess]
     tenants: Sequence[TenantProcess]
@@ -128,8 +128,8 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
     report.headline |= simulated
     report.notes.append(
         "Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows costs "
-        "that were measured before on one executor, with one tenant and with all of them; of shards, and of tenants "
-        "that choose a replica by load, it knows nothing. Placements that use the same executor take turns on it, so "
+        "that were measured before on one executor, with one tenant and with all of them; it covers neither shards nor "
+        "tenants that choose a replica by load. Placements that use the same executor take turns on it, so "
         "its memory includes connections of all of them. "
         f"{tenants} tenants, each a process with its own LoRA (r8, qkvo), "
         f"decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "

@@ -27,7 +27,7 @@ from symbiosis.terminal.loop import run, wait_passively
 
 @contextlib.contextmanager
 def address_for(transport: str) -> Iterator[str]:
-    """Return a free address of a transport."""
+    """Yield a free address of a transport."""
     if transport == "shm":
         with tempfile.TemporaryDirectory(prefix="symbiosis-") as folder:
             yield f"shm://{folder}/executor.sock"
@@ -90,7 +90,7 @@ def _key(layers: list[int], pass_: int, *rest: Any) -> Key:
 def served(
     preset: str, transport: str, policy: str, base_layers: str, *, layers: str = "", shards: int = 1
 ) -> Iterator[ServingProcess]:
-    """Yield an executor in another process, or several, that serves a preset's model, or some of its layers."""
+    """Yield an executor in ``shards`` other processes that serves a preset's model, or ``layers`` of it."""
     with address_for(transport) as address:
         command = [sys.executable, "-W", "ignore", "-m", __name__, "serve"]
         command += [preset, address, policy, base_layers, str(shards), layers]

@@ -179,7 +179,7 @@ def check_encodable(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         found = f"\\u{ord(text[error.start]):04x}"
-        raise UsageError(f"{where}: {found} is half of a character, without the other half; remove it") from error
+        raise UsageError(f"{where}: {found} is an unpaired surrogate, which is no character; remove it") from error
 
 
 _LONGEST_FIELD = 1 << 30

@@ -191,7 +191,7 @@ def finetune(
     from symbiosis.cli.data import read_records
 
     if window is not None and accumulate > 1:
-        raise UsageError("--window and --accumulate do not go together; a window needs no accumulation, raise --batch")
+        raise UsageError("--window and --accumulate cannot be combined; raise --batch in place of --accumulate")
     if patience is not None and validation is None:
         raise UsageError("--patience needs --validation")
     records, held_out = read_records(data), _part(validation)

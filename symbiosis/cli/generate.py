@@ -87,7 +87,9 @@ def generate(
 
     form = Format() if adapter is None else Format.load(adapter)
     if chat and form.name not in ("", "chat"):
-        raise UsageError(f"--chat: the adapter has learned from {form.name}, not from conversations; use --prompt")
+        raise UsageError(
+            f"--chat: the adapter was trained on data of the form {form.name!r}, not on conversations; use --prompt"
+        )
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
         model = base if adapter is None else _with_adapter(base, adapter)

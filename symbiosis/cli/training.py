@@ -82,7 +82,9 @@ class Run:
                 callbacks=callbacks,
             )
         except (ImportError, RuntimeError, ValueError) as error:  # an unknown schedule, or a logger that is missing
-            raise UsageError(f"an option is refused: {' '.join(str(error).split())}") from error
+            raise UsageError(
+                f"transformers refuses the training options (--schedule, --log-to, …): {' '.join(str(error).split())}"
+            ) from error
         self._trainer.remove_callback(PrinterCallback)
 
     def train(self) -> int:

@@ -96,7 +96,7 @@ class Budget:
         A connection of another owner may be chosen if it has held nothing more since that turn and carries no call.
         Such connections come first, because they lose only what they keep between calls. Another one may be chosen if
         its owner holds more than ``owner`` would hold; the owner that holds most comes first ("longest queue drop").
-        Of n owners one does, if ``owner`` would hold less than a part of 1/(n+2).
+        With n owners, at least one other owner holds more if ``owner`` would hold less than 1/(n+2) of the total.
         """
         would, free = self._by[owner] + size, self.total - self.held
         held: Counter[str] = Counter()

@@ -27,7 +27,7 @@ class ClientState:
     passed: int = 0
     """Number of batches that passed over requests of its present walk."""
     held: float = 0.0
-    """Seconds for which waits without a limit have held up this walk since then."""
+    """Seconds of this walk's delay by waits without a limit since then."""
 
 
 class Clients:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from symbiosis.core.policy import MAX_WAIT_S, Decision, Policy, Run, Wait
 from symbiosis.core.queues import Queue
 from symbiosis.core.requests import Key
 from symbiosis.errors import PolicyError, UsageError
 
+T = TypeVar("T")
 MAX_REASON = 64
 """Longest reason of a batch, in characters."""
 
@@ -50,6 +51,14 @@ class Faults:
             raise
         except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
             self.note(f"raised in {name}()", "its own records may be wrong from here on", error)
+
+    def ask(self, name: str, hook: Callable[..., T], *what: Any, instead: T, consequence: str) -> T:
+        """Return what a hook of the policy returns, or ``instead`` if it raises."""
+        try:
+            return hook(*what)
+        except Exception as error:  # noqa: BLE001 (a policy may raise anything)
+            self.note(f"raised in {name}()", consequence, error)
+            return instead
 
 
 def problem(

@@ -41,7 +41,8 @@ from symbiosis.core.terms import NO_TERMS, Terms, effective, most_urgent
 from symbiosis.errors import PolicyError, UsageError
 
 HELD_S = 1.0
-"""Seconds in all for which waits without a limit may hold up a walk of which a request was passed over."""
+"""Longest total delay of a walk, in seconds, by waits without a limit, once a batch has passed over one of its
+requests."""
 _ALL_HELD_S = HELD_S - 1e-6
 """HELD_S without what rounding may lose, in seconds."""
 TURN_S = 0.01
@@ -73,7 +74,8 @@ class Scheduler:
         policy: chooses what runs.
         layers: size of the layer table.
         max_rows: largest number of rows in a batch; larger requests are served in slices.
-        part: the part of a walk's work that these layers are. Latency targets of clients are multiplied by it.
+        part: the fraction (0 to 1) of a walk's work that these layers do. Latency targets of clients are multiplied by
+            it.
 
     Raises:
         UsageError: ``max_rows`` is less than 1, or the policy belongs to another scheduler.
@@ -139,7 +141,14 @@ class Scheduler:
         """
         if client in self._states:
             raise UsageError(f"a client named {client!r} is connected already; choose another name")
-        granted = effective(terms, self.policy.default_terms(client), trusted=local).times(self._part)
+        default = self._faults.ask(
+            "default_terms",
+            self.policy.default_terms,
+            client,
+            instead=NO_TERMS,
+            consequence="the client joins without terms of the policy",
+        )
+        granted = effective(terms, default, trusted=local).times(self._part)
         self._states[client] = ClientState(granted, local)
         return granted
 
@@ -180,11 +189,17 @@ class Scheduler:
 
     def may_join(self, client: str, now: float) -> bool:
         """Return whether the policy lets a client take part in a walk with other clients now."""
-        try:
-            return self.policy.may_join(client, now)
-        except Exception as error:  # noqa: BLE001 (a policy may raise anything)
-            self._faults.note("raised in may_join()", "the client walks alone", error)
-            return False
+        return self._faults.ask(
+            "may_join", self.policy.may_join, client, now, instead=False, consequence="the client walks alone"
+        )
+
+    def accounts(self) -> tuple[Mapping[str, tuple[int, int]], Mapping[str, float]]:
+        """Return ``slo()`` and ``service()`` of the policy."""
+        none = "the statistics have none of it"
+        return (
+            self._faults.ask("slo", self.policy.slo, instead={}, consequence=none),
+            self._faults.ask("service", self.policy.service, instead={}, consequence=none),
+        )
 
     def offer(self, request: Request, now: float) -> Batch | None:
         """Run or queue a request. Its id must be new, and its client must have joined.
@@ -241,8 +256,8 @@ class Scheduler:
 
     def beside(self, batch: Batch) -> str:
         """Return what other clients do beside a batch of one request, before it is completed: none is in a walk
-        (ALONE), all are thinking (THINKING), or requests of them are queued, for other keys (ELSEWHERE) or for the key
-        of the batch (PASSED_OVER)."""
+        (ALONE), at least one is thinking (THINKING), or requests of them are queued, for other keys (ELSEWHERE) or for
+        the key of the batch (PASSED_OVER)."""
         if batch.reason is LONE:
             return ALONE
         client = batch.slices[0].request.client

@@ -16,7 +16,7 @@ from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.pace import Pace
 
 LONG_S = 0.005
-"""Expected seconds from which on a batch runs beside the event loop, where other processes are served."""
+"""Expected duration, in seconds, above which a batch runs on the thread once other processes are served."""
 Ended = tuple[float, BaseException | None]
 """The time at which a batch ended, and its error."""
 

@@ -53,7 +53,7 @@ class Engine:
         policy: chooses what runs.
         max_rows: largest number of rows in a batch.
         budget: has the room to keep packed weights in the usual layout too.
-        part: the part of a walk's work that these layers are.
+        part: the fraction (0 to 1) of a walk's work that these layers do.
         compute: runs layers on rows, where that is not done by the layers themselves.
 
     Attributes:
@@ -103,7 +103,7 @@ class Engine:
         """Run long batches beside the event loop from now on.
 
         Clients of this process would be slower with this: they compute on the event loop's thread, which then shares
-        the cores with the batch. They stop one another anyway.
+        the cores with the batch. Their computations block one another in any case.
         """
         if self._on_cpu:
             self._aside.open()
@@ -124,12 +124,8 @@ class Engine:
     def statistics(self) -> Statistics:
         """Return what has run so far."""
         with self._lock:
-            policy = self.scheduler.policy
-            try:
-                slo, service = policy.slo(), policy.service()
-            except Exception as error:  # noqa: BLE001 (a policy may raise anything)
-                log.error("the policy raised in slo() or service(): %r", error)
-                slo, service = {}, {}
+            slo, service = self.scheduler.accounts()
+            self._report_policy()
             return self.counters.snapshot([layer.spec.name for layer in self.layers], slo, service)
 
     def walked(self, client: str, alone: str | None) -> None:
@@ -244,7 +240,7 @@ class Engine:
     def flush(self) -> None:
         """Run the next batch before the event loop has run its other work, if the scheduler agrees.
 
-        A round of the event loop for each request would double what a lone client pays
+        A round of the event loop for each request would double the time of a request of a client that is alone
         (docs/decisions/0008-lone-requests.md). Called outside all fibers, because their torch modes must not reach base
         layers.
         """

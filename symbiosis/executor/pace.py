@@ -21,9 +21,9 @@ _NORMS = Pass.NORMS  # on Python 3.11 a member looked up on its class takes six 
 class Pace:
     """Seconds per multiplication, learned from batches of many rows.
 
-    The time of such a batch is in proportion to its rows times the weights of its layers. Few rows take longer than
-    this says, so if they take less, it was too much. The policies, which depend on the exact time, learn a line for
-    each key (:mod:`symbiosis.policies.latency`).
+    The time of such a batch is in proportion to its rows times the weights of its layers. A batch of few rows takes
+    longer than this estimate. If one takes less, the estimate is too high and is lowered. The policies, which depend on
+    the exact time, learn a line for each key (:mod:`symbiosis.policies.latency`).
 
     A call for norms multiplies nothing. The first one of a layer reads its weights, and later ones copy what it has
     found. So nothing is learned from it, and it counts as if it had many rows.

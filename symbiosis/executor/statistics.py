@@ -73,7 +73,7 @@ class Histogram(NamedTuple):
     bounds: tuple[float, ...]
     """Upper bounds of the durations that are counted together, in seconds."""
     counts: tuple[int, ...]
-    """Numbers of durations up to each bound, and above the one before; at last, of longer ones."""
+    """``counts[i]``: durations above ``bounds[i - 1]``, up to ``bounds[i]``. The last count: all longer durations."""
     seconds: float
     """Sum of all durations."""
 
@@ -106,8 +106,8 @@ class Statistics(NamedTuple):
     """Number of peers that were not admitted or were disconnected, and of calls that were not taken, by the name of the
     error; ``handshake`` for peers without a key, ``cut`` for connections that ended without a message."""
     apart: Histogram
-    """How long after a request of another client, for the same layers in the same pass and precision, requests arrived
-    that had a batch to themselves, as the other one had."""
+    """Seconds between two requests of different clients for the same layers, pass and precision, where each had a batch
+    to itself."""
 
     @property
     def mean_batch(self) -> float:

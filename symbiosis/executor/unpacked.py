@@ -14,8 +14,8 @@ _BACKWARD = Pass.BACKWARD  # on Python 3.11 a member looked up on its class take
 
 
 class Unpacked:
-    """Backward passes and passes in fp32 need weights in the usual layout. A packed weight keeps such a copy until the
-    last client that had those passes has left, if there is room in the budget. Otherwise each batch makes it anew.
+    """Copies of packed weights in the usual layout, which backward passes and passes in fp32 need. A copy stays until
+    the last client with such passes leaves, if the budget has room. Otherwise each batch makes its own copy.
 
     Args:
         layers: the base layers.
@@ -41,8 +41,7 @@ class Unpacked:
 
         Args:
             key: of the batch.
-            counted: whether the copies need room in the budget. What this process' own clients need on other threads
-                does not.
+            counted: whether the copies count in the budget. Copies for a client's own thread do not.
         """
         if key.pass_ is _BACKWARD or key.fp32:
             for index in key.layers:

@@ -40,7 +40,7 @@ class SimulatedExecutor:
             the order of their answers, and a batch starts when no client has anything to compute.
         thread: the thread that runs batches; None if nothing slows them down.
         threads: number of cores that a batch uses.
-        part: the part of a walk's work that its layers are.
+        part: the fraction (0 to 1) of a walk's work that its layers do.
 
     Raises:
         PolicyError: from :meth:`decide`: the scheduler refused a decision of the policy.

@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def heeded(stop: Callable[[int], object]) -> Iterator[None]:
-    """Call ``stop`` with the number of each such signal. A SIGHUP that nohup has told the command to ignore is ignored.
+    """Call ``stop`` with the number of each SIGINT, SIGTERM or SIGHUP. SIGHUP stays ignored under nohup.
 
     After a SIGHUP the output to the terminal is discarded, because a write to a closed terminal is an error.
     """

@@ -72,8 +72,8 @@ class Choice:
 
         Raises:
             RefusedError: all of them serve another model than before.
-            SymbiosisError: no replica answers. One that is silent is not joined then, because that would last while
-                another one returns.
+            SymbiosisError: no replica answers. Silent replicas are not tried in this case, because another replica may
+                return during the attempt.
         """
         if self._replica is not None and not self._moves:
             self.failed(self._replica)

@@ -44,7 +44,7 @@ def texts(example: dict[str, list[int]]) -> tuple[str, str]:
         ('{"prompt": "a", "completion": 3}', "line 2: 'completion' is a int, not a string"),
         ('{"prompt": " ", "completion": "b"}', "line 2: 'prompt' is empty"),
         ('{"text": "b"}', "line 2: the fields differ from those of the first record"),
-        (r'{"prompt": "a", "completion": "\ud800"}', r"line 2: \ud800 is half of a character"),
+        (r'{"prompt": "a", "completion": "\ud800"}', r"line 2: \ud800 is an unpaired surrogate"),
     ],
 )
 def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
@@ -122,7 +122,7 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
         ("3", "line 1: give each prompt as an object"),
         ('{"instruction": "a", "input": 3}', "line 1: give each prompt"),
         ("{", "line 1: not JSON"),
-        (r'{"messages": [{"role": "user", "content": "\udc00"}]}', r"line 1: \\udc00 is half of a character"),
+        (r'{"messages": [{"role": "user", "content": "\udc00"}]}', r"line 1: \\udc00 is an unpaired surrogate"),
     ],
 )
 def test_wrong_prompts(tmp_path: Path, content: str, complaint: str) -> None:

@@ -247,7 +247,7 @@ def test_short_options_of_other_methods(
         (["--ia3", "--lora", "r=4"], "--lora and --ia3 each name a PEFT method"),
         (["--ia3", "--prefix", "4"], "--ia3 and --prefix each name a PEFT method"),
         (["--log-to", "nologger"], "nologger is not supported"),
-        (["--window", "8", "--accumulate", "2"], "--window and --accumulate do not go together"),
+        (["--window", "8", "--accumulate", "2"], "--window and --accumulate cannot be combined"),
         (["--patience", "2"], "--patience needs --validation"),
         (["--validation", "1.5"], "more than 0 and less than 1"),
         (["--validation", "0.001"], "too few for this"),
@@ -255,7 +255,7 @@ def test_short_options_of_other_methods(
         (["--peft", "absent.json"], "cannot be read as JSON"),
         (["--resume"], "there is no checkpoint"),
         (["--lora", "targets=absent"], "--lora targets=absent"),
-        (["--log-to", "absent"], "an option is refused: absent is not supported"),
+        (["--log-to", "absent"], "training options (--schedule, --log-to, …): absent is not supported"),
     ],
 )
 def test_wrong_options(service: Service, data: Path, tmp_path: Path, given: list[str], complaint: str) -> None:
@@ -297,7 +297,7 @@ def test_a_logger_that_is_not_installed_is_named(
     monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: False)
     done = command(*options(service, data, tmp_path / "a", "--steps", 1, "--log-to", "tensorboard"))
     assert done.exit_code == 1
-    assert "an option is refused" in done.stderr
+    assert "refuses the training options" in done.stderr
     assert "tensorboard" in done.stderr.lower()
 
 
@@ -425,7 +425,7 @@ def chat(service: Service, typed: str, *given: str) -> Any:
         (["--prompt", "x", "--output", "pyproject.toml"], "--output pyproject.toml: the file exists"),
         (["--prompt", "x", "--temperature", "1e-300"], "--temperature 1e-300: give 0, or a number from 1e-06 to 1e+06"),
         (["--prompt", "x", "--temperature", "inf"], "--temperature inf: give 0"),
-        (["--prompt", "\udcff"], r"--prompt: \udcff is half of a character"),
+        (["--prompt", "\udcff"], r"--prompt: \udcff is an unpaired surrogate"),
         (["--prompt", "x", "--system", "s"], "--system goes with --chat"),
     ],
 )

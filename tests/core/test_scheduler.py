@@ -14,7 +14,7 @@ from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Decision, Policy, Run, View, Wait
 from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.scheduler import ALONE, ELSEWHERE, LONE, PASSED_OVER, THINKING, TURN_S, Idle, Scheduler, WaitUntil
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import NO_TERMS, Kind, Terms
 from symbiosis.errors import UsageError
 from symbiosis.policies import Lockstep, NoLockstep, Opportunistic
 from tests.helpers import world_of
@@ -399,3 +399,22 @@ def test_an_error_without_a_message_is_reported() -> None:
     assert [piece.request for piece in batch.slices] == [request]
     (error,) = world.scheduler.policy_errors
     assert "raised in decide(): <UnspeakableError>" in str(error)
+
+
+def test_a_policy_that_raises_when_it_is_asked_costs_its_answers_only() -> None:
+    class Silent(NoLockstep):
+        def default_terms(self, client: str) -> Terms:
+            raise KeyError(client)
+
+        def slo(self) -> dict[str, tuple[int, int]]:
+            raise RuntimeError("no targets")
+
+        def service(self) -> dict[str, float]:
+            return {"a": 1.0}
+
+    scheduler = Scheduler(Silent(), layers=1, max_rows=8)
+    assert scheduler.client_joined("a") == NO_TERMS
+    assert scheduler.accounts() == ({}, {"a": 1.0})
+    first, second = map(str, scheduler.policy_errors)
+    assert "raised in default_terms(): KeyError('a'); the client joins without terms of the policy" in first
+    assert "raised in slo(): RuntimeError('no targets')" in second

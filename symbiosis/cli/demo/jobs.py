@@ -140,7 +140,7 @@ async def _run_client(executor: Executor, job: Job, all_open: asyncio.Barrier, r
     """Run a job as a client of an executor, once all clients are open. Return the bytes of the base model."""
     async with executor.client(get_peft_config(job.options), name=job.name, seed=job.seed) as client:
         run, model = job.shared, client.model
-        await all_open.wait()  # to build a client takes as long as many tokens
+        await all_open.wait()  # building a client takes as long as decoding many tokens
         await client.run(_write, model, job, run, run.before, report)
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.rate)
         for batch in job.batches:
@@ -186,7 +186,7 @@ def _write(model: Any, job: Job, run: Run, texts: list[list[int]], report: Repor
 
 
 def _gap(model: Any, ours: list[int], plain: list[int]) -> float:
-    """Return by how much a plain model prefers its text's first token that differs from ours."""
+    """Return, at the first token that differs, the plain model's logit of its own token less that of ours."""
     if ours == plain:
         return 0.0
     differ = [position for position, pair in enumerate(zip(ours, plain, strict=False)) if pair[0] != pair[1]]
