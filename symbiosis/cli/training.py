@@ -97,6 +97,8 @@ class Run:
         try:
             with Steps(out) as self._watch.steps, _quiet_saves():
                 self._trainer.train(resume_from_checkpoint=None if self._checkpoint is None else str(self._checkpoint))
+        except _DivergedError:
+            raise
         except SymbiosisError:
             self._keep()
             raise
@@ -189,6 +191,7 @@ def _arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingA
         save_total_limit=2,
         restore_callback_states_from_checkpoint=True,  # how long early stopping has waited
         logging_steps=1,
+        logging_nan_inf_filter=False,  # it would show a loss that is no number as 0
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
         dataloader_pin_memory=False,
@@ -232,6 +235,10 @@ class _Random(NamedTuple):
         return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all())
 
 
+class _DivergedError(UsageError):
+    """A loss is infinite or not a number, so the adapter is of no use."""
+
+
 class _Padding:
     """Makes a batch of examples: ``input_ids``, ``attention_mask`` and ``labels``, each [examples, longest]."""
 
@@ -273,6 +280,13 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         self._file.write_text("".join(lines), encoding="utf-8")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        for name, text in (("loss", "loss"), ("eval_loss", "validation loss")):
+            if not math.isfinite(logs.get(name, 0.0)):
+                state.log_history.pop()
+                raise _DivergedError(
+                    f"the {text} of step {state.global_step} is {logs[name]}, so the run ends without an adapter; lower "
+                    "--learning-rate"
+                )
         if "loss" in logs:
             self.losses += 1
             self._note = f"loss {logs['loss']:.3f}"

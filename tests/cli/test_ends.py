@@ -43,6 +43,21 @@ def options(service: Service, data: Path, output: Path, *more: Any) -> list[str]
     return ["finetune", service.address, "--data", str(data), "--output", str(output), *given, *map(str, more)]
 
 
+def test_a_loss_that_is_no_number_ends_the_run(service: Service, data: Path, tmp_path: Path) -> None:
+    """transformers would show it as 0."""
+    results = tmp_path / "results.json"
+    done = command(
+        *options(service, data, tmp_path / "a", "--epochs", 1000, "--json", results), "--learning-rate", "1e38"
+    )
+    assert done.exit_code == 1
+    assert "is nan, so the run ends without an adapter; lower --learning-rate" in " ".join(done.output.split())
+    found = json.loads(results.read_text(encoding="utf-8"), parse_constant=lambda name: pytest.fail(name))
+    assert found["losses"] == losses_in(tmp_path / "a")
+    assert len(found["losses"]) == found["steps"] - 1 < 20
+    assert "is nan" in found["error"]
+    assert not (tmp_path / "a" / "adapter_config.json").exists()
+
+
 def losses_in(folder: Path) -> list[float]:
     """Return the losses of the steps that a run has logged so far."""
     file = folder / "log.jsonl"
