@@ -284,8 +284,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             if not math.isfinite(logs.get(name, 0.0)):
                 state.log_history.pop()
                 raise _DivergedError(
-                    f"the {text} of step {state.global_step} is {logs[name]}, so the run ends without an adapter; lower "
-                    "--learning-rate"
+                    f"the {text} of step {state.global_step} is {logs[name]}, so the run ends without an adapter; "
+                    "lower --learning-rate"
                 )
         if "loss" in logs:
             self.losses += 1
