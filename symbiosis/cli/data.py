@@ -237,7 +237,10 @@ def read_prompts(path: Path) -> list[Record]:
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from error
-    if path.suffix != ".jsonl":
+    kind = path.suffix.lower()
+    if kind in (".csv", ".parquet", ".json"):
+        raise UsageError(f"{path}: --prompts takes lines of text, or a .jsonl file")
+    if kind != ".jsonl":
         found: list[Record] = [{"prompt": line} for line in lines]
     else:
         found = [_asked(*each) for each in _json_lines(path)]

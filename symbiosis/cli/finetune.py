@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import typer
 from symbiosis.cli.folder import OPTIONS_FILE, check_same, checkpoint_in, earlier_in, owned
 from symbiosis.cli.methods import method_of
 from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
-from symbiosis.errors import SymbiosisError, UsageError
+from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, writable, write_json
 from symbiosis.terminal.loop import wait_passively
 
@@ -198,11 +199,18 @@ def finetune(
     others = None if validation is None or held_out is not None else read_records(Path(validation))
     lora_given = getattr(context.get_parameter_source("lora"), "name", "DEFAULT") != "DEFAULT"
     config, option = method_of(lora, ia3, prefix, peft, lora_given)
+    if (config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False)) and (resume or validation):
+        raise UsageError(
+            f"{option}: PEFT's checkpoints of this method lack its encoder; leave --resume and --validation out"
+        )
     writable(output, folder=True)
     if json is not None:
         writable(json)
     wait_passively(address)
     settings = {name: context.params[name] for name in _TRAINER}
+    for name, value in {**settings, "epochs": epochs}.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; give a finite number")
     used = [_hash(records), validation if others is None else _hash(others)]
     kept = {"peft": config.to_dict(), "data": used, "sequence": sequence, "window": window, "patience": patience}
     kept |= settings
@@ -249,7 +257,7 @@ def finetune(
             )
             for one in earlier:  # nothing is refused from here on
                 shutil.rmtree(one) if one.is_dir() else one.unlink()
-            (output / OPTIONS_FILE).write_text(json_module.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            write_json(output / OPTIONS_FILE, kept)
             examples.format.save(output)
             stopped = _train(run, json, {"address": address, "adapter": str(output)})
     if stopped:
@@ -265,8 +273,8 @@ def _train(run: Any, json: Path | None, told: dict[str, Any]) -> int:
     with run.stoppable():
         try:
             return int(run.train())
-        except SymbiosisError as error:
-            told["error"] = str(error)
+        except BaseException as error:
+            told["error"] = str(error) or type(error).__name__
             raise
         finally:
             if json is not None:
@@ -310,10 +318,11 @@ def _split(examples: Data, part: float, seed: int, path: Path) -> Data:
 
 def _tell(examples: Data, test: Data | None, limit: str) -> None:
     text = f"{len(examples.examples)} examples" + ("" if test is None else f", {len(test.examples)} for validation")
-    if examples.cut:
-        text += f"; {examples.cut} longer than {limit} and cut"
-    if examples.skipped:
-        text += f"; {examples.skipped} skipped, because nothing in them counts in the loss"
+    for one, where in ((examples, ""), (test, " of validation")):
+        if one is not None and one.cut:
+            text += f"; {one.cut}{where} longer than {limit} and cut"
+        if one is not None and one.skipped:
+            text += f"; {one.skipped}{where} skipped, because nothing in them counts in the loss"
     console(stderr=True).print(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ def owned(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
+    for left in folder.glob(".partial-*"):  # of a run that was killed while it saved
+        shutil.rmtree(left, ignore_errors=True)
     try:
         yield
     finally:
@@ -39,7 +42,7 @@ def earlier_in(folder: Path, overwrite: bool) -> list[Path]:
     Raises:
         UsageError: there is something, and it may not be overwritten.
     """
-    earlier = [*folder.glob("checkpoint-*"), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
+    earlier = [*_checkpoints(folder), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
     if earlier and not overwrite:
         raise UsageError(
             f"--output {folder}: there is a {earlier[0].name} of an earlier run; choose another folder, --resume that "
@@ -54,10 +57,14 @@ def checkpoint_in(folder: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    found = [one for one in folder.glob("checkpoint-*") if _complete(one)]
+    found = [one for one in _checkpoints(folder) if _complete(one)]
     if not found:
         raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
     return max(found, key=lambda one: int(one.name.partition("-")[2]))
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [one for one in folder.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal()]
 
 
 def _complete(checkpoint: Path) -> bool:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from symbiosis import backward_in_windows
 from symbiosis.cli.data import IGNORED, LOG_FILE, Data
 from symbiosis.errors import SymbiosisError, UsageError
-from symbiosis.terminal.console import console
+from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
 from symbiosis.terminal.signals import heeded
 
@@ -81,7 +81,15 @@ class Run:
                 data_collator=_Padding(tokenizer),
                 callbacks=callbacks,
             )
-        except (ImportError, RuntimeError, ValueError) as error:  # an unknown schedule, or a logger that is missing
+            self._trainer.create_optimizer()
+            self._trainer.create_scheduler(1)
+            self._trainer.optimizer = self._trainer.lr_scheduler = None  # train() makes its own
+        except (
+            ImportError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:  # an unknown schedule, a missing logger
             raise UsageError(
                 f"transformers refuses the training options (--schedule, --log-to, …): {' '.join(str(error).split())}"
             ) from error
@@ -137,6 +145,10 @@ class Run:
             again = "--overwrite begins again" if self._checkpoint is None else "--resume continues"
             out.print(f"ended in an error {text}; the same command with {again}", soft_wrap=True)
             return
+        if self._trainer.control.should_evaluate and any(self._output.glob("checkpoint-*")):
+            # A checkpoint of this step would lack its evaluation.
+            out.print(f"ended in an error while step {step} was evaluated; the same command with --resume continues")
+            return
         checkpoint = self._output / f"checkpoint-{step}"
         if not (checkpoint / "trainer_state.json").is_file():
             with _quiet_saves():
@@ -149,15 +161,22 @@ class Run:
         )
 
     def _has_ended(self, checkpoint: Path) -> bool:
-        """Return whether a run of as many steps or epochs ended with this checkpoint. If so, take over its state."""
+        """Return whether a run ended with this checkpoint. If so, take over its state and save its adapter."""
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         arguments = self._trainer.args
         steps, epochs = arguments.max_steps, arguments.num_train_epochs
         ended = state.global_step >= steps if steps > 0 else (state.epoch or 0.0) >= epochs
-        if ended and (self._output / "adapter_model.safetensors").is_file():
+        stopping = state.stateful_callbacks.get("EarlyStoppingCallback")
+        if stopping is not None:
+            counter = stopping["attributes"]["early_stopping_patience_counter"]
+            ended = ended or counter >= stopping["args"]["early_stopping_patience"]
+        if ended:
             self._trainer.state = state
-            return True
-        return False
+            best = self._output / f"checkpoint-{state.best_global_step}"
+            source = best if state.best_global_step and best.is_dir() else checkpoint
+            self._model.load_adapter(str(source), self._model.active_adapter, is_trainable=True)
+            self._save()
+        return bool(ended)
 
     def _save(self) -> None:
         """Write the adapter to a new folder, and then move its files into place."""
@@ -276,8 +295,9 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         self._note = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        lines = [json.dumps(entry) + "\n" for entry in state.log_history]  # of the checkpoint that is continued
-        self._file.write_text("".join(lines), encoding="utf-8")
+        state.save_steps, state.eval_steps = args.save_steps, args.eval_steps  # not those of the checkpoint
+        entries = [{**entry, "max_steps": state.max_steps} for entry in state.log_history]  # of the checkpoint
+        self._file.write_text("".join(map(_line, entries)), encoding="utf-8")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         for name, text in (("loss", "loss"), ("eval_loss", "validation loss")):
@@ -293,7 +313,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         if "eval_loss" in logs:
             self._note += f"; validation {logs['eval_loss']:.3f}"
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**logs, "step": state.global_step, "max_steps": state.max_steps}) + "\n")
+            file.write(_line({**logs, "step": state.global_step, "max_steps": state.max_steps}))
         assert self.steps is not None
         self.steps("fine-tuning", state.global_step, state.max_steps, self._note)
 
@@ -305,6 +325,10 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.random = _Random.now()
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(finite(entry), allow_nan=False) + "\n"
 
 
 @contextlib.contextmanager

@@ -66,17 +66,24 @@ def writable(path: Path, *, folder: bool = False) -> None:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Write a result as JSON, and make its folder. NaN and infinities become null."""
+    """Write a result as JSON, and make its folder. NaN and infinities become null. A regular file that exists is
+    replaced once all is written.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
-    file.write_text(text + "\n", encoding="utf-8")
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    direct = file.is_symlink() or (file.exists() and not file.is_file())  # such as /dev/stdout
+    part = file if direct else file.with_name(f".{file.name}.part")
+    part.write_text(text + "\n", encoding="utf-8")
+    if not direct:
+        part.replace(file)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain data with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from symbiosis.cli import finetune
+from symbiosis.terminal.console import write_json
 from tests.cli.chat_model import save_chat_model
 from tests.helpers import command
 from tests.service import Service
@@ -58,11 +63,114 @@ def test_a_loss_that_is_no_number_ends_the_run(service: Service, data: Path, tmp
     assert not (tmp_path / "a" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()])
+def test_a_run_that_ends_in_any_error_is_not_told_as_whole(error: BaseException, tmp_path: Path) -> None:
+    class Ends:
+        def stoppable(self) -> Any:
+            return contextlib.nullcontext()
+
+        def train(self) -> int:
+            raise error
+
+        def results(self) -> dict[str, Any]:
+            return {"losses": [1.0, math.nan], "stopped": False}
+
+    with pytest.raises(type(error)):
+        finetune._train(Ends(), tmp_path / "results.json", {"adapter": "a"})
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["error"] == (str(error) or "KeyboardInterrupt")
+    assert found["losses"] == [1.0, None]
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_results_go_through_a_link(tmp_path: Path) -> None:
+    """Such as /dev/stdout, which must not be replaced."""
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_json(tmp_path / "link", {"a": 1})
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "target").read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("--schedule", "cosine_with_min_lr"), "transformers refuses the training options"),
+        (("--schedule", "warmup_stable_decay"), "transformers refuses the training options"),
+        (("--learning-rate", "inf"), "--learning-rate is inf; give a finite number"),
+        (("--epochs", "inf"), "--epochs is inf; give a finite number"),
+    ],
+)
+def test_what_is_refused_costs_no_earlier_run(
+    given: tuple[str, ...], reason: str, service: Service, data: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text("{}")
+    done = command(*options(service, data, tmp_path / "a", "--steps", 2, "--overwrite"), *given)
+    assert done.exit_code == 1
+    assert reason in " ".join(done.output.split())
+    assert (tmp_path / "a" / "adapter_config.json").exists()
+
+
+def test_checkpoints_without_an_encoder_are_refused(service: Service, data: Path, tmp_path: Path) -> None:
+    peft = tmp_path / "peft.json"
+    peft.write_text(json.dumps({"peft_type": "P_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}))
+    given = ["finetune", service.address, "--data", str(data), "--output", str(tmp_path / "a"), "--peft", str(peft)]
+    done = command(*given, "--steps", "2", "--validation", "0.2")
+    assert done.exit_code == 1
+    assert "PEFT's checkpoints of this method lack its encoder" in " ".join(done.output.split())
+    assert command(*given, "--steps", "2").exit_code == 0
+
+
+def test_a_run_that_stopped_early_has_ended(service: Service, data: Path, tmp_path: Path) -> None:
+    """An earlier adapter is replaced by that of the best checkpoint; the files of a killed save are removed."""
+    given = options(service, data, tmp_path / "a", "--steps", 40, "--validation", 0.2, "--every", 1, "--patience", 1)
+    assert command(*given, "--learning-rate", "1").exit_code == 0
+    before, adapter = losses_in(tmp_path / "a"), tmp_path / "a" / "adapter_model.safetensors"
+    assert len(before) < 40
+    content = adapter.read_bytes()
+    adapter.write_bytes(b"of an earlier stop")
+    (tmp_path / "a" / ".partial-x").mkdir()
+    done = command(*given, "--learning-rate", "1", "--resume")
+    assert done.exit_code == 0, done.output
+    assert f"the run had ended after step {len(before)}" in done.output
+    assert losses_in(tmp_path / "a") == before
+    assert adapter.read_bytes() == content
+    assert not (tmp_path / "a" / ".partial-x").exists()
+
+
+def test_a_resumed_run_saves_as_often_as_it_is_told(service: Service, data: Path, tmp_path: Path) -> None:
+    """A copy of a checkpoint with another name is no obstacle."""
+    given = options(service, data, tmp_path / "a")
+    assert command(*given, "--steps", "4", "--every", "4").exit_code == 0
+    shutil.copytree(tmp_path / "a" / "checkpoint-4", tmp_path / "a" / "checkpoint-4-copy")
+    done = command(*given, "--steps", "8", "--every", "1", "--resume")
+    assert done.exit_code == 0, done.output
+    names = sorted(one.name for one in (tmp_path / "a").glob("checkpoint-*"))
+    assert names == ["checkpoint-7", "checkpoint-8"]  # transformers keeps the last two, and no copies
+    lines = [json.loads(line) for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
+    assert all(line["max_steps"] == 8 for line in lines)
+
+
+def test_what_is_cut_of_validation_data_is_told(service: Service, data: Path, tmp_path: Path) -> None:
+    given = options(service, data, tmp_path / "a", "--steps", 1, "--validation", data, "--sequence", 8)
+    done = command(*given)
+    assert done.exit_code == 0, done.output
+    assert "24 of validation longer than --sequence and cut" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("name", ["prompts.csv", "prompts.JSON", "prompts.parquet"])
+def test_prompts_of_another_kind_are_refused(name: str, service: Service, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("prompt\nred\n")
+    done = command("generate", service.address, "--prompts", str(tmp_path / name))
+    assert done.exit_code == 1
+    assert "--prompts takes lines of text, or a .jsonl file" in " ".join(done.output.split())
+
+
 def losses_in(folder: Path) -> list[float]:
     """Return the losses of the steps that a run has logged so far."""
     file = folder / "log.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
-    return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
+    return [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines if '"loss"' in line]
 
 
 def wait(condition: Callable[[], object]) -> None:
