@@ -11,9 +11,10 @@ import sys
 from symbiosis.terminal.signals import heeded
 
 CHILD = """
-import sys, time
+import signal, sys, time
 from symbiosis.terminal.signals import heeded
 come = []
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 with heeded(come.append):
     print("ready", flush=True)
     while not come:
