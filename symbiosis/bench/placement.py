@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -104,28 +104,7 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
             PARTS: costs.predicted(settings, halves, [[0, 1]] * tenants),
             APART: costs.predicted(settings, [whole, whole], [[number % 2] for number in range(tenants)]),
         }
-        simulated: dict[str, float] = {}
-        tokens, trained = tenants * preset.decode_steps, tenants * preset.batch * preset.sequence
-        for name, found in results.items():
-            seconds, steps, sent = zip(*found, strict=True)
-            row: dict[str, Any] = {
-                "placement": name,
-                "decoded tok/s": tokens / median(seconds),
-                "ms a token and tenant": 1e3 * median(seconds) / preset.decode_steps,
-                "trained tok/s": trained / median(steps),
-                **_simulated(predicted.get(name), tokens, trained),
-                "MiB of each executor": placements[name].memory(),
-            }
-            if transport == "tcp":
-                row["bytes a token"] = median(sent) / tokens
-            report.rows.append(row)
-            for figure, number, measured in (("decode", 0, seconds), ("train", 1, steps)):
-                speedup = ratio([each[number] for each in results[ONE]], [each[number] for each in found])
-                if name != ONE:
-                    report.headline[f"{figure}: {name}"] = speedup
-                if name in predicted:
-                    simulated[f"{figure}, simulated / measured: {name}"] = median(measured) / predicted[name][number]
-    report.headline |= simulated
+        _fill(report, settings, placements, results, predicted)
     report.notes.append(
         "Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows costs "
         "that were measured before on one executor, with one tenant and with all of them; it covers neither shards nor "
@@ -138,6 +117,39 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         "loopback interface, in both directions. A process without a model takes some 350 MiB."
     )
     return report
+
+
+def _fill(
+    report: Report,
+    settings: Settings,
+    placements: Mapping[str, Placed],
+    results: Mapping[str, Sequence[Figures]],
+    predicted: Mapping[str, tuple[float, float]],
+) -> None:
+    """Add a row for each placement, its speeds over one executor, and the simulated speeds over the measured ones."""
+    preset, tenants = settings.preset, len(placements[ONE].tenants)
+    simulated: dict[str, float] = {}
+    tokens, trained = tenants * preset.decode_steps, tenants * preset.batch * preset.sequence
+    for name, found in results.items():
+        seconds, steps, sent = zip(*found, strict=True)
+        row: dict[str, Any] = {
+            "placement": name,
+            "decoded tok/s": tokens / median(seconds),
+            "ms a token and tenant": 1e3 * median(seconds) / preset.decode_steps,
+            "trained tok/s": trained / median(steps),
+            **_simulated(predicted.get(name), tokens, trained),
+            "MiB of each executor": placements[name].memory(),
+        }
+        if report.transport == "tcp":
+            row["bytes a token"] = median(sent) / tokens
+        report.rows.append(row)
+        for figure, number, measured in (("decode", 0, seconds), ("train", 1, steps)):
+            speedup = ratio([each[number] for each in results[ONE]], [each[number] for each in found])
+            if name != ONE:
+                report.headline[f"{figure}: {name}"] = speedup
+            if name in predicted:
+                simulated[f"{figure}, simulated / measured: {name}"] = median(measured) / predicted[name][number]
+    report.headline |= simulated
 
 
 def _simulated(seconds: tuple[float, float] | None, tokens: int, trained: int) -> dict[str, Any]:

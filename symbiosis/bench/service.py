@@ -54,9 +54,11 @@ class ServingProcess:
 
     def notes(self) -> Served:
         """Return the batches since the last call, of an executor with the policy ``recorder``."""
-        walk, back, batches, *rest = json.loads(self._ask("notes"))
-        keys = [_key(*key) for key in walk], [_key(*key) for key in back]
-        return Served(*keys, [(_key(*key), rows, seconds) for key, rows, seconds in batches], *rest)
+        found = json.loads(self._ask("notes"))
+        for name in ("walk", "back"):
+            found[name] = [_key(*key) for key in found[name]]
+        found["batches"] = [(_key(*key), rows, seconds) for key, rows, seconds in found["batches"]]
+        return Served(**found)
 
     def _ask(self, command: str) -> bytes:
         assert self._process.stdin is not None
@@ -198,12 +200,13 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
     run(main())
 
 
-def _notes(recorder: WalkRecorder) -> list[Any]:
+def _notes(recorder: WalkRecorder) -> dict[str, Any]:
     """Return the walks of a recorder and its batches, which it forgets."""
     notes, recorder.notes = recorder.notes, Notes()
     batches = [(key, *point) for (key, _, _), points in notes.batches.items() for point in points]
     spent = recorder.notes.since_s - notes.since_s
-    return [recorder.walk, recorder.back, batches, notes.requests, notes.batches_s, spent]
+    served = Served(recorder.walk, recorder.back, batches, notes.requests, notes.batches_s, spent)
+    return served._asdict()
 
 
 class _Gaps:

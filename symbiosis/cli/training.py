@@ -147,7 +147,8 @@ class Run:
             return
         if self._trainer.control.should_evaluate and any(self._output.glob("checkpoint-*")):
             # A checkpoint of this step would lack its evaluation.
-            out.print(f"ended in an error while step {step} was evaluated; the same command with --resume continues")
+            text = f"ended in an error while step {step} was evaluated; the same command with --resume continues"
+            out.print(text, soft_wrap=True)
             return
         checkpoint = self._output / f"checkpoint-{step}"
         if not (checkpoint / "trainer_state.json").is_file():

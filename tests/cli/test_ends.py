@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from symbiosis.cli import finetune
+from symbiosis.cli import finetune, training
+from symbiosis.errors import ConnectionLostError
 from symbiosis.terminal.console import write_json
 from tests.cli.chat_model import save_chat_model
 from tests.helpers import command
@@ -220,6 +221,37 @@ def test_a_run_whose_executor_is_lost_can_be_resumed(service: Service, data: Pat
     assert done.exit_code == 0, done.stderr
     assert command(*options(service, data, tmp_path / "whole", "--steps", steps + 3)).exit_code == 0
     assert losses_in(made) == pytest.approx(losses_in(tmp_path / "whole"), rel=1e-5)
+
+
+def test_an_evaluation_that_an_executor_did_not_answer_is_made_again(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the last step, where a checkpoint without it would be taken for the end of the run."""
+    given, made = (
+        options(service, data, tmp_path / "a", "--steps", 4, "--validation", 0.2, "--every", 2),
+        tmp_path / "a",
+    )
+    evaluate = training._Trainer.evaluate
+
+    def lost(self: Any, *arguments: Any, **others: Any) -> Any:
+        if self.state.global_step == 4:
+            raise ConnectionLostError("the executor did not come back")
+        return evaluate(self, *arguments, **others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training._Trainer, "evaluate", lost)
+        done = command(*given)
+    assert done.exit_code == 1
+    assert "while step 4 was evaluated; the same command with --resume continues" in done.output
+    assert [one.name for one in made.glob("checkpoint-*")] == ["checkpoint-2"]
+    told = [tmp_path / "told.json", tmp_path / "whole.json"]
+    assert command(*given, "--resume", "--json", str(told[0])).exit_code == 0
+    whole = options(service, data, tmp_path / "b", "--steps", 4, "--validation", 0.2, "--every", 2, "--json", told[1])
+    assert command(*whole).exit_code == 0
+    resumed, undisturbed = (json.loads(file.read_text(encoding="utf-8")) for file in told)
+    assert resumed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-5)
+    assert [one["step"] for one in resumed["validation"]] == [2, 4]
+    assert resumed["best_step"] == undisturbed["best_step"]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the system has no SIGHUP")
