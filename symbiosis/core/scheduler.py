@@ -185,7 +185,7 @@ class Scheduler:
         This is so if no client is thinking, so that only idle clients can enlarge the next batch, and the last turn was
         less than TURN_S ago. A simulation has no other work and does not ask.
         """
-        return not self.thinking and now - self._turned < TURN_S
+        return not self._clients.thinking and now - self._turned < TURN_S
 
     def may_join(self, client: str, now: float) -> bool:
         """Return whether the policy lets a client take part in a walk with other clients now."""
@@ -227,7 +227,7 @@ class Scheduler:
             or self._open
             or not self._lone_at_once
             or rows > self.max_rows
-            or self.thinking > state.thinking
+            or self._clients.thinking > state.thinking
         ):
             return None
         self._admit(request)
@@ -298,16 +298,16 @@ class Scheduler:
             self._holds = None
         if not len(self._queues):
             return IDLE
-        oldest = self.oldest
+        oldest, clients = self._queues.oldest, self._clients
         passed_over = oldest.passed + self.batches > oldest.seen
         held = self._states[oldest.client].held
-        if self.thinking and (now >= self._clients.look_at or held > _ALL_HELD_S):
-            self._clients.drop_stopped(now, STOPPED_S if held <= _ALL_HELD_S else 0.0)
+        if clients.thinking and (now >= clients.look_at or held > _ALL_HELD_S):
+            clients.drop_stopped(now, STOPPED_S if held <= _ALL_HELD_S else 0.0)
         try:
             decision = self.policy.decide(self, now)
             if isinstance(decision, Run):
                 decision.takes = list(decision.takes)
-            broken = problem(decision, self._queues.by_key, thinking=self.thinking, max_rows=self.max_rows, now=now)
+            broken = problem(decision, self._queues.by_key, thinking=clients.thinking, max_rows=self.max_rows, now=now)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 (a policy may raise anything)
@@ -319,7 +319,7 @@ class Scheduler:
                     if until == math.inf and passed_over:
                         self._holds = self._states[oldest.client], now
                         until = now + HELD_S - held
-                    return WaitUntil(min(until, self._clients.look_at) if self.thinking else until)
+                    return WaitUntil(min(until, clients.look_at) if clients.thinking else until)
                 return self._start(decision)
             self._faults.note(broken, _INSTEAD)
         return self._start(Run(oldest.key, [(oldest, min(oldest.remaining, self.max_rows))], "policy-error"))
