@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from symbiosis.bench.commands import LayersOption, PresetName
-from symbiosis.terminal.console import PLOTS, console, writable, write_json
+from symbiosis.terminal.console import PLOTS, console, is_given, writable, write_json
 
 if TYPE_CHECKING:
     from symbiosis.bench.check import Checked
@@ -216,8 +216,7 @@ def _check_options(context: typer.Context) -> None:
     if given["grid"]:
         fixed = ("trace", "machine", "model", "placement", "executors", "speed", "lengths", "clients", "paced")
         for name in (*fixed, "finetune", "check"):
-            source = context.get_parameter_source(name)
-            if source is not None and source.name == "COMMANDLINE":
+            if is_given(context, name):
                 raise UsageError(f"--grid has loads, machines and numbers of clients of its own; leave {name} out")
         if given["random"] and given["load"]:
             raise UsageError("--random replaces the named loads; leave --load out")
@@ -236,8 +235,7 @@ def _check_options(context: typer.Context) -> None:
         "rows": "no client fine-tunes; give --finetune too" if not given["finetune"] and not given["grid"] else "",
     }
     for name, why in means_nothing.items():
-        source = context.get_parameter_source(name)
-        if why and source is not None and source.name == "COMMANDLINE":
+        if why and is_given(context, name):
             raise UsageError(f"--{name.replace('_', '-')} has no effect here: {why}")
     for name in ("speed", "lengths", "slo_ms", "ttft_ms"):
         if not given[name] < math.inf:

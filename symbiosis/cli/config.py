@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import toml_in
+from symbiosis.terminal.console import is_given, toml_in
 
 LARGEST = 10**18
 """Largest number in a file; Python writes none of some thousand digits as text."""
@@ -85,8 +85,7 @@ def value_of(context: typer.Context, name: str) -> Any:
     Raises:
         UsageError: the value in the file is not valid.
     """
-    source = context.get_parameter_source(name)
-    if source is not None and source.name == "COMMANDLINE":
+    if is_given(context, name):
         return context.params[name]
     (parameter,) = (each for each in context.command.params if each.name == name)
     try:

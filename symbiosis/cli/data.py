@@ -169,6 +169,8 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 raise UsageError(
                     f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}); {_WANTED}"
                 ) from error
+            except ValueError as error:  # Python reads no numbers of some thousand digits
+                raise UsageError(f"{path}, line {number}: {error}; {_WANTED}") from error
             except RecursionError as error:
                 raise UsageError(f"{path}, line {number}: nested too deeply; {_WANTED}") from error
 

@@ -14,22 +14,13 @@ import typer
 
 from symbiosis.cli.folder import OPTIONS_FILE, check_same, checkpoint_in, earlier_in, owned
 from symbiosis.cli.methods import method_of
-from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
+from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, writable, write_json
+from symbiosis.terminal.console import console, is_given, writable, write_json
 from symbiosis.terminal.loop import wait_passively
 
 if TYPE_CHECKING:
     from symbiosis.cli.data import Data
-
-PrivacyOption = Annotated[
-    str,
-    typer.Option(
-        help="How rows are masked before they leave this process: none, noise-pool, local-pads:model=FOLDER or "
-        "secret-shares:with=ADDRESS, with options such as noise-pool:size=64,accuracy=1e-4."
-    ),
-]
-RetryOption = Annotated[float, typer.Option(min=0, help="Seconds to wait for an executor that was lost.")]
 
 _TRAINER = {
     "batch": "per_device_train_batch_size",
@@ -197,8 +188,7 @@ def finetune(
         raise UsageError("--patience needs --validation")
     records, held_out = read_records(data), _part(validation)
     others = None if validation is None or held_out is not None else read_records(Path(validation))
-    lora_given = getattr(context.get_parameter_source("lora"), "name", "DEFAULT") != "DEFAULT"
-    config, option = method_of(lora, ia3, prefix, peft, lora_given)
+    config, option = method_of(lora, ia3, prefix, peft, is_given(context, "lora"))
     if (config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False)) and (resume or validation):
         raise UsageError(
             f"{option}: PEFT's checkpoints of this method lack its encoder; leave --resume and --validation out"

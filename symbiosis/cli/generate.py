@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from symbiosis.cli.finetune import PrivacyOption, RetryOption
-from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
+from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import wait_passively
@@ -74,6 +73,7 @@ def generate(
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json)")
     asked, before = _asked(prompt, prompts), _system_message(system)
+    _check_stops(stop or [])
     if before and not chat:
         asked = [_begun(one, before) for one in asked]
     if output is not None:
@@ -101,12 +101,16 @@ def generate(
         writer = _Writer(model, base.symbiosis.tokenizer(), positions, {**options, "stop_strings": stop or None})
         if chat:
             _chat(writer, before)
-        elif output is None:
-            for one in asked:
-                for _ in range(number):
-                    writer.write(form.prompt(writer.tokenizer, one), shown=True)
+            return
+        begun = [form.prompt(writer.tokenizer, one) for one in asked]
+        for index, ids in enumerate(begun, 1):
+            writer.check(ids, "the prompt" if prompts is None else f"{prompts}: prompt {index}")
+        if output is not None:
+            _to_file(writer, asked, begun, number, output)
         else:
-            _to_file(writer, form, asked, number, output)
+            for ids in begun:
+                for _ in range(number):
+                    writer.write(ids, shown=True)
 
 
 def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
@@ -141,6 +145,15 @@ def _system_message(text: str | None) -> list[dict[str, str]]:
     return [] if text is None else [{"role": "system", "content": text}]
 
 
+def _check_stops(stops: list[str]) -> None:
+    from symbiosis.cli.data import check_encodable
+
+    for one in stops:
+        check_encodable(one, "--stop")
+        if not one:
+            raise UsageError("--stop is empty; give the text that ends the generation")
+
+
 def _begun(asked: Mapping[str, Any], before: list[dict[str, str]]) -> Mapping[str, Any]:
     """Return a prompt with messages that begin its conversation, unless it has a system message of its own."""
     if "messages" not in asked:
@@ -167,8 +180,15 @@ class _Writer:
         if "stop_strings" in self._options:
             self._options["tokenizer"] = tokenizer
 
+    def check(self, ids: list[int], what: str) -> None:
+        """Raise UsageError if a prompt, which the text ``what`` names, is empty or leaves no room for a token."""
+        if not ids:
+            raise UsageError(f"{what} is empty; give the model something to continue")
+        if self._positions is not None and len(ids) > self._positions:
+            raise UsageError(f"{what} has {len(ids)} tokens and the model {self._positions} positions; shorten it")
+
     def write(self, ids: list[int], shown: bool) -> str:
-        """Continue a prompt, print tokens as they arrive if they are to be shown, and return the text."""
+        """Continue a checked prompt, print tokens as they arrive if they are to be shown, and return the text."""
         import torch
         from transformers import TextStreamer
 
@@ -176,13 +196,9 @@ class _Writer:
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 super().on_finalized_text(visible(text), stream_end)
 
-        if not ids:
-            raise UsageError("the prompt is empty; give the model something to continue")
         most = wanted = self._options["max_new_tokens"]
         if self._positions is not None:
             most = min(wanted, self._positions + 1 - len(ids))  # the last token is not read
-        if most < 1:
-            raise UsageError(f"the prompt has {len(ids)} tokens and the model {self._positions} positions; shorten it")
         prompt = torch.tensor([ids])
         streamer = Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True) if shown else None
         made = self._model.generate(
@@ -196,15 +212,17 @@ class _Writer:
         return str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
 
 
-def _to_file(writer: _Writer, form: Any, asked: list[Mapping[str, Any]], number: int, output: Path) -> None:
+def _to_file(
+    writer: _Writer, asked: list[Mapping[str, Any]], begun: list[list[int]], number: int, output: Path
+) -> None:
+    """Write the texts of prompts, which begin with these tokens, to a file, a line for each."""
     from symbiosis.terminal.progress import Steps
 
     total = len(asked) * number
     with output.open("w", encoding="utf-8") as file, Steps(console(stderr=True)) as steps:
         for index in range(total):
-            one = asked[index // number]
-            made = writer.write(form.prompt(writer.tokenizer, one), shown=False)
-            file.write(json_module.dumps({**one, "completion": made}, ensure_ascii=False) + "\n")
+            made = writer.write(begun[index // number], shown=False)
+            file.write(json_module.dumps({**asked[index // number], "completion": made}, ensure_ascii=False) + "\n")
             file.flush()
             steps("texts", index + 1, total)
 
@@ -220,7 +238,9 @@ def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:
         if not line:
             return
         messages.append({"role": "user", "content": line})
-        answer = writer.write(chat_prompt(writer.tokenizer, messages), shown=True)
+        ids = chat_prompt(writer.tokenizer, messages)
+        writer.check(ids, "the conversation")
+        answer = writer.write(ids, shown=True)
         messages.append({"role": "assistant", "content": answer})
 
 

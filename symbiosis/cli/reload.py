@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,11 @@ class Reloader:
 
     Args:
         context: the command; what its line says wins over the file.
+        early: the signals that came before there was an executor.
     """
 
-    def __init__(self, context: typer.Context) -> None:
+    def __init__(self, context: typer.Context, early: Sequence[int] = ()) -> None:
+        self.early = early
         self._context = context
         self._limits, self._max_bytes = self._wanted()
 

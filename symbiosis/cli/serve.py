@@ -18,6 +18,7 @@ from rich.table import Table
 from safetensors import SafetensorError
 
 from symbiosis.cli.config import ConfigOption
+from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.core.budget import LEAST_BYTES
 from symbiosis.core.registry import is_several, make_policy, make_transport
 from symbiosis.errors import UsageError
@@ -41,30 +42,6 @@ class LogFormat(StrEnum):
 
     CONSOLE = "console"
     JSON = "json"
-
-
-AddressArgument = Annotated[
-    str,
-    typer.Argument(
-        help="The executor's address: shm:///run/symbiosis.sock, tcp://host:7000… Several addresses of one model, "
-        "separated by commas, are replicas: when one is lost, another one goes on.",
-        show_default=False,
-    ),
-]
-KeyOption = Annotated[
-    Path | None, typer.Option(help="The tenant's secret key file, for tcp:// and dist://; see `symbiosis keys`.")
-]
-InsecureOption = Annotated[
-    bool,
-    typer.Option(
-        help="Required for dist://; allows tcp:// without keys beyond this host. The network can read the traffic."
-    ),
-]
-
-
-def options_of(**options: Any) -> dict[str, Any]:
-    """Return the transport options that were given."""
-    return {name: value for name, value in options.items() if value is not None and value is not False}
 
 
 def serve(
@@ -180,8 +157,9 @@ def serve(
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
+    early: list[int] = []
     if config is not None:
-        signal.signal(signal.SIGHUP, lambda *_: _hung_up.append(True))  # until it can be obeyed
+        signal.signal(signal.SIGHUP, lambda number, _: early.append(number))  # until it can be obeyed
     wait_passively(*listen)
     limit_products()
     if shards > 1 and int(os.environ.get("RANK", "0")):
@@ -213,7 +191,7 @@ def serve(
             keep_weights,
             trace,
             server,
-            None if config is None else Reloader(context),
+            None if config is None else Reloader(context, early),
             policy=policy,
             base_layers=base_layers,
             device=device,
@@ -229,8 +207,6 @@ def serve(
     )
 
 
-_hung_up: list[bool] = []
-"""One entry for each SIGHUP that came before the executor was there."""
 DRAIN_S = 15.0
 """Seconds for which walks may end after the first signal. Service managers wait longer before they kill a process
 (systemd 90 s, Kubernetes 30 s), and a walk that does not end in time loses nothing: its calls are sent again."""
@@ -285,7 +261,7 @@ async def _serve(
             stack.callback(metrics.close)
         if reloader is not None:
             loop.add_signal_handler(signal.SIGHUP, reloader.apply, executor)
-            if _hung_up:  # the signal came before
+            if reloader.early:
                 reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         served = escape(executor.status()["served_layers"])

@@ -18,7 +18,7 @@ from rich.table import Table
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.cli.folder import earlier_in, owned
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console, toml_in, visible, writable, write_json
+from symbiosis.terminal.console import console, is_given, toml_in, visible, writable, write_json
 from symbiosis.terminal.progress import Steps
 from symbiosis.terminal.signals import heeded
 
@@ -113,7 +113,7 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
     values = {
         name: value
         for name, value in context.params.items()
-        if getattr(context.get_parameter_source(name), "name", "DEFAULT") != "DEFAULT" and name not in ("sweep", "json")
+        if is_given(context, name) and name not in ("sweep", "json")
     }
     values |= {**changes, "output": folder, "json": folder / RESULTS_FILE}
     if values.get("resume") and not [*folder.glob("checkpoint-*"), *folder.glob("adapter_*")]:

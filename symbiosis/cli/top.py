@@ -13,7 +13,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from symbiosis.cli.serve import AddressArgument, InsecureOption, KeyOption, options_of
+from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, options_of
 from symbiosis.core.registry import is_several, make_transport
 from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
 from symbiosis.terminal.console import console, visible

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import typer
 import typer.core
 from rich.console import Console
 from rich.markup import escape
@@ -85,6 +86,12 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether the command line has an option, so that its value is no default and not from a file."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 _TALKATIVE = ("bitsandbytes", "torchao", "torch.utils._pytree")

@@ -76,6 +76,7 @@ def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> N
         ("empty.jsonl", b"\n", "there is nothing in it"),
         ("empty.txt", b"\n", "there is nothing in it"),
         ("fields.csv", b"a,b\n1,2\n", "line 2: only 'a', 'b'"),
+        ("number.jsonl", b'{"prompt": ' + b"9" * 5_000 + b"}", "line 1: Exceeds the limit"),
         ("deep.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1: nested too deeply"),
     ],
 )

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-from symbiosis.cli.data import Format, read_records, tokenize
-from symbiosis.cli.training import Run
+from symbiosis.cli.data import Format
 from tests.cli.chat_model import save_chat_model
 from tests.helpers import command
 from tests.service import Service
@@ -58,24 +57,42 @@ def log_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def plain_losses(checkpoint: Path, folder: Path) -> list[float]:
+    """Train on the same data with transformers and PEFT alone: 8 steps."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, pad_token="<end>")
+    examples = []
+    for n in range(24):
+        prompt, completion = (tokenizer(text)["input_ids"] for text in (f"thing {n % 3}\n", COLOURS[n % 3]))
+        ids = [tokenizer.bos_token_id, *prompt, *completion, tokenizer.eos_token_id]
+        labels = [-100] * (1 + len(prompt)) + ids[1 + len(prompt) :]
+        examples.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
+    torch.manual_seed(0)
+    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = Trainer(
+        get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), config),
+        TrainingArguments(
+            str(folder / "plain"),
+            max_steps=8,
+            per_device_train_batch_size=4,
+            learning_rate=0.02,
+            seed=0,
+            logging_steps=1,
+            report_to=[],
+            use_cpu=True,
+        ),
+        DataCollatorForSeq2Seq(tokenizer),
+        examples,
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def test_losses_are_those_of_plain_peft(service: Service, data: Path, checkpoint: Path, tmp_path: Path) -> None:
     done = command(*options(service, data, tmp_path / "a", "--steps", 8, "--json", tmp_path / "a.json"))
     assert done.exit_code == 0, done.stderr
     assert "24 examples" in done.stderr
     told = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    config = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules="all-linear", task_type="CAUSAL_LM")
-    (tmp_path / "plain").mkdir()
-    run = Run(
-        *(plain, config, tokenizer, tokenize(read_records(data), tokenizer, 256, "data"), None, tmp_path / "plain"),
-        *(None, None, 0),
-        option="",
-        patience=None,
-        arguments={"max_steps": 8, "per_device_train_batch_size": 4, "learning_rate": 0.02, "seed": 0, "report_to": []},
-    )
-    assert run.train() == 0
-    assert told["losses"] == pytest.approx(run.results()["losses"], rel=1e-4)
+    assert told["losses"] == pytest.approx(plain_losses(checkpoint, tmp_path), rel=1e-4)
     assert len(told["losses"]) == 8
     assert [entry["step"] for entry in log_of(tmp_path / "a") if "loss" in entry] == [*range(1, 9)]
     assert not [*(tmp_path / "a").glob(".*")], "no temporary files are left"
@@ -169,15 +186,18 @@ def test_resume_wants_the_same_examples_and_the_same_model(service: Service, dat
 
 
 def test_a_damaged_checkpoint_is_passed_over(service: Service, data: Path, tmp_path: Path) -> None:
-    made = tmp_path / "a"
-    assert command(*options(service, data, made, "--steps", 4, "--every", 2)).exit_code == 0
+    made, whole = tmp_path / "a", tmp_path / "whole"
+    more = "--schedule", "constant", "--every", 2
+    assert command(*options(service, data, whole, "--steps", 6, *more)).exit_code == 0
+    assert command(*options(service, data, made, "--steps", 4, *more)).exit_code == 0
     state = made / "checkpoint-4" / "trainer_state.json"
     state.write_bytes(state.read_bytes()[:300])
-    done = command(*options(service, data, made, "--steps", 6, "--every", 2, "--resume"))
+    done = command(*options(service, data, made, "--steps", 6, *more, "--resume"))
     assert done.exit_code == 0, done.stderr
     assert "checkpoint-4 is damaged and is passed over" in done.stderr
-    steps = [entry["step"] for entry in log_of(made) if "loss" in entry]
-    assert steps[-1] == 6
+    losses = [[entry["loss"] for entry in log_of(folder) if "loss" in entry] for folder in (whole, made)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[1]) == 6
 
 
 def test_early_stopping_waits_no_longer_after_a_resume(service: Service, data: Path, tmp_path: Path) -> None:
@@ -426,6 +446,8 @@ def chat(service: Service, typed: str, *given: str) -> Any:
         (["--prompt", "x", "--temperature", "1e-300"], "--temperature 1e-300: give 0, or a number from 1e-06 to 1e+06"),
         (["--prompt", "x", "--temperature", "inf"], "--temperature inf: give 0"),
         (["--prompt", "\udcff"], r"--prompt: \udcff is an unpaired surrogate"),
+        (["--prompt", "x", "--stop", "\udcff"], r"--stop: \udcff is an unpaired surrogate"),
+        (["--prompt", "x", "--stop", ""], "--stop is empty"),
         (["--prompt", "x", "--system", "s"], "--system goes with --chat"),
     ],
 )

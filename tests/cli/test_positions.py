@@ -62,3 +62,13 @@ def test_generation_ends_at_the_positions(service: Service) -> None:
     done = command("generate", service.address, "--prompt", "x" * 65)
     assert done.exit_code == 1
     assert "the prompt has 65 tokens and the model 64 positions" in done.stderr
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_any_text_is_made(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(["short", "x" * 65, "short"]), encoding="utf-8")
+    asked = ("generate", service.address, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "1")
+    done = command(*asked, "--output", str(tmp_path / "texts.jsonl"))
+    assert done.exit_code == 1
+    assert "prompts.txt: prompt 2 has 65 tokens and the model 64 positions" in done.stderr
+    assert not (tmp_path / "texts.jsonl").exists()
+    assert not command(*asked).stdout
