@@ -65,7 +65,8 @@ class Executor:
         max_rows: largest number of rows in a batch. Larger requests are served in slices. It bounds the memory inside
             base layers that are served whole.
         max_bytes: memory that clients in other processes may take here together, in bytes; at least 96 MiB. A call for
-            which there is no room waits; one call, with its results, may have a ninth.
+            which there is no room waits; one call, with its results, may have an eighth of what is counted. See
+            docs/providers.md.
         joint: how clients of this process that decode are walked together: ``"exact"``, ``"fast"`` or ``"off"``;
             ``"auto"`` is ``"fast"``. See docs/tenants.md.
         packed: whether weights on a CPU are packed, in place, so that products of few rows are faster: the last bit of

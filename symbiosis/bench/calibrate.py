@@ -16,12 +16,12 @@ import torch
 from symbiosis import Client, Executor, Statistics
 from symbiosis.bench.jobs import Decoding, adamw
 from symbiosis.bench.models import PAPER_LORA, lora
-from symbiosis.bench.recorder import Curve, Notes, Points, WalkRecorder
+from symbiosis.bench.recorder import Curve, Measurements, Points, WalkRecorder
 from symbiosis.bench.settings import Settings
 from symbiosis.core.requests import Batch, Key
 from symbiosis.core.terms import Kind
 from symbiosis.simulation.costs import Costs
-from symbiosis.simulation.replay import Load
+from symbiosis.simulation.replay import ReplayedLoad
 
 DECODING = range(8, 1, -1)
 """Numbers of clients that decode together. Each is measured, because cost does not grow evenly with them."""
@@ -34,7 +34,7 @@ LONGEST = 512
 """Longest context, in tokens, at which decoding is measured: each decoding client must read it first, each time."""
 
 
-async def calibrate(settings: Settings, load: Load) -> Costs:
+async def calibrate(settings: Settings, load: ReplayedLoad) -> Costs:
     """Return the costs of a load on this machine.
 
     This takes some ten seconds on the preset tiny and a minute on 100m; longer for long prompts.
@@ -57,7 +57,7 @@ class Calibration:
             fine-tuning batches that are much longer than the load's are not measured.
     """
 
-    def __init__(self, settings: Settings, load: Load) -> None:
+    def __init__(self, settings: Settings, load: ReplayedLoad) -> None:
         self._settings = settings
         tokens = sum(arrival.tokens for arrival in load.trace)
         contexts = sum(arrival.tokens * (arrival.prompt + arrival.tokens // 2) for arrival in load.trace)
@@ -69,7 +69,7 @@ class Calibration:
         self._stack = AsyncExitStack()
         self._tuning: list[tuple[Client, torch.optim.Optimizer]] = []
         self._tuners = min(load.tuning, 2)
-        self._notes = Notes()
+        self._notes = Measurements()
 
     async def __aenter__(self) -> Calibration:
         async with AsyncExitStack() as stack:
@@ -95,15 +95,15 @@ class Calibration:
     async def __aexit__(self, *error: Any) -> None:
         await self._stack.__aexit__(*error)
 
-    async def measure(self) -> Notes:
+    async def measure(self) -> Measurements:
         """Run a little of each kind of work, and record its costs."""
         recorder = self._apart.recorder
-        self._notes = self._joint.recorder.notes = Notes()
+        self._notes = self._joint.recorder.notes = Measurements()
         for count in self._counts:
             self._settings.progress(f"{count} clients decode jointly")
             await self._decode(self._joint, count)
         for recorder.together in (True, False):
-            recorder.notes = Notes() if recorder.together else self._notes
+            recorder.notes = Measurements() if recorder.together else self._notes
             for count in {self._counts[0], 2}:
                 self._settings.progress(f"{count} clients decode")
                 await self._decode(self._apart, count)
@@ -148,7 +148,7 @@ class Calibration:
         outside = max(seconds - done.run_s, 0.0) / done.requests
         self._notes.own[kind].append((rows, outside, done.batches / done.requests))
 
-    def costs(self, notes: Sequence[Notes]) -> Costs:
+    def costs(self, notes: Sequence[Measurements]) -> Costs:
         """Return the costs, from measurements of several times."""
         points: dict[tuple[Key, bool, bool], Points] = {}
         for note in notes:
@@ -207,7 +207,7 @@ def _up_to(longest: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
     return lengths[: sum(1 for _ in takewhile(lambda length: length < longest, lengths)) + 1]
 
 
-def _own(notes: Iterable[Notes]) -> tuple[dict[Kind, Curve], float]:
+def _own(notes: Iterable[Measurements]) -> tuple[dict[Kind, Curve], float]:
     """Return the seconds of clients' own work by rows, for each kind, and the executor's seconds beside a batch.
 
     Both run on one thread. They are separated by the number of requests that shared a batch: seconds = own + overhead /

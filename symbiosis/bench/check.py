@@ -9,23 +9,23 @@ from statistics import median
 from typing import NamedTuple
 
 from symbiosis.bench.calibrate import Calibration
-from symbiosis.bench.recorder import Notes
+from symbiosis.bench.recorder import Measurements
 from symbiosis.bench.replay import Crowd
 from symbiosis.bench.settings import Settings
 from symbiosis.core.policy import Policy
-from symbiosis.simulation.outcome import SLO, Outcome
-from symbiosis.simulation.replay import Load, replay, told
+from symbiosis.simulation.outcome import SLO, LoadOutcome
+from symbiosis.simulation.replay import ReplayedLoad, replay, told
 
 
 class Checked(NamedTuple):
     """The outcome of a policy: for each figure, the median of the rounds."""
 
-    predicted: Outcome
-    real: Outcome
+    predicted: LoadOutcome
+    real: LoadOutcome
 
 
 async def check(
-    settings: Settings, policies: dict[str, Callable[[], Policy]], load: Load, slo: SLO
+    settings: Settings, policies: dict[str, Callable[[], Policy]], load: ReplayedLoad, slo: SLO
 ) -> dict[str, Checked]:
     """Play a load to each policy, and simulate it with costs measured immediately before and after.
 
@@ -34,8 +34,8 @@ async def check(
     Raises:
         UsageError: a policy promises a latency below that of an idle executor. Nothing has been played then.
     """
-    predicted: dict[str, list[Outcome]] = {name: [] for name in policies}
-    real: dict[str, list[Outcome]] = {name: [] for name in policies}
+    predicted: dict[str, list[LoadOutcome]] = {name: [] for name in policies}
+    real: dict[str, list[LoadOutcome]] = {name: [] for name in policies}
     async with AsyncExitStack() as stack:
         calibration = await stack.enter_async_context(Calibration(settings, load))
         before = await calibration.measure()
@@ -53,7 +53,7 @@ async def check(
                 played = await crowd.play(slo, settings.says_part)
                 if turn < 0:
                     continue
-                after: Notes = await calibration.measure()
+                after: Measurements = await calibration.measure()
                 costs = calibration.costs([before, after])
                 predicted[name].append(replay(policies[name], costs, load, slo))
                 real[name].append(played)
@@ -63,5 +63,5 @@ async def check(
     return {name: Checked(_median(predicted[name]), _median(real[name])) for name in policies}
 
 
-def _median(outcomes: list[Outcome]) -> Outcome:
-    return Outcome(*(median(values) for values in zip(*map(astuple, outcomes), strict=True)))
+def _median(outcomes: list[LoadOutcome]) -> LoadOutcome:
+    return LoadOutcome(*(median(values) for values in zip(*map(astuple, outcomes), strict=True)))

@@ -12,8 +12,8 @@ from symbiosis.bench.replay import Crowd
 from symbiosis.bench.report import Report
 from symbiosis.bench.settings import Settings
 from symbiosis.simulation.loads import SHAPES, arrivals
-from symbiosis.simulation.outcome import SLO, Outcome
-from symbiosis.simulation.replay import Load
+from symbiosis.simulation.outcome import SLO, LoadOutcome
+from symbiosis.simulation.replay import ReplayedLoad
 from symbiosis.simulation.trace import Arrival, scaled
 
 GOALS = {"slo_attainment": "≥ 0.90", "finetune_kept": "≥ 0.76 of its peak"}
@@ -42,7 +42,7 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
     report = Report("coserve", preset.name, GOALS)
     base = settings.base()
     rows = preset.batch * preset.sequence
-    quiet = Load([Arrival(QUIET_S, 1, 1)], tuning=TUNING, rows=rows)
+    quiet = ReplayedLoad([Arrival(QUIET_S, 1, 1)], tuning=TUNING, rows=rows)
     tuned = await _play(settings, base, "no-lockstep", quiet, "fine-tuning alone")
     found = {"trace": trace[:REQUESTS]} if trace else {name: arrivals(SHAPES[name], REQUESTS) for name in SHAPES_PLAYED}
     for name, texts in found.items():
@@ -54,7 +54,7 @@ async def coserve(settings: Settings, *, trace: list[Arrival] | None, loads: tup
     return report
 
 
-async def _play(settings: Settings, base: Any, spec: str, load: Load, text: str) -> Outcome:
+async def _play(settings: Settings, base: Any, spec: str, load: ReplayedLoad, text: str) -> LoadOutcome:
     """Play a load twice, and return the outcome of the second time."""
     async with settings.executor(base, spec) as executor, Crowd(executor, settings.preset, load) as crowd:
         for turn in (-1, 0):
@@ -70,20 +70,20 @@ async def _measure(
     name: str,
     texts: list[Arrival],
     loads: tuple[float, ...],
-    tuned: Outcome,
+    tuned: LoadOutcome,
 ) -> None:
     """Add rows and headlines of one trace to a report."""
     rows = settings.preset.batch * settings.preset.sequence
-    one = Load(texts[:4], clients=1, paced=False)
+    one = ReplayedLoad(texts[:4], clients=1, paced=False)
     alone = await _play(settings, base, "opportunistic", one, f"{name}, one client alone")
-    busy = Load(texts, clients=CLIENTS, paced=False)
+    busy = ReplayedLoad(texts, clients=CLIENTS, paced=False)
     peak = await _play(settings, base, "opportunistic", busy, f"{name}, inference without pause")
     slo = SLO(SLO_FACTOR * alone.token_mean, 5000.0)
     tokens = sum(text.tokens for text in texts) / (texts[-1].at - texts[0].at)
     policies = _policies(settings.policy, slo)
     for part in loads:
         paced = scaled(texts, speed=part * peak.tokens_per_s / tokens)
-        load = Load(paced, clients=CLIENTS, tuning=TUNING, rows=rows)
+        load = ReplayedLoad(paced, clients=CLIENTS, tuning=TUNING, rows=rows)
         async with AsyncExitStack() as stack:
             crowds = {}
             for policy, spec in {UNTUNED: policies["co-serving"], **policies}.items():
@@ -120,7 +120,7 @@ def _policies(policy: str, slo: SLO) -> dict[str, str]:
     }
 
 
-def _row(load: str, policy: str, played: list[Outcome], tuned: Outcome) -> dict[str, Any]:
+def _row(load: str, policy: str, played: list[LoadOutcome], tuned: LoadOutcome) -> dict[str, Any]:
     """Return medians of the rounds as a row of the report."""
 
     def middle(name: str) -> float:

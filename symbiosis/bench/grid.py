@@ -20,9 +20,9 @@ from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Batch
 from symbiosis.simulation.bound import Bound, bound
 from symbiosis.simulation.costs import Costs, roofline
-from symbiosis.simulation.loads import SHAPES, Shape, arrivals, drawn, make_shape
-from symbiosis.simulation.outcome import SLO, Outcome
-from symbiosis.simulation.replay import Load, replay
+from symbiosis.simulation.loads import SHAPES, LoadShape, arrivals, drawn, make_shape
+from symbiosis.simulation.outcome import SLO, LoadOutcome
+from symbiosis.simulation.replay import ReplayedLoad, replay
 from symbiosis.simulation.trace import Arrival
 
 MACHINES = {"a100": "llama-3.1-8b", "h100": "qwen2.5-14b"}
@@ -37,13 +37,13 @@ _TOGETHER = 8
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridLoad:
     """One load of the grid."""
 
     machine: str
     load: str
     """Name or spec of the load."""
-    shape: Shape
+    shape: LoadShape
     part: float
     tuning: int
     seed: int
@@ -51,11 +51,13 @@ class Cell:
     def costs(self) -> Costs:
         return _costs(self.machine)
 
-    def made(self, requests: int, rows: int) -> Load:
+    def made(self, requests: int, rows: int) -> ReplayedLoad:
         """Return the load: its shape, at its part of the machine's capacity."""
         trace = arrivals(self.shape, requests, self.seed)
         rate = self.part * capacity(self.costs(), trace)
-        return Load(arrivals(replace(self.shape, rate=rate), requests, self.seed), tuning=self.tuning, rows=rows)
+        return ReplayedLoad(
+            arrivals(replace(self.shape, rate=rate), requests, self.seed), tuning=self.tuning, rows=rows
+        )
 
     def text(self) -> str:
         """Return a short name."""
@@ -64,12 +66,12 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class GridResult:
     """The results of one load: what seems possible, and the outcome of each policy."""
 
-    cell: Cell
+    cell: GridLoad
     bound: Bound
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, LoadOutcome]
 
     def best(self, besides: str) -> tuple[float, float]:
         """Return the best SLO attainment of the other policies, and the most fine-tuning of those that are close."""
@@ -103,37 +105,37 @@ def capacity(costs: Costs, trace: Sequence[Arrival]) -> float:
     return 1 / fmean(walk(arrival.prompt) + token * (arrival.tokens - 1) for arrival in trace)
 
 
-def cells(loads: Sequence[str], seeds: int, first: int, random_loads: int) -> Iterator[Cell]:
+def cells(loads: Sequence[str], seeds: int, first: int, random_loads: int) -> Iterator[GridLoad]:
     """Return the loads of a grid: the named ones, or so many with random parameters, rates and machines."""
     if random_loads:
         chance = random.Random(first)
         for number in range(random_loads):
             machine, tuning = chance.choice(list(MACHINES)), chance.choice(TUNING)
-            yield Cell(machine, f"random {number}", drawn(chance), round(chance.uniform(0.2, 1), 2), tuning, number)
+            yield GridLoad(machine, f"random {number}", drawn(chance), round(chance.uniform(0.2, 1), 2), tuning, number)
         return
     for machine in MACHINES:
         for load in loads or SHAPES:
             for part in PARTS:
                 for tuning in TUNING:
                     for seed in range(first, first + seeds):
-                        yield Cell(machine, load, make_shape(load), part, tuning, seed)
+                        yield GridLoad(machine, load, make_shape(load), part, tuning, seed)
 
 
 def run(
-    grid: Sequence[Cell],
+    grid: Sequence[GridLoad],
     policies: Sequence[str],
     slo: SLO,
     requests: int,
     rows: int,
     progress: Callable[[float], None] = lambda part: None,
-) -> list[Row]:
+) -> list[GridResult]:
     """Simulate each load with each policy, with a process for each core.
 
     Raises:
         UsageError: a policy promises latencies below those of an idle executor.
         PolicyError: the scheduler refused a decision of a policy.
     """
-    outcomes: dict[tuple[int, str], Outcome] = {}
+    outcomes: dict[tuple[int, str], LoadOutcome] = {}
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
         work = {
             pool.submit(simulated, cell, policy, slo, requests, rows): (number, policy)
@@ -148,7 +150,7 @@ def run(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return [
-        Row(
+        GridResult(
             cell,
             bound(cell.costs(), cell.made(requests, rows), slo),
             {policy: outcomes[number, policy] for policy in policies},
@@ -157,12 +159,12 @@ def run(
     ]
 
 
-def simulated(cell: Cell, policy: str, slo: SLO, requests: int, rows: int) -> Outcome:
+def simulated(cell: GridLoad, policy: str, slo: SLO, requests: int, rows: int) -> LoadOutcome:
     """Simulate one load with one policy."""
     return replay(partial(make_policy, policy), cell.costs(), cell.made(requests, rows), slo)
 
 
-def table(rows: Sequence[Row], policy: str) -> Table:
+def table(rows: Sequence[GridResult], policy: str) -> Table:
     """Return a table of all loads: a policy, the best of the others, and what seems possible."""
     found = Table(title=f"SLO kept, and fine-tuning in tokens/s: {escape(policy)}", title_justify="left")
     found.add_column("load", overflow="fold")
@@ -176,7 +178,7 @@ def table(rows: Sequence[Row], policy: str) -> Table:
     return found
 
 
-def summary(rows: Sequence[Row]) -> Table:
+def summary(rows: Sequence[GridResult]) -> Table:
     """Return a table of means over all loads, by policy."""
     found = Table(title=f"means of {len(rows)} loads", title_justify="left")
     found.add_column("policy", overflow="fold")
@@ -188,7 +190,7 @@ def summary(rows: Sequence[Row]) -> Table:
     return found
 
 
-def means(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def means(rows: Sequence[GridResult]) -> dict[str, dict[str, Any]]:
     """Return by policy: mean SLO attainment, mean distance from what seems possible, mean part of the
     fine-tuning that does, and
     the number of loads on which it does as well as the best other policy in both."""
@@ -206,7 +208,7 @@ def means(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def plot(file: Path, rows: Sequence[Row]) -> None:
+def plot(file: Path, rows: Sequence[GridResult]) -> None:
     """Draw SLO attainment against fine-tuning, a panel for each load and a mark for each policy and rate."""
     import matplotlib
 

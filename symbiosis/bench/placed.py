@@ -30,7 +30,7 @@ ROWS = (1, 2, 4)
 """Numbers of texts that a tenant decodes at once, to measure batches of so many rows."""
 
 
-class Run(NamedTuple):
+class Measurement(NamedTuple):
     """What tenants and an executor spent on some work."""
 
     seconds: float
@@ -68,7 +68,7 @@ class WorkCosts:
     """Processor time of a batch while all tenants run, in multiples of its time with one tenant."""
 
     @classmethod
-    def of(cls, alone: Run, together: Run, curves: Mapping[Key, Curve]) -> WorkCosts:
+    def of(cls, alone: Measurement, together: Measurement, curves: Mapping[Key, Curve]) -> WorkCosts:
         """Return the costs that explain the processor time of both runs: of one tenant, and of all tenants.
 
         Args:
@@ -195,7 +195,7 @@ async def machine_costs(settings: Settings, transport: str, tenants: int) -> Mac
     trained = preset.batch * preset.sequence
     with served(preset.name, transport, "recorder", settings.base_layers) as executor:
 
-        async def spend(processes: Sequence[TenantProcess], work: str) -> Run:
+        async def spend(processes: Sequence[TenantProcess], work: str) -> Measurement:
             executor.notes()
             began = time.perf_counter()
             jobs = [each.train() if work == "train" else each.steps(preset.decode_steps) for each in processes]
@@ -205,9 +205,9 @@ async def machine_costs(settings: Settings, transport: str, tenants: int) -> Mac
             if len(processes) == 1:
                 for key, rows, taken in notes.batches:
                     points.setdefault(key, []).append((rows, taken))
-            return Run(seconds, notes.batches, notes.requests, notes.batches_s, notes.processor_s, spent)
+            return Measurement(seconds, notes.batches, notes.requests, notes.batches_s, notes.processor_s, spent)
 
-        async def measure(count: int, work: str, *, rows: int = 1, length: int | None = None) -> Run:
+        async def measure(count: int, work: str, *, rows: int = 1, length: int | None = None) -> Measurement:
             size = rows if work == "decode" else length or trained
             settings.progress(f"measuring costs: {count} of {tenants} tenants {work}, {size} rows each")
             async with tenant_processes(preset.name, [[executor.address]] * count, length, rows) as processes:
@@ -232,5 +232,5 @@ async def machine_costs(settings: Settings, transport: str, tenants: int) -> Mac
     )
 
 
-def _median(found: Sequence[Run]) -> Run:
+def _median(found: Sequence[Measurement]) -> Measurement:
     return sorted(found, key=lambda run: run.seconds)[len(found) // 2]

@@ -37,7 +37,7 @@ class Figures(NamedTuple):
 
 
 @dataclass
-class Placed:
+class MeasuredPlacement:
     """A placement: its executors, its tenants, and its index in each tenant's list of addresses."""
 
     executors: Sequence[ServingProcess]
@@ -96,7 +96,9 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
             for tenant in range(tenants)
         ]
         processes = await stack.enter_async_context(tenant_processes(preset.name, lists))
-        placements = {name: Placed(found, processes, number) for number, (name, found) in enumerate(executors.items())}
+        placements = {
+            name: MeasuredPlacement(found, processes, number) for number, (name, found) in enumerate(executors.items())
+        }
         jobs = {name: partial(each.measure, settings) for name, each in placements.items()}
         results = await settings.interleaved(f"{tenants} tenants", jobs)
         predicted = {
@@ -122,7 +124,7 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
 def _fill(
     report: Report,
     settings: Settings,
-    placements: Mapping[str, Placed],
+    placements: Mapping[str, MeasuredPlacement],
     results: Mapping[str, Sequence[Figures]],
     predicted: Mapping[str, tuple[float, float]],
 ) -> None:

@@ -10,8 +10,8 @@ from symbiosis.bench.replay import Crowd
 from symbiosis.bench.report import Report, ratio
 from symbiosis.bench.settings import Settings
 from symbiosis.simulation.loads import SHAPES, arrivals
-from symbiosis.simulation.outcome import SLO, Outcome
-from symbiosis.simulation.replay import Load
+from symbiosis.simulation.outcome import SLO, LoadOutcome
+from symbiosis.simulation.replay import ReplayedLoad
 from symbiosis.simulation.trace import Arrival, scaled
 
 GOALS = {
@@ -37,7 +37,7 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
     base = settings.base()
     for count in counts:
         found = trace[: REQUESTS_EACH * count] if trace else arrivals(SHAPES["chat"], REQUESTS_EACH * count)
-        load = Load(scaled(found, lengths=LENGTHS[preset.name]), clients=count, paced=False)
+        load = ReplayedLoad(scaled(found, lengths=LENGTHS[preset.name]), clients=count, paced=False)
         async with AsyncExitStack() as stack:
             jobs = {}
             for name, spec in names.items():
@@ -77,5 +77,5 @@ async def policies(settings: Settings, *, counts: tuple[int, ...], trace: list[A
     return report
 
 
-def _ratio(above: list[Outcome], below: list[Outcome], name: str) -> float:
+def _ratio(above: list[LoadOutcome], below: list[LoadOutcome], name: str) -> float:
     return ratio([getattr(o, name) for o in above], [getattr(o, name) for o in below])

@@ -17,7 +17,7 @@ Points = list[tuple[int, float]]
 
 
 @dataclass
-class Notes:
+class Measurements:
     """The measurements of one time."""
 
     batches: dict[tuple[Key, bool, bool], Points] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class WalkRecorder(Policy):
 
     def __init__(self) -> None:
         self.together = True
-        self.notes = Notes()
+        self.notes = Measurements()
         self.walk: list[Key] = []
         """The keys of the last complete forward walk."""
         self.back: list[Key] = []

@@ -14,15 +14,15 @@ from symbiosis import Client, Executor
 from symbiosis.bench.jobs import Decoding, Tuning
 from symbiosis.bench.models import PAPER_LORA, Preset, lora
 from symbiosis.simulation.clients import Done
-from symbiosis.simulation.outcome import SLO, Outcome, outcome
-from symbiosis.simulation.replay import Load
+from symbiosis.simulation.outcome import SLO, LoadOutcome, outcome
+from symbiosis.simulation.replay import ReplayedLoad
 from symbiosis.simulation.trace import Arrival
 
 
 class Crowd:
     """Open clients with adapters of their own that can play a load repeatedly."""
 
-    def __init__(self, executor: Executor, preset: Preset, load: Load) -> None:
+    def __init__(self, executor: Executor, preset: Preset, load: ReplayedLoad) -> None:
         self._executor = executor
         self._preset = preset
         self._device = executor.device
@@ -48,7 +48,7 @@ class Crowd:
         for client in [*self._texts, *(client for client, _ in self._jobs)]:
             await client.close()
 
-    async def play(self, slo: SLO, progress: Callable[[float], None] = lambda part: None) -> Outcome:
+    async def play(self, slo: SLO, progress: Callable[[float], None] = lambda part: None) -> LoadOutcome:
         """Play the load once, with earlier objects frozen for the garbage collector, as under ``symbiosis serve``."""
         texts: list[tuple[Done, Arrival]] = []
         self._executor.reset_statistics()

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from symbiosis.bench.recorder import Notes, WalkRecorder
+from symbiosis.bench.recorder import Measurements, WalkRecorder
 from symbiosis.core.requests import Key, Pass
 from symbiosis.terminal.loop import run, wait_passively
 
@@ -202,7 +202,7 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
 
 def _notes(recorder: WalkRecorder) -> dict[str, Any]:
     """Return the walks of a recorder and its batches, which it forgets."""
-    notes, recorder.notes = recorder.notes, Notes()
+    notes, recorder.notes = recorder.notes, Measurements()
     batches = [(key, *point) for (key, _, _), points in notes.batches.items() for point in points]
     spent = recorder.notes.since_s - notes.since_s
     served = Served(recorder.walk, recorder.back, batches, notes.requests, notes.batches_s, spent)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from symbiosis.bench.check import Checked
     from symbiosis.bench.settings import Settings
     from symbiosis.simulation.costs import Costs
-    from symbiosis.simulation.outcome import SLO, Outcome
-    from symbiosis.simulation.replay import Load, Place
+    from symbiosis.simulation.outcome import SLO, LoadOutcome
+    from symbiosis.simulation.replay import Place, ReplayedLoad
 
 
-class Machine(StrEnum):
+class MachineName(StrEnum):
     """Machines with known costs."""
 
     A100 = "a100"
@@ -72,8 +72,8 @@ def simulate(
         list[str] | None, typer.Option(help="Batching policy, with options; repeat to compare. By default four.")
     ] = None,
     machine: Annotated[
-        Machine, typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset.")
-    ] = Machine.A100,
+        MachineName, typer.Option(help="Costs of base layers: a GPU by its data sheet, or measured here on a preset.")
+    ] = MachineName.A100,
     model: Annotated[
         str, typer.Option(help="Model on a GPU: llama-3.1-8b, llama-2-13b, qwen2.5-14b, qwen2.5-32b or gemma-2-27b.")
     ] = "llama-3.1-8b",
@@ -152,7 +152,7 @@ def simulate(
     from symbiosis.simulation.costs import roofline
     from symbiosis.simulation.loads import arrivals, make_shape
     from symbiosis.simulation.outcome import SLO
-    from symbiosis.simulation.replay import Load, replicas
+    from symbiosis.simulation.replay import ReplayedLoad, replicas
     from symbiosis.simulation.trace import read_trace, scaled
 
     _check_options(context)
@@ -169,10 +169,10 @@ def simulate(
     found = read_trace(trace, requests) if trace else arrivals(make_shape((load or ["chat"])[0]), requests, seed)
     if check and any(arrival.slo != 1 for arrival in found):
         raise UsageError("--check plays one SLO for all clients; leave patient out of --load")
-    played = Load(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
+    played = ReplayedLoad(scaled(found, speed=speed, lengths=lengths), clients, paced, finetune, rows)
     slo = SLO(slo_ms, ttft_ms)
-    results: dict[str, Outcome] = {}
-    real: dict[str, Outcome] = {}
+    results: dict[str, LoadOutcome] = {}
+    real: dict[str, LoadOutcome] = {}
     if check:
         checked = _check(policies, preset.value, base_layers, played, slo)
         results = {spec: predicted for spec, (predicted, _) in checked.items()}
@@ -182,7 +182,7 @@ def simulate(
         if placement is not None:
             costs, place = _placed(placement, model)
         else:
-            here = machine is Machine.HERE
+            here = machine is MachineName.HERE
             costs = _calibrate(preset.value, base_layers, played) if here else roofline(machine.value, model)
             place = replicas(costs, executors)
         for spec in policies:
@@ -205,7 +205,7 @@ def _check_options(context: typer.Context) -> None:
     from symbiosis.errors import UsageError
 
     given = context.params
-    here = given["machine"] is Machine.HERE
+    here = given["machine"] is MachineName.HERE
     if given["check"] and not here:
         raise UsageError(
             "--check plays the load to a real executor, so the costs must be measured here: --machine here"
@@ -295,7 +295,7 @@ def _grid(
         grid.plot(plot, found)
 
 
-def _calibrate(preset: str, base_layers: str, load: Load) -> Costs:
+def _calibrate(preset: str, base_layers: str, load: ReplayedLoad) -> Costs:
     from symbiosis.bench.calibrate import calibrate
     from symbiosis.terminal.loop import run
 
@@ -303,7 +303,7 @@ def _calibrate(preset: str, base_layers: str, load: Load) -> Costs:
         return run(calibrate(_settings(preset, base_layers, 1, lambda text: status.update(f"measuring: {text}")), load))
 
 
-def _check(policies: list[str], preset: str, base_layers: str, load: Load, slo: SLO) -> dict[str, Checked]:
+def _check(policies: list[str], preset: str, base_layers: str, load: ReplayedLoad, slo: SLO) -> dict[str, Checked]:
     from symbiosis.bench.check import check
     from symbiosis.core.registry import make_policy
     from symbiosis.terminal.loop import run
@@ -326,17 +326,17 @@ def _placed(file: Path, model: str) -> tuple[Costs, Place]:
     """Return the costs of a model, and its executors as a file places them."""
     from symbiosis.simulation.costs import shape_of
     from symbiosis.simulation.machines import read_fleet, read_placement
-    from symbiosis.simulation.placement import Base, place
+    from symbiosis.simulation.placement import SimulatedModel, place
     from symbiosis.terminal.console import toml_in
 
     data = toml_in(file, f"--placement {file}")
-    base, fleet = Base.of(shape_of(model)), read_fleet(data)
+    base, fleet = SimulatedModel.of(shape_of(model)), read_fleet(data)
     found = read_placement(data, fleet, base.shape.blocks)
     costs = base.costs(fleet.machines[found.home].device)
     return replace(costs, text=f"{model}, {found.text()} of {file.name}"), place(fleet, found, base)
 
 
-def _predict(spec: str, costs: Costs, load: Load, slo: SLO, place: Place) -> Outcome:
+def _predict(spec: str, costs: Costs, load: ReplayedLoad, slo: SLO, place: Place) -> LoadOutcome:
     from symbiosis.core.registry import make_policy
     from symbiosis.simulation.replay import replay
 
@@ -357,7 +357,9 @@ def _bar() -> Progress:
     return Progress(*columns, transient=True, console=Console(stderr=True))
 
 
-def _show(costs: str, load: Load, executors: int, results: dict[str, Outcome], real: dict[str, Outcome]) -> None:
+def _show(
+    costs: str, load: ReplayedLoad, executors: int, results: dict[str, LoadOutcome], real: dict[str, LoadOutcome]
+) -> None:
     """Print two tables, so that all figures fit in 80 columns."""
     where = costs if executors == 1 else f"{executors} executors, each {costs}"
     title = f"{len(load.trace)} requests, {load.tuning} fine-tuning clients; {where}"
@@ -365,7 +367,7 @@ def _show(costs: str, load: Load, executors: int, results: dict[str, Outcome], r
 
 
 def _table(
-    columns: dict[str, str], results: dict[str, Outcome], real: dict[str, Outcome], title: str | None = None
+    columns: dict[str, str], results: dict[str, LoadOutcome], real: dict[str, LoadOutcome], title: str | None = None
 ) -> Table:
     """Return a table with one row per policy. On a narrow terminal the names are folded and no figure is cut."""
     table = Table(title=title, title_justify="left")
@@ -389,7 +391,9 @@ def _text(value: float) -> str:
     return "" if value != value else f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
 
 
-def _as_data(costs: str, load: Load, results: dict[str, Outcome], real: dict[str, Outcome]) -> dict[str, Any]:
+def _as_data(
+    costs: str, load: ReplayedLoad, results: dict[str, LoadOutcome], real: dict[str, LoadOutcome]
+) -> dict[str, Any]:
     from symbiosis.terminal.machine import machine
 
     return {
@@ -404,7 +408,7 @@ def _as_data(costs: str, load: Load, results: dict[str, Outcome], real: dict[str
     }
 
 
-def _plot(file: Path, results: dict[str, Outcome], slo: SLO) -> None:
+def _plot(file: Path, results: dict[str, LoadOutcome], slo: SLO) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -61,14 +61,14 @@ def audit(
     from symbiosis.privacy.audit.report import plot as draw
     from symbiosis.privacy.audit.run import SCHEMES
     from symbiosis.privacy.audit.run import audit as run_audit
-    from symbiosis.privacy.audit.workload import Plan
+    from symbiosis.privacy.audit.workload import Workload
     from symbiosis.terminal.loop import run
     from symbiosis.terminal.machine import machine
 
     if into is not None:
         split_page(into)  # raises before the work if the page has no place for the tables
     _check(hidden, json, plot, into)
-    plan = Plan(hidden=hidden, intermediate=2 * hidden, prompts=prompts, repeats=repeats, seed=seed)
+    plan = Workload(hidden=hidden, intermediate=2 * hidden, prompts=prompts, repeats=repeats, seed=seed)
     with console().status("building a model") as status:
         result = run(run_audit(scheme or SCHEMES, plan, baselines=lots, progress=status.update))
     _show(result)

@@ -12,7 +12,7 @@ import typer
 from symbiosis.cli.config import checked, parameters_of, refuse_unknown
 from symbiosis.cli.reload import limits_of
 from symbiosis.cli.serve import serve
-from symbiosis.cluster.plan import Model, Plan
+from symbiosis.cluster.plan import ClusterPlan, Model
 from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import toml_in
@@ -49,7 +49,7 @@ _OWN: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Keys that ``serve`` does not have: what each value must be, and its description."""
 
 
-def read_plan(file: Path) -> Plan:
+def read_plan(file: Path) -> ClusterPlan:
     """Return what a file describes.
 
     A key above the tables ``[[model]]`` holds for each model that does not have it.
@@ -66,7 +66,7 @@ def read_plan(file: Path) -> Plan:
     names = [model.name for model in models]
     if len(set(names)) < len(names):
         raise UsageError(f"{file}: two models are called {max(names, key=names.count)}; give each a name of its own")
-    return Plan(models, host, port)
+    return ClusterPlan(models, host, port)
 
 
 def _host(file: Path, text: Any) -> tuple[str, int]:

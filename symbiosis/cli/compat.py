@@ -16,7 +16,7 @@ from symbiosis.terminal.console import console, writable, write_json
 from symbiosis.terminal.progress import Steps
 
 if TYPE_CHECKING:
-    from symbiosis.testing.compat import Cell, Shares
+    from symbiosis.testing.compat import Cell, ServedPart
 
 LEAST_SERVED = 0.9
 """Part of the linear and expert weights below which the table says what is not served."""
@@ -81,7 +81,7 @@ def compat(
 
 async def _try(
     models: list[str] | None, methods: list[str] | None, transports: list[str]
-) -> tuple[list[Shares], list[Cell]]:
+) -> tuple[list[ServedPart], list[Cell]]:
     import transformers
 
     from symbiosis.testing.compat import cells_of, load, shares_of, try_cell
@@ -93,7 +93,7 @@ async def _try(
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")  # of each other's old names
     names = models or [*ZOO, *IN_FORMATS]
     work = {name: cells_of(name, methods, transports) for name in names}
-    shares: list[Shares] = []
+    shares: list[ServedPart] = []
     cells: list[Cell] = []
     total = sum(map(len, work.values()))
     with Steps(console(stderr=True)) as steps:
@@ -114,7 +114,7 @@ async def _try(
     return shares, cells
 
 
-def _show(shares: list[Shares], cells: list[Cell], *, sizes: bool) -> None:
+def _show(shares: list[ServedPart], cells: list[Cell], *, sizes: bool) -> None:
     from symbiosis.testing.compat import EQUAL, WRONG
 
     out = console()

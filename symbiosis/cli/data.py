@@ -36,7 +36,7 @@ Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Format:
+class PromptFormat:
     """How the tokens before a completion are made.
 
     Attributes:
@@ -76,7 +76,7 @@ class Format:
         (folder / FORMAT_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> Format:
+    def load(cls, folder: Path) -> PromptFormat:
         """Return the format of an adapter's folder; the tokenizer's own if it has none.
 
         Raises:
@@ -113,7 +113,7 @@ class Data:
         skipped: number of records of which nothing counted in the loss.
     """
 
-    format: Format
+    format: PromptFormat
     examples: list[dict[str, list[int]]] = field(default_factory=list)
     cut: int = 0
     skipped: int = 0
@@ -301,7 +301,7 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str) ->
     """
     name = _format_name(source, records[0])
     separator = "" if name != "pairs" or all(one["completion"][:1].isspace() for one in records) else "\n"
-    data = Data(Format(name, separator))
+    data = Data(PromptFormat(name, separator))
     if name == "text":
         ids = [token for one in records for token in (*_encode(tokenizer, one["text"]), *_end(tokenizer))]
         for start in range(0, len(ids), length):
@@ -318,7 +318,7 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str) ->
     return data
 
 
-def _completed(form: Format, tokenizer: Any, record: Record) -> tuple[list[int], list[int]]:
+def _completed(form: PromptFormat, tokenizer: Any, record: Record) -> tuple[list[int], list[int]]:
     """Return ids and labels of a pair, or of a record with Alpaca's fields. Only the completion has labels."""
     before, completion = form.prompt(tokenizer, record), record["output" if form.name == "alpaca" else "completion"]
     after = [*_encode(tokenizer, completion), *_end(tokenizer)]

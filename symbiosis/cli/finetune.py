@@ -231,7 +231,7 @@ def finetune(
             if held_out is not None:
                 test = _split(examples, held_out, seed, data)
             _tell(examples, test, "--sequence" if length == sequence else f"the model's {length} positions")
-            run = trainer_module.Run(
+            run = trainer_module.Training(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
                 option=option,
                 patience=patience,

@@ -82,10 +82,10 @@ def generate(
     import torch
 
     from symbiosis import open_model
-    from symbiosis.cli.data import Format
+    from symbiosis.cli.data import PromptFormat
     from symbiosis.cli.positions import positions_of
 
-    form = Format() if adapter is None else Format.load(adapter)
+    form = PromptFormat() if adapter is None else PromptFormat.load(adapter)
     if chat and form.name not in ("", "chat"):
         raise UsageError(
             f"--chat: the adapter was trained on data of the form {form.name!r}, not on conversations; use --prompt"

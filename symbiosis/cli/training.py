@@ -26,7 +26,7 @@ from symbiosis.terminal.progress import Steps
 from symbiosis.terminal.signals import heeded
 
 
-class Run:
+class Training:
     """Trains one adapter.
 
     Args:

@@ -120,7 +120,7 @@ def _plain(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return tensor.detach().reshape(-1, width).as_subclass(torch.Tensor)
 
 
-class _Wrap(torch.autograd.Function):
+class _WrapExperts(torch.autograd.Function):
     """An autograd node around a bank's result that is known already."""
 
     @staticmethod
@@ -144,7 +144,8 @@ class _Wrap(torch.autograd.Function):
 
 
 _wrap = cast(
-    Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VirtExperts, list[torch.Tensor]], torch.Tensor], _Wrap.apply
+    Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VirtExperts, list[torch.Tensor]], torch.Tensor],
+    _WrapExperts.apply,
 )
 
 

@@ -94,7 +94,7 @@ def open_model(
     channel = transport.connect_blocking(address, name or new_name(), terms)
     if scheme is not None:
         channel = scheme.wrap_blocking(channel, address, terms, options)
-    walks = Walks(channel)
+    walks = WalkCounter(channel)
     requester = Requester(masked=scheme is not None, before_backward=walks.backward_begins)
     requester.open(channel)
     try:
@@ -134,7 +134,7 @@ def backward_in_windows(model: Any, batch: Mapping[str, Any], window: int, *, pr
         return run_now(step)
 
 
-class Walks:
+class WalkCounter:
     """Tells the executor when a client is in a walk, so that batches wait for it then and only then.
 
     Several threads may walk the model at once, forward and backward. The client is in a walk from the time at which the
@@ -148,7 +148,7 @@ class Walks:
         self._backwards: set[int] = set()
         """Backward passes in progress, by the number that the autograd engine gives them."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Walks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WalkCounter:
         return self  # a copy of the model uses the same connection
 
     def __reduce_ex__(self, protocol: Any) -> Any:

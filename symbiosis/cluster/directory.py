@@ -11,7 +11,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from symbiosis.cluster.plan import Plan, addresses
+from symbiosis.cluster.plan import ClusterPlan, addresses
 
 FRESH_S = 10.0
 """Seconds after the last report of an executor for which its address is given to tenants."""
@@ -22,7 +22,7 @@ BIND_S = 15.0
 class DirectoryActor:
     """The plan of a cluster, its drained nodes, and what its executors have reported."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ClusterPlan) -> None:
         self._plan = plan
         self._away: set[str] = set()
         self._reports: dict[str, dict[str, Any]] = {}
@@ -35,7 +35,7 @@ class DirectoryActor:
         self._server.shutdown()
         self._server.server_close()
 
-    def plan(self) -> Plan:
+    def plan(self) -> ClusterPlan:
         return self._plan
 
     def report(self, name: str, report: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Start, move, count and end the executors of a cluster, from a process beside Ray.
 
 Each executor is a detached actor in a detached placement group of its own, both with the name of its
-:class:`~symbiosis.cluster.plan.Place`. Ray starts the actor again where the placement group is, and moves both when the
-node has ended. What runs is read from Ray's list of actors, so no state is kept that could be wrong.
+:class:`~symbiosis.cluster.plan.ExecutorId`. Ray starts the actor again where the placement group is, and moves both when
+the node has ended. What runs is read from Ray's list of actors, so no state is kept that could be wrong.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from symbiosis.cluster.directory import FRESH_S, DirectoryActor
 from symbiosis.cluster.executor import DRAIN_S, ExecutorActor
-from symbiosis.cluster.plan import Model, Place, Plan, changes, selectors
+from symbiosis.cluster.plan import ClusterPlan, ExecutorId, Model, changes, selectors
 from symbiosis.errors import BrokenError, UsageError
 
 NAMESPACE = "symbiosis"
@@ -87,9 +87,9 @@ class ClusterManager:
                     raise BrokenError(f"the directory of the cluster does not answer: {error}") from error
                 time.sleep(0.5)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[ExecutorId]:
         """Return all executors, those included that wait for a node."""
-        return sorted(filter(None, map(Place.of, ray.util.list_named_actors())))
+        return sorted(filter(None, map(ExecutorId.of, ray.util.list_named_actors())))
 
     def status(self) -> dict[str, Any]:
         """Return the address and the executors of each model."""
@@ -117,7 +117,7 @@ class ClusterManager:
             states[model.name] = {"address": self.url(plan, model.name), "executors": executors}
         return {"models": states, "drained": sorted(away)}
 
-    def url(self, plan: Plan, model: str) -> str:
+    def url(self, plan: ClusterPlan, model: str) -> str:
         """Return the address of a model for tenants."""
         head = next((node["NodeManagerAddress"] for node in ray.nodes() if set(HEAD) <= set(node["Resources"])), "")
         host = head if plan.host in ("0.0.0.0", "::") and head else plan.host
@@ -125,7 +125,7 @@ class ClusterManager:
 
     # ------------------------------------------------------------------------------------------------------ commands
 
-    def up(self, plan: Plan, within_s: float) -> None:
+    def up(self, plan: ClusterPlan, within_s: float) -> None:
         """Start the directory and all executors, and wait until they serve. Nothing is left if one cannot.
 
         Raises:
@@ -196,7 +196,7 @@ class ClusterManager:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
-    def _start(self, plan: Plan, places: Sequence[Place], within_s: float) -> None:
+    def _start(self, plan: ClusterPlan, places: Sequence[ExecutorId], within_s: float) -> None:
         """Start executors, and wait until they serve. Ends them again if one of them cannot."""
         if not places:
             return
@@ -209,7 +209,7 @@ class ClusterManager:
             self._remove(places, drain=False)
             raise
 
-    def _place(self, model: Model, place: Place) -> None:
+    def _place(self, model: Model, place: ExecutorId) -> None:
         same = [each for each in self.places() if (each.model, each.part) == (place.model, place.part)]
         beside = filter(None, map(_reserved, same))
         for selector in selectors(model, self._asked("away", [], []), beside, _fitting(model)):
@@ -237,7 +237,7 @@ class ClusterManager:
         command = model.command(place.part)
         ray.remote(ExecutorActor).options(**options).remote(str(place), model.name, command, self._directory())
 
-    def _states(self, places: Sequence[Place], within_s: float) -> Iterator[str]:
+    def _states(self, places: Sequence[ExecutorId], within_s: float) -> Iterator[str]:
         """Yield a line for each executor that serves, until all do.
 
         Raises:
@@ -258,7 +258,7 @@ class ClusterManager:
                 raise BrokenError(f"{', '.join(left)} did not serve within {within_s:g} s; raise --within")
             time.sleep(0.2)
 
-    def _remove(self, places: Sequence[Place], drain: bool = True) -> None:
+    def _remove(self, places: Sequence[ExecutorId], drain: bool = True) -> None:
         """End executors, and free what is reserved for them."""
         names = list(map(str, places))
         with contextlib.suppress(UsageError, BrokenError):  # without the directory, no tenant gets these addresses
@@ -277,7 +277,7 @@ class ClusterManager:
                 remove_placement_group(get_placement_group(name))
 
 
-def _model(plan: Plan, name: str) -> Model:
+def _model(plan: ClusterPlan, name: str) -> Model:
     for model in plan.models:
         if model.name == name:
             return model
@@ -308,7 +308,7 @@ def _fitting(model: Model) -> list[str]:
     ]
 
 
-def _reserved(place: Place) -> str:
+def _reserved(place: ExecutorId) -> str:
     """Return the id of the node on which an executor has its place, or "" if Ray looks for one."""
     with contextlib.suppress(ValueError):
         table = ray.util.placement_group_table(get_placement_group(str(place)))

@@ -35,7 +35,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """The models of a cluster, and where its directory listens."""
 
     models: tuple[Model, ...]
@@ -43,7 +43,7 @@ class Plan:
     port: int = 7070
 
 
-class Place(NamedTuple):
+class ExecutorId(NamedTuple):
     """An executor's model, the index of its part, and its number. Numbers are not used twice while others run."""
 
     model: str
@@ -54,22 +54,22 @@ class Place(NamedTuple):
         return f"{self.model}/{self.part}/{self.number}"
 
     @classmethod
-    def of(cls, name: str) -> Place | None:
+    def of(cls, name: str) -> ExecutorId | None:
         """Return the place in the name of an actor, or None for an actor that is no executor."""
         model, _, rest = name.partition("/")
         part, _, number = rest.partition("/")
         return cls(model, int(part), int(number)) if model and part.isdigit() and number.isdigit() else None
 
 
-def changes(model: Model, replicas: int, present: Collection[Place]) -> tuple[list[Place], list[Place]]:
+def changes(model: Model, replicas: int, present: Collection[ExecutorId]) -> tuple[list[ExecutorId], list[ExecutorId]]:
     """Return the executors to start and those to end, so that each part of a model has this many."""
-    start: list[Place] = []
-    end: list[Place] = []
+    start: list[ExecutorId] = []
+    end: list[ExecutorId] = []
     for part in range(max(len(model.parts), 1)):
         here = sorted(place for place in present if (place.model, place.part) == (model.name, part))
         end += here[replicas:]
         free = 1 + max((place.number for place in here), default=-1)
-        start += [Place(model.name, part, free + more) for more in range(replicas - len(here))]
+        start += [ExecutorId(model.name, part, free + more) for more in range(replicas - len(here))]
     return start, end
 
 

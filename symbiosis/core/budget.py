@@ -48,7 +48,7 @@ class Budget:
         self._accounts: dict[Account, None] = {}
         """Connections whose owner is known, in the order in which they came."""
         self._turns = 0
-        """How often an account has held bytes or begun to wait for them. Tells which of two accounts did so first."""
+        """How often an account has held bytes or begun to wait for them: tells which of two accounts did so first."""
 
     @property
     def connections(self) -> int:
@@ -117,6 +117,11 @@ class Budget:
                 held[one.owner] -= one.size
                 free += one.size
         return found if would <= free else []
+
+    def turn(self) -> int:
+        """Return a larger number than at any call before."""
+        self._turns += 1
+        return self._turns
 
     def _grant(self) -> None:
         """Give accounts that wait what they wait for, where there is room."""
@@ -188,7 +193,7 @@ class Account:
             self._counted += more
         self._held = held
         self.kept += kept
-        self._budget._turns = self._held_at = self._budget._turns + 1
+        self._held_at = self._budget.turn()
         return True
 
     def keep(self, size: int) -> bool:
@@ -212,7 +217,7 @@ class Account:
     def wait(self, size: int, kept: int, granted: Callable[[], object]) -> None:
         """:meth:`hold` bytes as soon as there is room, and call ``granted`` then, which must not release any."""
         self._budget._waiting[self] = size, kept, granted
-        self._budget._turns = self._waits_since = self._budget._turns + 1
+        self._waits_since = self._budget.turn()
 
     def make_room(self) -> None:
         """Cut other connections so that there will be room for what this one waits for, if their end gives enough."""

@@ -20,7 +20,7 @@ MAX_REASON = 64
 """Longest reason of a batch, in characters."""
 
 
-class Faults:
+class PolicyFaults:
     """The faults of one policy.
 
     Attributes:

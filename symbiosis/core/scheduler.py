@@ -33,7 +33,7 @@ from functools import partial
 from typing import NamedTuple
 
 from symbiosis.core.clients import STOPPED_S, Clients, ClientState
-from symbiosis.core.faults import Faults, problem
+from symbiosis.core.faults import PolicyFaults, problem
 from symbiosis.core.policy import Policy, Run, Wait
 from symbiosis.core.queues import Queue, Queues
 from symbiosis.core.requests import Batch, Key, Request, Slice
@@ -86,7 +86,7 @@ class Scheduler:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         policy.bind()
         self.policy = policy
-        self._faults = Faults(policy)
+        self._faults = PolicyFaults(policy)
         self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows

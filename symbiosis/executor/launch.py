@@ -22,7 +22,7 @@ from torch import distributed
 
 from symbiosis.errors import ShardLostError, SymbiosisError, UsageError
 from symbiosis.executor.loading import load_model
-from symbiosis.executor.shard_group import MEET_WITHIN_S, Group
+from symbiosis.executor.shard_group import MEET_WITHIN_S, ShardGroup
 from symbiosis.executor.splitting import SplitModel
 
 dist: Any = distributed  # its types leave the stores out
@@ -41,7 +41,7 @@ def ended(rank: int, count: int, process: subprocess.Popen[bytes]) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ShardSettings:
     """How each shard loads the model. All of it can be written as JSON, for processes that are started."""
 
     model: str
@@ -83,7 +83,7 @@ class Launch:
         UsageError: torchrun has started another number of processes, or torch has no torch.distributed.
     """
 
-    def __init__(self, count: int, settings: Settings) -> None:
+    def __init__(self, count: int, settings: ShardSettings) -> None:
         if not distributed.is_available():
             raise UsageError("this build of torch has no torch.distributed, which shards need")
         if count < 2:
@@ -115,7 +115,7 @@ class Launch:
     def _threads(self) -> int:
         return max(torch.get_num_threads() // self.count, 1)
 
-    def meet(self, then: Callable[[Group], object] = lambda group: None) -> Group:
+    def meet(self, then: Callable[[ShardGroup], object] = lambda group: None) -> ShardGroup:
         """Start the other processes, and return the group when all have come and ``then`` has returned.
 
         On CPUs each computes with its part of the threads from now on.
@@ -130,12 +130,12 @@ class Launch:
             self._start(threads)
             if device.type == "cpu":
                 torch.set_num_threads(threads)
-        found: list[Group] = []
+        found: list[ShardGroup] = []
         errors: list[Exception] = []
 
         def wait() -> None:  # on a thread, because nothing can end it
             try:
-                group = Group(self._store(), self.rank, self.count, self._local, device)
+                group = ShardGroup(self._store(), self.rank, self.count, self._local, device)
                 then(group)
                 found.append(group)
             except Exception as error:  # noqa: BLE001 (raised below)

@@ -11,7 +11,7 @@ FEW_ROWS = 64
 
 
 @dataclass(slots=True)
-class Load:
+class RecentLoad:
     """Part of the recent time that an executor has spent on rows of its batches, from 0 to 1.
 
     The time that a batch takes whatever its rows, mostly to read the weights, is not counted: the rows of one more

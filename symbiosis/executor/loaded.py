@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from symbiosis.errors import UsageError
-from symbiosis.executor.launch import Launch, Settings
+from symbiosis.executor.launch import Launch, ShardSettings
 from symbiosis.executor.loading import dtype_of, load_model
 
 
@@ -86,7 +86,7 @@ def settings(
     device: str | torch.device | None,
     dtype: torch.dtype | str | None,
     options: dict[str, Any],
-) -> Settings:
+) -> ShardSettings:
     """Return how shards load a model. Raises UsageError for what cannot be told to another process."""
     try:
         json.dumps(options)
@@ -95,4 +95,4 @@ def settings(
     kind = None if model_class is None else f"{model_class.__module__}.{model_class.__qualname__}"
     named = None if dtype == "auto" else dtype_of(dtype)
     short = None if named is None else str(named).removeprefix("torch.")
-    return Settings(str(source), kind, options, short, str(device or "cpu"))
+    return ShardSettings(str(source), kind, options, short, str(device or "cpu"))

@@ -36,7 +36,7 @@ _FOREVER = timedelta(days=10_000)
 RUN, END = 1, 0
 
 
-class Group:
+class ShardGroup:
     """The process group of all shards.
 
     Args:

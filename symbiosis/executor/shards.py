@@ -28,10 +28,10 @@ import transformers
 
 from symbiosis.core.requests import Key, Results
 from symbiosis.errors import ShardLostError, SplitError
-from symbiosis.executor.launch import Launch, Settings, dist, ended
+from symbiosis.executor.launch import Launch, ShardSettings, dist, ended
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.parts import Cut
-from symbiosis.executor.shard_group import END, MOST_LAYERS, WITHIN_S, Group, empty, header_of, key_of
+from symbiosis.executor.shard_group import END, MOST_LAYERS, WITHIN_S, ShardGroup, empty, header_of, key_of
 from symbiosis.executor.splitting import SplitModel
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Shards:
             thread.join()  # its process has ended
 
 
-def _agree(split: SplitModel, group: Group) -> None:
+def _agree(split: SplitModel, group: ShardGroup) -> None:
     """Tell the other shards the names of the base layers, and check that they have loaded the same weights.
 
     Raises:
@@ -166,7 +166,7 @@ def run_parts(parts: Sequence[BaseLayer], key: Key, tensors: Results) -> Results
         return tuple([result.contiguous() for layer in key.layers for result in parts[layer].run(key, tensors)])
 
 
-def work(group: Group, settings: Settings) -> None:
+def work(group: ShardGroup, settings: ShardSettings) -> None:
     """Be one of the other shards, until the first one says that it ends, or has ended."""
     names = group.hear(0)["layers"]
     try:
@@ -213,14 +213,14 @@ def _main() -> None:
     given = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_the_first, name="symbiosis-first", daemon=True).start()
     rank, count, folder, threads = (given.pop(name) for name in ("rank", "count", "folder", "threads"))
-    settings = Settings(**given)
+    settings = ShardSettings(**given)
     logging.disable(logging.WARNING)  # the first shard gives the same warnings
     transformers.utils.logging.disable_progress_bar()
     ignore_signals()
     torch.set_num_threads(threads)
     device = settings.device_of(rank)
     try:
-        work(Group(dist.FileStore(str(Path(folder) / "store"), count), rank, count, "127.0.0.1", device), settings)
+        work(ShardGroup(dist.FileStore(str(Path(folder) / "store"), count), rank, count, "127.0.0.1", device), settings)
     except RuntimeError as error:
         sys.exit(f"shard {rank} of {count} ends: {str(error).partition(chr(10))[0][:300]}")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from symbiosis.core.requests import Batch, Key, Pass, Request
 from symbiosis.core.terms import Kind, tenant_of
-from symbiosis.executor.load import Load
+from symbiosis.executor.load import RecentLoad
 
 MAX_KEYS = 4096
 MAX_CLIENTS = 2048
@@ -244,7 +244,7 @@ class Counters:
     layers: dict[Key, _Layer] = field(default_factory=dict)
     clients: dict[str, _ClientCounts] = field(default_factory=dict)
     reasons: Counter[str] = field(default_factory=Counter)
-    load: Load = field(default_factory=Load)
+    load: RecentLoad = field(default_factory=RecentLoad)
     waits: dict[str, float] = field(default_factory=dict)
     wait_times: list[_Durations] = field(default_factory=lambda: [_Durations() for _ in Kind])
     run_times: _Durations = field(default_factory=_Durations)

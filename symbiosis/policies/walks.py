@@ -55,7 +55,7 @@ class Walk:
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class KnownClient:
     """What is known of a client: the text that it decodes, and the usual time of its tokens."""
 
     slo: float  # longest mean time from one token of the text to the next
@@ -92,7 +92,7 @@ class Walks:
         self._slo_s, self._ttft_s = slo_s, ttft_s
         self._others = 0.0  # time spent on prompts and fine-tuning so far (F)
         self._usual_s = 0.0  # usual time of a token of any client
-        self._clients: OrderedDict[str, Client] = OrderedDict()
+        self._clients: OrderedDict[str, KnownClient] = OrderedDict()
         self._by_text: Heap = []  # tokens by the slack that their texts allow, plus F
         self._by_token: Heap = []  # tokens by the slack that their own SLOs allow, plus F
         self._kept_before = self._missed_before = 0  # tokens of forgotten clients
@@ -177,9 +177,9 @@ class Walks:
         found = {name: (client.kept, client.missed) for name, client in self._clients.items()}
         return {**found, "": (self._kept_before, self._missed_before)}
 
-    def _client(self, name: str, request: Request) -> Client:
+    def _client(self, name: str, request: Request) -> KnownClient:
         """Return what is known of a client. If there are too many, the one is forgotten that was silent for longest."""
-        client = self._clients.setdefault(name, Client(self._slo_s))
+        client = self._clients.setdefault(name, KnownClient(self._slo_s))
         self._clients.move_to_end(name)
         if name == request.client:
             client.slo = (request.terms.slo_ms or 1e3 * self._slo_s) / 1e3
@@ -190,7 +190,7 @@ class Walks:
             self._missed_before += forgotten.missed
         return client
 
-    def _begin_prompt(self, client: Client, request: Request) -> Walk:
+    def _begin_prompt(self, client: KnownClient, request: Request) -> Walk:
         now, ttft = request.arrived, (request.terms.ttft_ms or 1e3 * self._ttft_s) / 1e3
         client.began, client.tokens, client.late = math.inf, 0, False
         walk = self._prompts[request.client] = Walk(request, request, now + ttft, self._others, STOPPED_S, now)
@@ -198,7 +198,7 @@ class Walks:
         self._changes += 1
         return walk
 
-    def _begin_token(self, client: Client, request: Request) -> Walk:
+    def _begin_token(self, client: KnownClient, request: Request) -> Walk:
         now, slo = request.arrived, client.slo
         usual = client.usual or self._usual_s or slo / 2
         kept = []
@@ -224,7 +224,7 @@ class Walks:
                     heapq.heapify(heap)
         return walk
 
-    def _end(self, client: Client, walk: Walk, request: Request) -> None:
+    def _end(self, client: KnownClient, walk: Walk, request: Request) -> None:
         """End a walk at its client's next request, and learn from it."""
         walk.over = True
         self._last_layer = max(self._last_layer, walk.last.key.layers[0])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from symbiosis.core.requests import Batch, Key
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.outcome import SLO
-from symbiosis.simulation.replay import Load
+from symbiosis.simulation.replay import ReplayedLoad
 
 _BESIDE = 512
 """Rows of the batches that others run beside."""
@@ -34,7 +34,7 @@ class _Prompt:
     """Tokens that are to be decoded after it."""
 
 
-def bound(costs: Costs, load: Load, slo: SLO) -> Bound:
+def bound(costs: Costs, load: ReplayedLoad, slo: SLO) -> Bound:
     """Return the SLO attainment and the fine-tuning that seem possible.
 
     Rows of prompts and tokens cost what they add to batches that run anyway, on an executor without overhead. Tokens

@@ -66,7 +66,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     """The shape of a Llama model in bf16."""
 
     hidden: int
@@ -118,11 +118,11 @@ GPUS = {
     "h100": Gpu(3.35e12, 989e12, memory_gib=80),
 }
 MODELS = {
-    "gemma-2-27b": Shape(4608, 36864, 46, 32, 16, 256000, tied=True, head=128),
-    "llama-2-13b": Shape(5120, 13824, 40, 40, 40, 32000),
-    "llama-3.1-8b": Shape(4096, 14336, 32, 32, 8, 128256),
-    "qwen2.5-14b": Shape(5120, 13824, 48, 40, 8, 152064),
-    "qwen2.5-32b": Shape(5120, 27648, 64, 40, 8, 152064),
+    "gemma-2-27b": LlamaShape(4608, 36864, 46, 32, 16, 256000, tied=True, head=128),
+    "llama-2-13b": LlamaShape(5120, 13824, 40, 40, 40, 32000),
+    "llama-3.1-8b": LlamaShape(4096, 14336, 32, 32, 8, 128256),
+    "qwen2.5-14b": LlamaShape(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": LlamaShape(5120, 27648, 64, 40, 8, 152064),
 }
 
 
@@ -130,7 +130,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def shape_of(model: str) -> Shape:
+def shape_of(model: str) -> LlamaShape:
     """Return the shape of a model.
 
     Args:
@@ -156,7 +156,7 @@ def shape_of(model: str) -> Shape:
         raise UsageError(f"{file} has no {wrong[0]}; it must be the configuration of a dense model such as Llama")
     hidden, intermediate, blocks, heads, vocabulary = sizes
     kv, head, tied = (config.get(name) for name in ("num_key_value_heads", "head_dim", "tie_word_embeddings"))
-    return Shape(hidden, intermediate, blocks, heads, kv or heads, vocabulary, bool(tied), head or 0)
+    return LlamaShape(hidden, intermediate, blocks, heads, kv or heads, vocabulary, bool(tied), head or 0)
 
 
 def roofline(gpu: str, model: str, think_s: float = 40e-6) -> Costs:

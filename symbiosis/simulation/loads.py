@@ -20,7 +20,7 @@ _SPELL_S = 10.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class LoadShape:
     """The parameters of a load. Lengths are in tokens; ``…_spread`` is the standard deviation of their logarithm."""
 
     rate: float
@@ -60,26 +60,26 @@ class Shape:
 
 SHAPES = {
     # Azure's conversations of 2023 (Patel et al., "Splitwise", ISCA '24): mean prompt 1,155, answer 211.
-    "chat": Shape(5.53, 760, 0.985, 14_050, 151, 0.859, 1000, variation=1.0, bursts=0.23),
+    "chat": LoadShape(5.53, 760, 0.985, 14_050, 151, 0.859, 1000, variation=1.0, bursts=0.23),
     # Azure's code completions of 2023 (the same source): mean prompt 2,048, 99th percentile 7,437, mean answer 28; more
     # than half of all spells of 10 s are empty.
-    "code": Shape(2.6, 1500, 0.8, 7437, 13, 1.24, 2000, variation=13.0),
+    "code": LoadShape(2.6, 1500, 0.8, 7437, 13, 1.24, 2000, variation=13.0),
     # RAGPulse (Wang et al., 2025), questions to a university's documents: prompts of 1,050 to 7,710 tokens, mostly
     # around 3,200, answers of 7 to 2,180.
-    "rag": Shape(1.0, 3150, 0.3, 7710, 190, 0.7, 2180),
+    "rag": LoadShape(1.0, 3150, 0.3, 7710, 190, 0.7, 2180),
     # TraceLab (Zhu et al., 2026), coding agents: a step adds 790 tokens at the median and 3,700 at the 90th percentile,
     # and yields 520 on average; a request takes 8.8 steps. Tools are taken to run for 2 s.
-    "agents": Shape(1.0, 790, 1.2, 20_000, 230, 1.28, 8000, turns=8.8, pause_s=2.0),
+    "agents": LoadShape(1.0, 790, 1.2, 20_000, 230, 1.28, 8000, turns=8.8, pause_s=2.0),
     # Gaps as varied as in BurstGPT's bursts, with lengths chosen between those of chat and steady.
-    "burst": Shape(3.0, 300, 1.2, 4000, 200, 0.9, 2000, variation=5.0),
+    "burst": LoadShape(3.0, 300, 1.2, 4000, 200, 0.9, 2000, variation=5.0),
     # ShareGPT's lengths (Kwon et al., "vLLM", SOSP '23, figure 11: mean prompt 161, answer 338), Poisson arrivals.
-    "steady": Shape(3.0, 110, 0.88, 2048, 250, 0.78, 2048),
+    "steady": LoadShape(3.0, 110, 0.88, 2048, 250, 0.78, 2048),
 }
 """The named loads. Medians and spreads are fitted to the figures of their sources. The rates of rag, agents, burst
 and steady are chosen."""
 
 
-def make_shape(spec: str) -> Shape:
+def make_shape(spec: str) -> LoadShape:
     """Return the shape for ``"name"`` or ``"name:parameter=value,parameter=value"``.
 
     Raises:
@@ -89,17 +89,17 @@ def make_shape(spec: str) -> Shape:
     name = spec.partition(":")[0]
     if name not in SHAPES:
         raise UnknownNameError(f"unknown load {name!r}; there are {', '.join(SHAPES)}")
-    shape: Shape = from_spec("load", spec, partial(Shape, **vars(SHAPES[name])), {})
+    shape: LoadShape = from_spec("load", spec, partial(LoadShape, **vars(SHAPES[name])), {})
     return shape
 
 
-def drawn(chance: random.Random) -> Shape:
+def drawn(chance: random.Random) -> LoadShape:
     """Return a shape with random parameters, within the ranges that the named loads span."""
 
     def between(low: float, high: float) -> float:
         return math.exp(chance.uniform(math.log(low), math.log(high)))
 
-    return Shape(
+    return LoadShape(
         1.0,
         *(between(100, 3200), chance.uniform(0.3, 1.2), 14_000),
         *(between(13, 250), chance.uniform(0.6, 1.3), 2000),
@@ -110,7 +110,7 @@ def drawn(chance: random.Random) -> Shape:
     )
 
 
-def arrivals(shape: Shape, count: int, seed: int = 0) -> list[Arrival]:
+def arrivals(shape: LoadShape, count: int, seed: int = 0) -> list[Arrival]:
     """Return ``count`` requests in order of arrival. A later turn counts as arriving with its conversation.
 
     The gaps are scaled so that conversations arrive at the mean rate, whatever the seed.

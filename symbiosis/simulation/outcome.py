@@ -26,7 +26,7 @@ class SLO:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LoadOutcome:
     """Figures of one run. Times are in milliseconds, rates in tokens per second; ``nan`` where nothing was counted."""
 
     seconds: float
@@ -70,7 +70,7 @@ def outcome(
     mean_batch: float,
     slo: SLO,
     sent: int = 0,
-) -> Outcome:
+) -> LoadOutcome:
     """Return the figures of a run.
 
     Args:
@@ -86,7 +86,7 @@ def outcome(
     gaps = [1e3 * gap for done, _ in texts for gap in done.per_token]
     first = [1e3 * done.first_token_s for done, _ in texts if done.tokens]
     rates = [len(done.tokens) / (done.tokens[-1] - done.began) for done in finished if done.tokens[-1] > done.began]
-    return Outcome(
+    return LoadOutcome(
         seconds=seconds,
         tokens_per_s=sum(len(done.tokens) for done, _ in texts) / seconds if seconds else 0.0,
         finetune_per_s=sum(job.tuned for job in jobs) / seconds if seconds else 0.0,

@@ -10,10 +10,10 @@ from symbiosis.core.policy import Policy
 from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.simulation.clients import backward
 from symbiosis.simulation.clock import Clock, Link
-from symbiosis.simulation.costs import Costs, Gpu, Shape
+from symbiosis.simulation.costs import Costs, Gpu, LlamaShape
 from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.machines import Fleet, Machine, Placement, Site
-from symbiosis.simulation.replay import Placed, told
+from symbiosis.simulation.replay import SimulatedPlacement, told
 from symbiosis.simulation.simulation import Hop, Route
 
 BYTES = 2
@@ -28,10 +28,10 @@ _MAX_ROWS = 8192
 
 
 @dataclass(frozen=True)
-class Base:
+class SimulatedModel:
     """The base layers of a model, and the walk through them."""
 
-    shape: Shape
+    shape: LlamaShape
     walk: Sequence[Key]
     sizes: Sequence[tuple[int, int]]
     """Features of the input and of the output of each layer."""
@@ -39,7 +39,7 @@ class Base:
     """The block of each layer. The language model head belongs to the last one."""
 
     @classmethod
-    def of(cls, shape: Shape) -> Base:
+    def of(cls, shape: LlamaShape) -> SimulatedModel:
         """Return the base layers of a shape, with its language model head if that is not the embedding."""
         walk, sizes, of_block = shape.layers()
         if not shape.tied:
@@ -100,7 +100,7 @@ class Base:
         return alone + machine.between.seconds((shards - 1) * rows) + machine.between.seconds((shards - 1) * received)
 
 
-def place(fleet: Fleet, placement: Placement, base: Base) -> Callable[..., Placed]:
+def place(fleet: Fleet, placement: Placement, base: SimulatedModel) -> Callable[..., SimulatedPlacement]:
     """Return a function of a clock and of a maker of policies that makes the executors and routes of a placement.
 
     Raises:
@@ -113,7 +113,7 @@ def place(fleet: Fleet, placement: Placement, base: Base) -> Callable[..., Place
         for site in hops:
             fleet.link(placement.clients or hops[0].machine, site.machine)
 
-    def made(clock: Clock, make_policy: Callable[[], Policy]) -> Placed:
+    def made(clock: Clock, make_policy: Callable[[], Policy]) -> SimulatedPlacement:
         executors = {id(site): _executor(clock, make_policy(), fleet, site, base) for site in sites}
         links: dict[tuple[str, str], Link] = {}
 
@@ -129,12 +129,12 @@ def place(fleet: Fleet, placement: Placement, base: Base) -> Callable[..., Place
             home = placement.clients or hops[0].machine
             here = [Hop(executors[id(site)], link(home, site.machine), link(site.machine, home)) for site in hops]
             routes.append(Route(here, places if len(here) > 1 else None, base.sent))
-        return Placed(list(executors.values()), routes, links)
+        return SimulatedPlacement(list(executors.values()), routes, links)
 
     return made
 
 
-def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: Base) -> SimulatedExecutor:
+def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: SimulatedModel) -> SimulatedExecutor:
     machine = fleet.machines[site.machine]
 
     def cost(batch: Batch, again: bool) -> float:
@@ -159,7 +159,7 @@ def _part_of(placement: Placement, block: int) -> int:
 
 
 @dataclass(frozen=True)
-class Tenants:
+class TenantCounts:
     """What tenants do."""
 
     decode: int
@@ -174,7 +174,7 @@ class Tenants:
     """Rank of their LoRA on the four attention layers of each block."""
 
 
-def needs(base: Base, tenants: Tenants, placement: Placement) -> dict[str, list[dict[str, float]]]:
+def needs(base: SimulatedModel, tenants: TenantCounts, placement: Placement) -> dict[str, list[dict[str, float]]]:
     """Return what each device of a machine must hold, in bytes by purpose, for each executor's devices and for clients.
 
     Weights and caches follow from the shape. Activations are an estimate: the tensors that a block of a Llama model in

@@ -11,7 +11,7 @@ from symbiosis.core.policy import Policy
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.clock import Clock
 from symbiosis.simulation.machines import Fleet, Placement, Site
-from symbiosis.simulation.placement import Base, Tenants, fits, needs, place
+from symbiosis.simulation.placement import SimulatedModel, TenantCounts, fits, needs, place
 from symbiosis.simulation.simulation import Cluster
 
 _PROMPT = 8
@@ -56,7 +56,7 @@ class Candidate:
     rates: Rates | None
 
 
-def candidates(fleet: Fleet, base: Base, clients: str | None) -> Iterator[Placement]:
+def candidates(fleet: Fleet, base: SimulatedModel, clients: str | None) -> Iterator[Placement]:
     """Yield placements: parts of equal numbers of blocks, each on so many shards, with so many replicas of the whole.
 
     All numbers are powers of 2. Executors take the machines in the order of the file, so the parts of a replica are
@@ -85,7 +85,7 @@ def _powers(most: int) -> list[int]:
     return [1 << bit for bit in range(most.bit_length())]
 
 
-def traffic(placement: Placement, base: Base) -> dict[tuple[str, str], int]:
+def traffic(placement: Placement, base: SimulatedModel) -> dict[tuple[str, str], int]:
     """Return the bytes that a decoded token sends between two machines, in both directions, by the pair of them, for
     the first replica of each part."""
     home = placement.home
@@ -101,8 +101,8 @@ def traffic(placement: Placement, base: Base) -> dict[tuple[str, str], int]:
 def simulated(
     fleet: Fleet,
     placement: Placement,
-    base: Base,
-    tenants: Tenants,
+    base: SimulatedModel,
+    tenants: TenantCounts,
     make_policy: Callable[[], Policy],
     progress: Callable[[], None] = lambda: None,
 ) -> Rates:
@@ -141,8 +141,8 @@ def _replicas(placement: Placement) -> list[Placement]:
 def _simulated(
     fleet: Fleet,
     placement: Placement,
-    base: Base,
-    tenants: Tenants,
+    base: SimulatedModel,
+    tenants: TenantCounts,
     make_policy: Callable[[], Policy],
     progress: Callable[[], None],
 ) -> Rates:
@@ -184,8 +184,8 @@ def _simulated(
 
 def plan(
     fleet: Fleet,
-    base: Base,
-    tenants: Tenants,
+    base: SimulatedModel,
+    tenants: TenantCounts,
     make_policy: Callable[[], Policy],
     clients: str | None = None,
     progress: Callable[[str], None] = lambda text: None,

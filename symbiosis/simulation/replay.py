@@ -15,13 +15,13 @@ from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.clock import Clock, Link
 from symbiosis.simulation.costs import Costs
 from symbiosis.simulation.executor import SimulatedExecutor
-from symbiosis.simulation.outcome import SLO, Outcome, outcome
+from symbiosis.simulation.outcome import SLO, LoadOutcome, outcome
 from symbiosis.simulation.simulation import Cluster, Hop, Route, SimulatedClient, Until
 from symbiosis.simulation.trace import Arrival
 
 
 @dataclass(frozen=True)
-class Load:
+class ReplayedLoad:
     """The work of all clients.
 
     Args:
@@ -70,7 +70,7 @@ def told(policy: Policy, walk: Sequence[Key], cost: Callable[[Batch, bool], floa
     return policy
 
 
-class Placed(NamedTuple):
+class SimulatedPlacement(NamedTuple):
     """Executors in simulated time. Clients are dealt to the routes in turn."""
 
     executors: Sequence[SimulatedExecutor]
@@ -79,14 +79,14 @@ class Placed(NamedTuple):
     """Links by the names of the machines at their ends, each for one direction."""
 
 
-Place = Callable[[Clock, Callable[[], Policy]], Placed]
+Place = Callable[[Clock, Callable[[], Policy]], SimulatedPlacement]
 """Function of a clock and of a maker of policies: makes the executors of a placement."""
 
 
 def replicas(costs: Costs, count: int = 1, max_rows: int = 8192) -> Place:
     """Place some executors of the same base model, whose messages take no time."""
 
-    def placed(clock: Clock, make_policy: Callable[[], Policy]) -> Placed:
+    def placed(clock: Clock, make_policy: Callable[[], Policy]) -> SimulatedPlacement:
         executors = [
             SimulatedExecutor(
                 clock,
@@ -99,7 +99,7 @@ def replicas(costs: Costs, count: int = 1, max_rows: int = 8192) -> Place:
             )
             for _ in range(count)
         ]
-        return Placed(executors, [Route([Hop(executor)]) for executor in executors])
+        return SimulatedPlacement(executors, [Route([Hop(executor)]) for executor in executors])
 
     return placed
 
@@ -107,12 +107,12 @@ def replicas(costs: Costs, count: int = 1, max_rows: int = 8192) -> Place:
 def replay(
     make_policy: Callable[[], Policy],
     costs: Costs,
-    load: Load,
+    load: ReplayedLoad,
     slo: SLO,
     *,
     place: Place | None = None,
     progress: Callable[[float], None] = lambda part: None,
-) -> Outcome:
+) -> LoadOutcome:
     """Simulate a load.
 
     Args:

@@ -98,7 +98,7 @@ class Route:
 
 
 @dataclass(slots=True)
-class _Client:
+class _ClientState:
     name: str
     route: Route
     work: list[SimulatedClient]
@@ -122,16 +122,16 @@ class _Client:
 
 
 @dataclass(slots=True)
-class _Joint:
+class _JointWalks:
     """The joint walks of clients in an executor's process. One token is under way at a time."""
 
-    ready: dict[str, tuple[_Client, Decode]] = field(default_factory=dict)
+    ready: dict[str, tuple[_ClientState, Decode]] = field(default_factory=dict)
     """Clients that wait for the next token to begin."""
-    together: tuple[_Client, ...] = ()
+    together: tuple[_ClientState, ...] = ()
     """Clients of the joint walk under way."""
     token: bool = False
     """Whether a token is under way."""
-    client: _Client | None = None
+    client: _ClientState | None = None
     """The client that walks for all of them, once one has."""
 
 
@@ -151,7 +151,7 @@ class Cluster:
     def __init__(self, clock: Clock, joint: bool = False) -> None:
         self.clock = clock
         self._joint = joint
-        self._walks: dict[SimulatedExecutor, _Joint] = {}
+        self._walks: dict[SimulatedExecutor, _JointWalks] = {}
 
     @property
     def now(self) -> float:
@@ -164,7 +164,7 @@ class Cluster:
         """Add a client that joins at time ``at`` (seconds), asks for ``terms``, and leaves when its generator ends."""
 
         def join() -> None:
-            self._join(_Client(name, route, [client]), terms)
+            self._join(_ClientState(name, route, [client]), terms)
 
         self.clock.at(at, join)
 
@@ -177,16 +177,16 @@ class Cluster:
         while self.clock.next_at <= until and self.clock.next_at < math.inf:
             self.step()
 
-    def _join(self, client: _Client, terms: Terms = NO_TERMS) -> None:
+    def _join(self, client: _ClientState, terms: Terms = NO_TERMS) -> None:
         for hop in client.route.hops:
             executor = hop.executor
             executor.scheduler.client_joined(client.name, terms, local=executor.local)
             if self._joint and executor not in self._walks:
-                self._walks[executor] = _Joint()
+                self._walks[executor] = _JointWalks()
                 executor.settle = partial(self._settle, executor)
         self._resume(client, None)
 
-    def _resume(self, client: _Client, sent: float | None) -> None:
+    def _resume(self, client: _ClientState, sent: float | None) -> None:
         """Resume a client, and start its next action that takes time. ``sent`` is None for a new generator."""
         first = client.route.hops[0].executor
         first.changed()
@@ -221,7 +221,7 @@ class Cluster:
         else:
             self._call(client, action)
 
-    def _think(self, client: _Client, seconds: float) -> None:
+    def _think(self, client: _ClientState, seconds: float) -> None:
         executor, cores = client.route.hops[0].executor, client.route.cores
 
         def thought() -> None:
@@ -234,7 +234,7 @@ class Cluster:
         else:
             self.clock.at(self.now + seconds, thought)
 
-    def _call(self, client: _Client, ask: Ask) -> None:
+    def _call(self, client: _ClientState, ask: Ask) -> None:
         executor, there, back = client.route.hop(ask.key)
         client.enter(executor, self.now)
         tenants = tuple(each.name for each in self._walks[executor].together) if client.name == JOINT else ()
@@ -253,7 +253,7 @@ class Cluster:
             ),
         )
 
-    def _begin(self, client: _Client, walk: SimulatedClient) -> None:
+    def _begin(self, client: _ClientState, walk: SimulatedClient) -> None:
         """Have a client walk the model, and then go on."""
         client.work.append(walk)
         self._resume(client, None)
@@ -264,7 +264,7 @@ class Cluster:
             self._begin_token(executor, joint)
         executor.decide()
 
-    def _begin_token(self, executor: SimulatedExecutor, joint: _Joint) -> None:
+    def _begin_token(self, executor: SimulatedExecutor, joint: _JointWalks) -> None:
         """Begin the next token, for all clients that are ready."""
         (first, action), *others = joint.ready.values()
         joint.ready = {}
@@ -275,15 +275,15 @@ class Cluster:
         else:
             joint.together = (first, *(client for client, _ in others))
             if joint.client is None:
-                joint.client = _Client(JOINT, first.route, [])
+                joint.client = _ClientState(JOINT, first.route, [])
                 executor.scheduler.client_joined(JOINT, local=executor.local)
             self._begin(joint.client, self._together(joint, action.walk(len(joint.together))))
 
-    def _alone(self, joint: _Joint, walk: SimulatedClient) -> SimulatedClient:
+    def _alone(self, joint: _JointWalks, walk: SimulatedClient) -> SimulatedClient:
         yield from walk
         joint.token = False
 
-    def _together(self, joint: _Joint, walk: SimulatedClient) -> SimulatedClient:
+    def _together(self, joint: _JointWalks, walk: SimulatedClient) -> SimulatedClient:
         yield InWalk(True)
         yield from walk
         yield InWalk(False)

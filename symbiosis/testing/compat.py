@@ -168,7 +168,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Shares:
+class ServedPart:
     """What is served of a model."""
 
     model: str
@@ -383,17 +383,17 @@ def _example(model: Any, job: Job) -> torch.Tensor:
     return logits_of(model(**job.prompt(next(model.parameters()).device)))
 
 
-def shares_of(name: str, model: Any, reads: str) -> Shares:
+def shares_of(name: str, model: Any, reads: str) -> ServedPart:
     """Return what is served of a model. A copy is split."""
     try:
         sharing = Executor(copy.deepcopy(model)).sharing
     except UsageError as error:
-        return Shares(name, reads, 0.0, 0, 0, (_first_line(error),))
+        return ServedPart(name, reads, 0.0, 0, 0, (_first_line(error),))
     part = sharing.served / max(sharing.served + sum(one.bytes for one in sharing.unserved), 1)
-    return Shares(name, reads, part, sharing.served, sharing.held, tuple(describe(sharing.unserved)))
+    return ServedPart(name, reads, part, sharing.served, sharing.held, tuple(describe(sharing.unserved)))
 
 
-def as_data(shares: list[Shares], cells: list[Cell]) -> dict[str, Any]:
+def as_data(shares: list[ServedPart], cells: list[Cell]) -> dict[str, Any]:
     """Return results as plain data."""
     return {"shares": [asdict(one) for one in shares], "cells": [asdict(one) for one in cells]}
 

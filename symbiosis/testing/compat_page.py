@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from symbiosis.testing.compat import BROAD, EQUAL, NOT_PLAIN, REFUSED, VERDICTS, Cell, Shares
+from symbiosis.testing.compat import BROAD, EQUAL, NOT_PLAIN, REFUSED, VERDICTS, Cell, ServedPart
 from symbiosis.testing.formats import FP32, limits_of, split_name
 
 _LEAST_SERVED = 0.9
@@ -37,7 +37,7 @@ _READS = {
 }
 
 
-def write_page(file: Path, shares: list[Shares], cells: list[Cell]) -> None:
+def write_page(file: Path, shares: list[ServedPart], cells: list[Cell]) -> None:
     """Write the page."""
     notes = _Notes()
     counts = Counter(cell.verdict for cell in cells)
@@ -95,7 +95,7 @@ class _Notes:
         return [f"{number}. {text}" for text, number in self._numbers.items()]
 
 
-def _table(shares: list[Shares], cells: list[Cell], methods: list[str], notes: _Notes) -> list[str]:
+def _table(shares: list[ServedPart], cells: list[Cell], methods: list[str], notes: _Notes) -> list[str]:
     rows = [f"| model | served | {' | '.join(methods)} |", "| --- | --- |" + " --- |" * len(methods)]
     for share in shares:
         served = f"{share.served:.0%}"

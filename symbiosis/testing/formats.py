@@ -12,7 +12,7 @@ import torch
 from symbiosis.testing.zoo import ZOO, zoo_model
 
 
-class Format(NamedTuple):
+class NumberFormat(NamedTuple):
     """How a model of a format is made, and how close a client must come to plain ``transformers`` + PEFT."""
 
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Format(NamedTuple):
     """What the comparison leaves out, in a sentence."""
 
 
-FP32 = Format(torch.float32, None, 1e-5, 1e-3)
+FP32 = NumberFormat(torch.float32, None, 1e-5, 1e-3)
 
 
 def _torchao(name: str, **options: Any) -> Any:
@@ -69,8 +69,8 @@ ROUND_OTHERWISE = ("AdaLoRA", "DEFT", "DoRA", "HRA")
 """Methods that change a layer's weight in plain PEFT, and its rows or results where the weight is served."""
 
 
-FORMATS: dict[str, Format] = {
-    "bf16": Format(
+FORMATS: dict[str, NumberFormat] = {
+    "bf16": NumberFormat(
         torch.bfloat16,
         None,
         1e-2,
@@ -86,7 +86,7 @@ FORMATS: dict[str, Format] = {
         note="Both models keep the layout of weights that gives gradients. On a CPU with AVX-512 bf16, a plain model "
         "that only generates gets another layout of bitsandbytes: its logits differ by up to 0.8 %, and texts may.",
     ),
-    "bitsandbytes NF4 with bf16": Format(
+    "bitsandbytes NF4 with bf16": NumberFormat(
         torch.bfloat16,
         _qlora,
         5e-2,
@@ -95,7 +95,7 @@ FORMATS: dict[str, Format] = {
         note="Model, products and scales are as QLoRA has them. PEFT rounds an adapter's first values and its results "
         "to bf16 there; a client keeps them in fp32.",
     ),
-    "bitsandbytes int8": Format(
+    "bitsandbytes int8": NumberFormat(
         torch.float32,
         lambda: _bitsandbytes(load_in_8bit=True),
         5e-2,
@@ -127,7 +127,7 @@ def split_name(name: str) -> tuple[str, str | None]:
     return (model, format_) if model in ZOO and format_ in FORMATS else (name, None)
 
 
-def limits_of(name: str, model: Any = None, method: str = "") -> Format:
+def limits_of(name: str, model: Any = None, method: str = "") -> NumberFormat:
     """Return the format in a name, with the limits that hold for it and for a PEFT method; for any other name, that of
     the model's quantization, or fp32."""
     _, format_ = split_name(name)
@@ -151,7 +151,7 @@ def keep_trainable(model: Any) -> Any:
     return model
 
 
-def model_in(name: str, format_: Format) -> Any:
+def model_in(name: str, format_: NumberFormat) -> Any:
     """Return a model of the zoo in a format, made by transformers."""
     if format_.quantization is None:
         return zoo_model(name).to(format_.dtype)

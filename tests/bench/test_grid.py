@@ -7,20 +7,20 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from symbiosis.bench.grid import Cell, Row, cells, means
+from symbiosis.bench.grid import GridLoad, GridResult, cells, means
 from symbiosis.cli.commands import app
 from symbiosis.simulation.bound import Bound
 from symbiosis.simulation.loads import SHAPES
-from symbiosis.simulation.outcome import Outcome
+from symbiosis.simulation.outcome import LoadOutcome
 
 
-def outcome(slo: float, tuned: float) -> Outcome:
-    return Outcome(1.0, 1.0, tuned, 1.0, 1.0, 1.0, 1.0, 1.0, slo, 1.0, 1, 1.0)
+def outcome(slo: float, tuned: float) -> LoadOutcome:
+    return LoadOutcome(1.0, 1.0, tuned, 1.0, 1.0, 1.0, 1.0, 1.0, slo, 1.0, 1, 1.0)
 
 
-def row(**policies: tuple[float, float]) -> Row:
-    cell = Cell("a100", "chat", SHAPES["chat"], 0.5, 2, 0)
-    return Row(cell, Bound(1.0, 100.0), {name: outcome(*figures) for name, figures in policies.items()})
+def row(**policies: tuple[float, float]) -> GridResult:
+    cell = GridLoad("a100", "chat", SHAPES["chat"], 0.5, 2, 0)
+    return GridResult(cell, Bound(1.0, 100.0), {name: outcome(*figures) for name, figures in policies.items()})
 
 
 def test_a_policy_holds_where_no_other_keeps_more_slos_or_fine_tunes_more() -> None:

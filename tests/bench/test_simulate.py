@@ -13,8 +13,8 @@ from symbiosis.bench.calibrate import Curve
 from symbiosis.bench.simulate import _ratio, _show, _text
 from symbiosis.cli.commands import app
 from symbiosis.simulation import replay as replays
-from symbiosis.simulation.outcome import Outcome
-from symbiosis.simulation.replay import Load
+from symbiosis.simulation.outcome import LoadOutcome
+from symbiosis.simulation.replay import ReplayedLoad
 from symbiosis.simulation.trace import Arrival
 from tests.simulation.made_up import costs, trace_file
 
@@ -45,9 +45,9 @@ def test_figures_are_never_truncated(
         monkeypatch.delenv("COLUMNS", raising=False)
     else:
         monkeypatch.setenv("COLUMNS", columns)
-    found = Outcome(1.0, 123456.7, 234567.8, 0.0, 345.1, 45678.9, 56789.1, 678912.3, 0.891, 0.912, 8, 11.4)
+    found = LoadOutcome(1.0, 123456.7, 234567.8, 0.0, 345.1, 45678.9, 56789.1, 678912.3, 0.891, 0.912, 8, 11.4)
     long, brief = "rate-limit:tokens_per_s=500+fair:quantum=64+co-serving:slo_ms=75", "lockstep"
-    _show(costs(), Load([Arrival(0.0, 1, 1)] * 8), 1, {long: found, brief: found}, {long: found})
+    _show(costs(), ReplayedLoad([Arrival(0.0, 1, 1)] * 8), 1, {long: found, brief: found}, {long: found})
     out = capsys.readouterr().out
     assert "…" not in out
     assert all(len(line) <= 80 for line in out.splitlines()) or columns is None

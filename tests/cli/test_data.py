@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from symbiosis.cli.data import FORMAT_FILE, IGNORED, Format, alpaca, chat_prompt, read_prompts, read_records, tokenize
+from symbiosis.cli.data import (
+    FORMAT_FILE,
+    IGNORED,
+    PromptFormat,
+    alpaca,
+    chat_prompt,
+    read_prompts,
+    read_records,
+    tokenize,
+)
 from symbiosis.errors import UsageError
 from tests.cli.chat_model import chat_tokenizer
 
@@ -156,13 +165,13 @@ def test_pairs_count_in_the_loss_after_the_prompt(tmp_path: Path) -> None:
     records = read_records(write(tmp_path, *({"prompt": p, "completion": c} for p, c in (("ask", "one"), ("a ", "b")))))
     data = tokenize(records, TOKENIZER, 32, "pairs")
     assert [*map(texts, data.examples)] == [("<begin>ask\none<end>", "one<end>"), ("<begin>a b<end>", "b<end>")]
-    assert (data.cut, data.skipped, data.format) == (0, 0, Format("pairs", "\n"))
+    assert (data.cut, data.skipped, data.format) == (0, 0, PromptFormat("pairs", "\n"))
 
 
 def test_completions_that_begin_with_a_space_need_no_separator(tmp_path: Path) -> None:
     data = tokenize([{"prompt": "ask", "completion": " one"}], TOKENIZER, 32, "pairs")
     assert texts(data.examples[0])[0] == "<begin>ask one<end>"
-    assert data.format == Format("pairs", "")
+    assert data.format == PromptFormat("pairs", "")
 
 
 def test_alpaca_has_its_own_prompt() -> None:
@@ -234,7 +243,7 @@ def test_texts_are_joined_and_divided_without_loss() -> None:
 def test_prompts_are_made_as_in_training(tmp_path: Path, record: dict[str, Any]) -> None:
     data = tokenize([record], TOKENIZER, 500, "data")
     data.format.save(tmp_path)
-    prompt = Format.load(tmp_path).prompt(TOKENIZER, {"prompt": "Name a colour."})
+    prompt = PromptFormat.load(tmp_path).prompt(TOKENIZER, {"prompt": "Name a colour."})
     (example,) = data.examples
     assert example["input_ids"][: len(prompt)] == prompt
     if "text" not in record:
@@ -243,15 +252,15 @@ def test_prompts_are_made_as_in_training(tmp_path: Path, record: dict[str, Any])
 
 
 def test_without_a_format_the_tokenizer_decides(tmp_path: Path) -> None:
-    assert Format.load(tmp_path) == Format()
-    assert Format().prompt(TOKENIZER, {"prompt": "hi"}) == TOKENIZER("hi")["input_ids"]
+    assert PromptFormat.load(tmp_path) == PromptFormat()
+    assert PromptFormat().prompt(TOKENIZER, {"prompt": "hi"}) == TOKENIZER("hi")["input_ids"]
 
 
 @pytest.mark.parametrize("content", ["{", '{"format": "poem", "separator": ""}', "[]", '{"format": "pairs"}'])
 def test_damaged_formats(tmp_path: Path, content: str) -> None:
     (tmp_path / FORMAT_FILE).write_text(content, encoding="utf-8")
     with pytest.raises(UsageError, match="delete"):
-        Format.load(tmp_path)
+        PromptFormat.load(tmp_path)
 
 
 def test_chat_prompts_end_with_the_beginning_of_an_answer() -> None:

@@ -144,7 +144,7 @@ def test_the_gap_is_at_the_first_difference() -> None:
 
 
 def test_a_loss_that_is_no_number_is_a_difference() -> None:
-    job = jobs.Job("name", "LoRA", lambda: None, "text", 1e-3, [], [], 0)
+    job = jobs.DemoJob("name", "LoRA", lambda: None, "text", 1e-3, [], [], 0)
     job.shared.losses = job.plain.losses = [1.0, math.nan]
     assert job.difference == math.inf
 

@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
-from symbiosis.cli.data import Format
+from symbiosis.cli.data import PromptFormat
 from tests.cli.chat_model import save_chat_model
 from tests.helpers import command
 from tests.service import Service
@@ -356,7 +356,7 @@ def test_an_adapter_answers_as_it_has_learned(service: Service, adapter: Path, c
     assert done.stdout.strip() == "green"
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapter))
-    ids = torch.tensor([Format.load(adapter).prompt(tokenizer, {"prompt": "thing 1"})])
+    ids = torch.tensor([PromptFormat.load(adapter).prompt(tokenizer, {"prompt": "thing 1"})])
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0)
     assert tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True) == "green"
 

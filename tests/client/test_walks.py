@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import symbiosis
-from symbiosis.client.open_model import Walks
+from symbiosis.client.open_model import WalkCounter
 from tests.helpers import IDS, in_thread
 
 
@@ -37,7 +37,7 @@ class Layer(torch.autograd.Function):
     """A layer whose backward pass reports to the walk and then calls a function."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, walk: Walks, then: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, walk: WalkCounter, then: Any) -> torch.Tensor:
         ctx.walk, ctx.then = walk, then
         return x.clone()
 
@@ -48,7 +48,7 @@ class Layer(torch.autograd.Function):
         return dy, None, None
 
 
-def backward(walk: Walks, then: Any, layers: int = 1) -> None:
+def backward(walk: WalkCounter, then: Any, layers: int = 1) -> None:
     y = torch.ones(2, requires_grad=True)
     with torch.enable_grad():
         for _ in range(layers):
@@ -58,7 +58,7 @@ def backward(walk: Walks, then: Any, layers: int = 1) -> None:
 
 def test_walks_that_overlap(channel: Any) -> None:
     """The walk lasts from the first begin to the last end, whichever thread calls it."""
-    walk = Walks(channel)
+    walk = WalkCounter(channel)
     walk.begin()
     walk.begin()
     walk.end()
@@ -68,7 +68,7 @@ def test_walks_that_overlap(channel: Any) -> None:
 
 
 def test_many_threads(channel: Any) -> None:
-    walk = Walks(channel)
+    walk = WalkCounter(channel)
 
     def work() -> None:
         for _ in range(200):
@@ -85,7 +85,7 @@ def test_many_threads(channel: Any) -> None:
 
 
 def test_backward_passes_that_overlap(channel: Any) -> None:
-    walk, both = Walks(channel), threading.Barrier(2, timeout=30)
+    walk, both = WalkCounter(channel), threading.Barrier(2, timeout=30)
     first_is_through = threading.Event()
 
     def first() -> None:
@@ -107,14 +107,14 @@ def test_backward_passes_that_overlap(channel: Any) -> None:
 
 def test_one_backward_pass_is_one_walk(channel: Any) -> None:
     """A backward pass that runs another one inside, as reentrant checkpoints do, is still one walk."""
-    walk = Walks(channel)
+    walk = WalkCounter(channel)
     backward(walk, lambda: backward(walk, lambda: None), layers=3)
     assert channel.said == ["begin", "end"]
 
 
 def test_a_backward_pass_that_fails_has_ended(channel: Any) -> None:
     """Otherwise the executor's other clients would always wait for this client."""
-    walk = Walks(channel)
+    walk = WalkCounter(channel)
 
     def fail() -> None:
         raise ValueError("on purpose")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from symbiosis.cli.cluster_config import read_plan
-from symbiosis.cluster.plan import Model, Plan
+from symbiosis.cluster.plan import ClusterPlan, Model
 from symbiosis.errors import SymbiosisError
 
 GOOD = """
@@ -39,7 +39,7 @@ allow-weights = ["lm_head", "wte"]
 """
 
 
-def plan_of(folder: Path, text: str) -> Plan:
+def plan_of(folder: Path, text: str) -> ClusterPlan:
     file = folder / "cluster.toml"
     file.write_text(text)
     return read_plan(file)

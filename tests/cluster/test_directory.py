@@ -16,14 +16,14 @@ import pytest
 
 from symbiosis.cluster import child
 from symbiosis.cluster.directory import DirectoryActor
-from symbiosis.cluster.plan import Model, Plan
+from symbiosis.cluster.plan import ClusterPlan, Model
 from tests.cluster.nodes import until
 from tests.service import free_port, save_model
 
 
 @pytest.fixture
 def directory() -> Iterator[DirectoryActor]:
-    made = DirectoryActor(Plan((Model("llama", ()),), port=free_port()))
+    made = DirectoryActor(ClusterPlan((Model("llama", ()),), port=free_port()))
     yield made
     made.close()
 

@@ -7,28 +7,33 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.cluster.plan import NODE_ID, Model, Place, addresses, changes, reason, selectors, with_resume
+from symbiosis.cluster.plan import NODE_ID, ExecutorId, Model, addresses, changes, reason, selectors, with_resume
 from tests.helpers import command as run_command
 
 MODEL = Model("llama", ("m",), parts=("0", "1"), nodes={"pool": "a"})
 
 
 def test_numbers_are_not_used_twice() -> None:
-    present = [Place("llama", 0, 0), Place("llama", 0, 3), Place("llama", 1, 1), Place("other", 0, 9)]
+    present = [
+        ExecutorId("llama", 0, 0),
+        ExecutorId("llama", 0, 3),
+        ExecutorId("llama", 1, 1),
+        ExecutorId("other", 0, 9),
+    ]
     start, end = changes(MODEL, 3, present)
-    assert start == [Place("llama", 0, 4), Place("llama", 1, 2), Place("llama", 1, 3)]
+    assert start == [ExecutorId("llama", 0, 4), ExecutorId("llama", 1, 2), ExecutorId("llama", 1, 3)]
     assert end == []
-    assert changes(MODEL, 1, present) == ([], [Place("llama", 0, 3)])
-    assert changes(Model("gpt2", ()), 1, present) == ([Place("gpt2", 0, 0)], [])
+    assert changes(MODEL, 1, present) == ([], [ExecutorId("llama", 0, 3)])
+    assert changes(Model("gpt2", ()), 1, present) == ([ExecutorId("gpt2", 0, 0)], [])
 
 
 @pytest.mark.parametrize("name", ["directory", "a/b/c", "a/0", "/0/0"])
 def test_names_of_other_actors(name: str) -> None:
-    assert Place.of(name) is None
+    assert ExecutorId.of(name) is None
 
 
 def test_a_place_has_its_name() -> None:
-    assert Place.of(str(Place("llama-3.2", 1, 12))) == Place("llama-3.2", 1, 12)
+    assert ExecutorId.of(str(ExecutorId("llama-3.2", 1, 12))) == ExecutorId("llama-3.2", 1, 12)
 
 
 def test_replicas_prefer_nodes_of_their_own() -> None:

@@ -19,8 +19,8 @@ import symbiosis
 from symbiosis.core.requests import Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import ShardLostError, SplitError, UsageError
-from symbiosis.executor.launch import Launch, Settings
-from symbiosis.executor.shard_group import Group
+from symbiosis.executor.launch import Launch, ShardSettings
+from symbiosis.executor.shard_group import ShardGroup
 from symbiosis.executor.shards import Shards, work
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import Job, run_job, run_job_plain
@@ -221,7 +221,7 @@ def anonymous(pid: int) -> int:
 def test_a_shard_with_other_weights_is_refused(tmp_path: Path) -> None:
     """The second process loads what the folder has by then."""
     checkpoint, _ = saved(tmp_path)
-    launch = Launch(2, Settings(str(checkpoint), None, {}, None, "cpu"))
+    launch = Launch(2, ShardSettings(str(checkpoint), None, {}, None, "cpu"))
     try:
         model = launch.settings.load()
         with torch.no_grad():
@@ -248,8 +248,8 @@ class Meeting:
         self.other = threading.Thread(target=self._work, daemon=True)
         self.other.start()
 
-    def _group(self, rank: int) -> Group:
-        return Group(dist.FileStore(str(self._folder / "store"), 2), rank, 2, "127.0.0.1", torch.device("cpu"))
+    def _group(self, rank: int) -> ShardGroup:
+        return ShardGroup(dist.FileStore(str(self._folder / "store"), 2), rank, 2, "127.0.0.1", torch.device("cpu"))
 
     def _work(self) -> None:
         work(self._group(1), self)  # type: ignore[arg-type]
@@ -265,7 +265,7 @@ class Meeting:
         first.run = fail  # type: ignore[method-assign]
         return split
 
-    def meet(self, then: Any) -> Group:
+    def meet(self, then: Any) -> ShardGroup:
         group = self._group(0)
         then(group)
         return group

@@ -33,13 +33,13 @@ from symbiosis.privacy.audit.report import as_data, best, cost_table, markdown, 
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.run import audit, record
 from symbiosis.privacy.audit.scores import Score, rank_score
-from symbiosis.privacy.audit.workload import Plan, build
+from symbiosis.privacy.audit.workload import Workload, build
 from symbiosis.privacy.keystream import Keystream
 from symbiosis.privacy.masks import Mask, MaskedKey, MaskedRows, Results, SendCall
 from symbiosis.privacy.scheme import Scheme
 from symbiosis.terminal.console import write_json
 
-SMALL = Plan(
+SMALL = Workload(
     hidden=64, intermediate=128, vocabulary=256, rank=4, prompts=10, length=12, new_tokens=8, repeats=16, steps=3
 )
 

@@ -15,15 +15,15 @@ from symbiosis.policies import CoServing, Opportunistic
 from symbiosis.simulation.bound import bound
 from symbiosis.simulation.clients import backward
 from symbiosis.simulation.costs import Costs, roofline
-from symbiosis.simulation.loads import SHAPES, Shape, arrivals, drawn, make_shape
+from symbiosis.simulation.loads import SHAPES, LoadShape, arrivals, drawn, make_shape
 from symbiosis.simulation.outcome import SLO
-from symbiosis.simulation.replay import Load, replay
+from symbiosis.simulation.replay import ReplayedLoad, replay
 from symbiosis.simulation.trace import Arrival, scaled
 
-POISSON = Shape(10.0, 100, 0.5, 1000, 50, 0.5, 1000)
+POISSON = LoadShape(10.0, 100, 0.5, 1000, 50, 0.5, 1000)
 
 
-def gaps(shape: Shape, count: int = 5000) -> list[float]:
+def gaps(shape: LoadShape, count: int = 5000) -> list[float]:
     at = [arrival.at for arrival in arrivals(shape, count)]
     return [after - before for before, after in pairwise(at)]
 
@@ -90,7 +90,7 @@ def test_conversations_and_patient_tenants() -> None:
     pauses = [arrival.pause for arrival in trace if arrival.pause is not None]
     assert statistics.mean(pauses) == pytest.approx(2, rel=0.1)
     assert sum(arrival.slo == 2 for arrival in first) / len(first) == pytest.approx(0.25, abs=0.03)
-    assert len(Load(trace).by_client()) == len(first)
+    assert len(ReplayedLoad(trace).by_client()) == len(first)
     assert scaled(trace, speed=2)[-1].pause == pytest.approx((trace[-1].pause or 0) / 2)
 
 
@@ -129,7 +129,7 @@ def costs(layers: int = 4) -> Costs:
 
 
 def test_a_load_that_fits_has_no_bound_below_1() -> None:
-    load = Load([Arrival(float(at), 100, 5) for at in range(4)], tuning=1, rows=100)
+    load = ReplayedLoad([Arrival(float(at), 100, 5) for at in range(4)], tuning=1, rows=100)
     found = bound(costs(), load, SLO(100, 1000))
     assert found.slo_attainment == 1
     # Alone, 100 rows take 11 ms in each of 8 requests. Prompts take 44 ms of each second, tokens hardly anything.
@@ -138,12 +138,12 @@ def test_a_load_that_fits_has_no_bound_below_1() -> None:
 
 def test_prompts_that_cannot_all_be_in_time() -> None:
     """Of five prompts of 0.4 s at once, two end within 1 s."""
-    found = bound(costs(), Load([Arrival(0.0, 1000, 5)] * 5), SLO(100, 1000))
+    found = bound(costs(), ReplayedLoad([Arrival(0.0, 1000, 5)] * 5), SLO(100, 1000))
     assert found.slo_attainment == pytest.approx(0.4)
 
 
 def test_short_prompts_that_share_batches_are_within_the_bound() -> None:
-    load = Load([Arrival(0.0, 16, 3)] * 20)
+    load = ReplayedLoad([Arrival(0.0, 16, 3)] * 20)
     slo = SLO(75, 100)
     reached = replay(Opportunistic, roofline("a100", "llama-3.1-8b"), load, slo)
     assert bound(roofline("a100", "llama-3.1-8b"), load, slo).slo_attainment >= reached.slo_attainment == 1
@@ -153,7 +153,7 @@ def test_short_prompts_that_share_batches_are_within_the_bound() -> None:
 def test_no_policy_is_above_the_bound(seed: int) -> None:
     chance = random.Random(seed)
     shape = replace(drawn(chance), rate=chance.uniform(2, 20), prompt_most=600, answer_most=20)
-    load = Load(arrivals(shape, 40, seed), tuning=1, rows=64)
+    load = ReplayedLoad(arrivals(shape, 40, seed), tuning=1, rows=64)
     slo = SLO(40, 400)
     limit = bound(costs(), load, slo)
     for policy in (Opportunistic, lambda: CoServing(slo_ms=40, ttft_ms=400)):
@@ -165,7 +165,7 @@ def test_no_policy_is_above_the_bound(seed: int) -> None:
 def test_later_turns_follow_their_answers_and_patient_tenants_have_longer_targets() -> None:
     """A text of 4 tokens takes 8.8 ms and three times 4.8 ms; the second turn begins 1 s after it."""
     trace = [Arrival(0.0, 10, 4, 0), Arrival(0.0, 10, 4, 0, pause=1.0), Arrival(5.0, 10, 4, 1, slo=2.0)]
-    found = replay(Opportunistic, costs(), Load(trace), SLO(4.0, 9.0))
+    found = replay(Opportunistic, costs(), ReplayedLoad(trace), SLO(4.0, 9.0))
     assert found.finished == 3
     assert found.first_mean == pytest.approx(8.4)
     assert found.slo_attainment == pytest.approx(1 / 3)  # a token takes 4.8 ms

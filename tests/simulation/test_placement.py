@@ -17,18 +17,18 @@ from symbiosis.policies import CoServing, Lockstep, NoLockstep, Opportunistic
 from symbiosis.simulation import Cost, Done, Simulation, generate
 from symbiosis.simulation.clients import forward
 from symbiosis.simulation.clock import Clock, Cores, Link, Thread
-from symbiosis.simulation.costs import GPUS, MODELS, Shape, shape_of
+from symbiosis.simulation.costs import GPUS, MODELS, LlamaShape, shape_of
 from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.machines import Placement, Site, read_fleet, read_placement
 from symbiosis.simulation.outcome import SLO
-from symbiosis.simulation.placement import Base, Tenants, fits, needs, place
+from symbiosis.simulation.placement import SimulatedModel, TenantCounts, fits, needs, place
 from symbiosis.simulation.plan import candidates, plan, simulated, traffic
-from symbiosis.simulation.replay import Load, replay
+from symbiosis.simulation.replay import ReplayedLoad, replay
 from symbiosis.simulation.simulation import Cluster, Hop, Route
 from symbiosis.simulation.trace import Arrival
 from tests.helpers import command
 
-SMALL = Shape(64, 128, 4, 4, 2, 1000)
+SMALL = LlamaShape(64, 128, 4, 4, 2, 1000)
 ONE_GPU = {"machines": {"a": {"gpu": "a100"}}}
 TWO = {
     "machines": {"a": {"gpu": "a100"}, "b": {"gpu": "a100"}},
@@ -142,7 +142,7 @@ def _batch(key: Key, rows: int) -> Batch:
 
 def test_a_shard_computes_its_part_and_sends_rows() -> None:
     fleet = read_fleet({"machines": {"a": {"gpu": "a100", "devices": 4, "gbit_per_s": 800, "latency_us": 10}}})
-    base, machine = Base.of(MODELS["llama-3.1-8b"]), fleet.machines["a"]
+    base, machine = SimulatedModel.of(MODELS["llama-3.1-8b"]), fleet.machines["a"]
     key = base.walk[2]  # gate and up
     assert base.sent(key, 3) == (2 * 3 * 4096, 2 * 3 * 2 * 14336)
     assert base.sent(Key(key.layers[:1], Pass.BACKWARD), 3) == (2 * 3 * 14336, 2 * 3 * 4096)
@@ -155,11 +155,11 @@ def test_a_shard_computes_its_part_and_sends_rows() -> None:
 @pytest.mark.parametrize("policy", [Opportunistic, Lockstep, CoServing])
 def test_placements_serve_all(policy: type[Policy]) -> None:
     """Texts and training steps end in each placement, and only placements on two machines send something."""
-    base = Base.of(SMALL)
+    base = SimulatedModel.of(SMALL)
     fleet = read_fleet(TWO)
     sent = {}
     for placement in candidates(fleet, base, None):
-        load = Load([Arrival(number / 1000, 8, 4) for number in range(12)], tuning=2, rows=64)
+        load = ReplayedLoad([Arrival(number / 1000, 8, 4) for number in range(12)], tuning=2, rows=64)
         found = replay(policy, base.costs(GPUS["a100"]), load, SLO(1e6, 1e6), place=place(fleet, placement, base))
         assert found.finished == 12
         assert found.finetune_per_s > 0
@@ -173,7 +173,7 @@ def test_placements_serve_all(policy: type[Policy]) -> None:
 
 def test_what_devices_hold() -> None:
     """Parts, shards and replicas hold what the model and its tenants have, once each."""
-    base, tenants = Base.of(SMALL), Tenants(6, 2, 100, 32, 8)
+    base, tenants = SimulatedModel.of(SMALL), TenantCounts(6, 2, 100, 32, 8)
     fleet = read_fleet({"machines": {"a": {"gpu": "a100", "devices": 2, "count": 2}}, "links": [{"gbit_per_s": 1}]})
     all_weights = 2 * base.weights(range(len(base.sizes)))
     lora = 8 * 4 * (64 + 64 + 64 + 32 + 64 + 32 + 64 + 64)
@@ -192,29 +192,29 @@ def test_what_devices_hold() -> None:
 
 
 def test_what_does_not_fit() -> None:
-    base = Base.of(MODELS["qwen2.5-32b"])
+    base = SimulatedModel.of(MODELS["qwen2.5-32b"])
     fleet = read_fleet({"machines": {"a": {"gb_per_s": 2000, "tflops": 300, "memory_gib": 40, "devices": 2}}})
-    found = plan(fleet, base, Tenants(4, 0, 100, 32, 8), Opportunistic)
+    found = plan(fleet, base, TenantCounts(4, 0, 100, 32, 8), Opportunistic)
     assert {each.placement.text() for each in found if each.problem is None} == {"2 parts", "2 shards"}
     assert found[-1].problem is not None
     assert "a device of a needs" in found[-1].problem
 
 
 def test_a_token_over_a_link() -> None:
-    base, fleet = Base.of(SMALL), read_fleet(PARTS)
+    base, fleet = SimulatedModel.of(SMALL), read_fleet(PARTS)
     placement = read_placement(PARTS, fleet, 4)
     sent = sum(sum(base.sent(key, 1)) for key in base.walk if base.of_block[key.layers[0]] >= 2)
     assert traffic(placement, base) == {("a", "b"): sent}
-    load = Load([Arrival(0.0, 1, 3)])
+    load = ReplayedLoad([Arrival(0.0, 1, 3)])
     found = replay(NoLockstep, base.costs(GPUS["a100"]), load, SLO(1e6, 1e6), place=place(fleet, placement, base))
     assert found.sent == 3 * sent
 
 
 def test_a_slower_link_makes_slower_tokens() -> None:
-    base, rates = Base.of(SMALL), []
+    base, rates = SimulatedModel.of(SMALL), []
     for latency in (10, 1000):
         fleet = read_fleet({**PARTS, "links": [{"gbit_per_s": 80, "latency_us": latency}]})
-        found = simulated(fleet, read_placement(PARTS, fleet, 4), base, Tenants(2, 1, 10, 32, 8), Opportunistic)
+        found = simulated(fleet, read_placement(PARTS, fleet, 4), base, TenantCounts(2, 1, 10, 32, 8), Opportunistic)
         rates.append(found)
     # a token of the second half has four calls for each of two blocks and one for the head, there and back
     assert rates[1].token_ms - rates[0].token_ms == pytest.approx(9 * 2 * 0.99, rel=0.2)
@@ -223,16 +223,16 @@ def test_a_slower_link_makes_slower_tokens() -> None:
 
 def test_many_executors() -> None:
     fleet = read_fleet({"machines": {"a": {"gpu": "a100", "count": 64}}, "links": [{"gbit_per_s": 100}]})
-    base = Base.of(SMALL)
+    base = SimulatedModel.of(SMALL)
     found = simulated(
         fleet,
         Placement([[Site(name, range(4)) for name in fleet.machines]]),
         base,
-        Tenants(2000, 0, 10, 32, 8),
+        TenantCounts(2000, 0, 10, 32, 8),
         NoLockstep,
     )
     one = simulated(
-        read_fleet(ONE_GPU), Placement([[Site("a", range(4))]]), base, Tenants(31, 0, 10, 32, 8), NoLockstep
+        read_fleet(ONE_GPU), Placement([[Site("a", range(4))]]), base, TenantCounts(31, 0, 10, 32, 8), NoLockstep
     )
     assert found.decode_per_s == pytest.approx(64 * one.decode_per_s, rel=0.1)
 
@@ -280,7 +280,7 @@ def test_bad_placements(executors: list[dict[str, Any]], why: str) -> None:
 def test_a_missing_link_is_named() -> None:
     fleet = read_fleet({"machines": TWO["machines"]})
     with pytest.raises(UsageError, match="there is no link between a and b"):
-        place(fleet, read_placement(PARTS, fleet, 4), Base.of(SMALL))
+        place(fleet, read_placement(PARTS, fleet, 4), SimulatedModel.of(SMALL))
 
 
 def test_shapes_of_checkpoints(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_shapes_of_checkpoints(tmp_path: Path) -> None:
     file.write_text(json.dumps(config))
     assert shape_of(str(tmp_path)) == SMALL
     file.write_text(json.dumps({"text_config": {**config, "head_dim": 32, "tie_word_embeddings": True}}))
-    assert shape_of(str(tmp_path)) == Shape(64, 128, 4, 4, 2, 1000, True, 32)
+    assert shape_of(str(tmp_path)) == LlamaShape(64, 128, 4, 4, 2, 1000, True, 32)
     for wrong, why in (({"num_experts": 8}, "no figures for experts"), ({"vocab_size": None}, "has no vocab_size")):
         file.write_text(json.dumps({**config, **wrong}))
         with pytest.raises(UsageError, match=why):
@@ -320,7 +320,7 @@ def test_weights_are_those_of_the_model() -> None:
             )
         )
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    base = Base.of(SMALL)
+    base = SimulatedModel.of(SMALL)
     assert base.weights(range(len(base.sizes))) == sum(layer.weight.numel() for layer in layers)
     assert sorted(base.sizes) == sorted((layer.in_features, layer.out_features) for layer in layers)
     assert forward(2)[0] == Key((0,), Pass.FORWARD)

@@ -15,7 +15,7 @@ from symbiosis.simulation import Cost, Done, Simulation, generate
 from symbiosis.simulation.clients import backward, forward
 from symbiosis.simulation.costs import roofline
 from symbiosis.simulation.outcome import SLO, outcome, percentile
-from symbiosis.simulation.replay import Load, replay, replicas
+from symbiosis.simulation.replay import ReplayedLoad, replay, replicas
 from symbiosis.simulation.trace import COLUMNS, Arrival, read_trace, scaled
 from tests.simulation.made_up import PATIENT, costs, trace_file
 
@@ -108,7 +108,7 @@ def test_one_request_takes_the_sum_of_its_costs() -> None:
     """Each of 4 layers takes 1 ms + 10 us a row, and 1 ms of own work: 8.4 ms for a prompt of 10 tokens, then 8.04 ms a
     token.
     """
-    found = replay(NoLockstep, costs(), Load([Arrival(2.0, 10, 5)]), PATIENT)
+    found = replay(NoLockstep, costs(), ReplayedLoad([Arrival(2.0, 10, 5)]), PATIENT)
     assert found.first_mean == pytest.approx(8.4)
     assert found.token_p50 == found.token_p99 == pytest.approx(8.04)
     assert found.seconds == pytest.approx(2.0084 + 4 * 0.00804)
@@ -117,27 +117,27 @@ def test_one_request_takes_the_sum_of_its_costs() -> None:
 
 def test_clients_serve_one_request_at_a_time() -> None:
     trace = [Arrival(0.0, 1, 2), Arrival(0.0, 1, 2), Arrival(9.0, 1, 2)]
-    assert replay(NoLockstep, costs(), Load(trace, clients=1, paced=False), PATIENT).seconds < 0.06
-    paced = replay(NoLockstep, costs(), Load(trace, clients=1), PATIENT)
+    assert replay(NoLockstep, costs(), ReplayedLoad(trace, clients=1, paced=False), PATIENT).seconds < 0.06
+    paced = replay(NoLockstep, costs(), ReplayedLoad(trace, clients=1), PATIENT)
     assert paced.seconds == pytest.approx(9.0 + 2 * 0.00804)
     assert paced.first_mean == pytest.approx((8.04 + 24.12 + 8.04) / 3)  # the second waits for the first
 
 
 def test_two_executors_serve_twice_as_many_requests() -> None:
-    load = Load([Arrival(0.0, 1, 50)] * 16)
+    load = ReplayedLoad([Arrival(0.0, 1, 50)] * 16)
     times = costs(think=1e-5)
     one, two = (replay(NoLockstep, times, load, PATIENT, place=replicas(times, count)) for count in (1, 2))
     assert two.tokens_per_s == pytest.approx(2 * one.tokens_per_s, rel=0.05)
 
 
 def test_fine_tuning_runs_until_the_last_text() -> None:
-    found = replay(Opportunistic, costs(), Load([Arrival(0.0, 1, 200)], tuning=2, rows=64), PATIENT)
+    found = replay(Opportunistic, costs(), ReplayedLoad([Arrival(0.0, 1, 200)], tuning=2, rows=64), PATIENT)
     assert found.finished == 1
     assert found.finetune_per_s > 0
 
 
 def test_batching_pays_if_the_cost_of_a_batch_is_fixed() -> None:
-    load = Load([Arrival(0.0, 1, 20)] * 8)
+    load = ReplayedLoad([Arrival(0.0, 1, 20)] * 8)
     alone, together = (replay(policy, costs(think=1e-4), load, PATIENT) for policy in (NoLockstep, Lockstep))
     assert together.tokens_per_s > 4 * alone.tokens_per_s
     assert together.mean_batch == pytest.approx(8)
@@ -145,7 +145,7 @@ def test_batching_pays_if_the_cost_of_a_batch_is_fixed() -> None:
 
 def test_local_clients_share_one_processor() -> None:
     """8 clients think for 1 ms before each of 4 layers: 4 ms a token in separate processes, 32 ms in one process."""
-    load = Load([Arrival(0.0, 1, 20)] * 8)
+    load = ReplayedLoad([Arrival(0.0, 1, 20)] * 8)
     apart, local = (replay(Lockstep, costs(start=1e-6, local=here), load, PATIENT) for here in (False, True))
     assert apart.token_mean == pytest.approx(4, rel=0.2)
     assert local.token_mean == pytest.approx(32, rel=0.05)
@@ -155,7 +155,7 @@ def test_clients_decode_jointly() -> None:
     """The 8 prompts are read one by one, as no policy gathers them. Then each of 4 layers takes 1 ms of work for all
     clients together, and 1.08 ms for their 8 rows.
     """
-    load = Load([Arrival(0.0, 1, 21)] * 8)
+    load = ReplayedLoad([Arrival(0.0, 1, 21)] * 8)
     found = replay(NoLockstep, costs(local=True, joint=True), load, PATIENT)
     assert found.token_p50 == pytest.approx(8.32)
     assert found.seconds == pytest.approx(8 * 4 * 2.01e-3 + 20 * 8.32e-3, rel=0.05)
@@ -163,7 +163,7 @@ def test_clients_decode_jointly() -> None:
 
 
 def test_a_client_that_decodes_alone_waits_for_nobody() -> None:
-    load = Load([Arrival(0.0, 10, 5)])
+    load = ReplayedLoad([Arrival(0.0, 10, 5)])
     alone, joint = (replay(NoLockstep, costs(local=True, joint=here), load, PATIENT) for here in (False, True))
     assert alone == joint
 
@@ -215,7 +215,7 @@ def test_a_client_that_the_policy_keeps_out_walks_alone() -> None:
 
 
 def test_slos_are_counted() -> None:
-    load = Load([Arrival(0.0, 1, 20)] * 8)
+    load = ReplayedLoad([Arrival(0.0, 1, 20)] * 8)
     within = replay(NoLockstep, costs(), load, SLO(100, 100))
     late = replay(NoLockstep, costs(), load, SLO(5, 100))
     assert (within.slo_attainment, late.slo_attainment) == (1.0, 0.0)
@@ -257,7 +257,7 @@ def test_a_roofline() -> None:
 
 
 def test_thousands_of_clients() -> None:
-    load = Load([Arrival(number / 1000, 8, 3) for number in range(3000)])
+    load = ReplayedLoad([Arrival(number / 1000, 8, 3) for number in range(3000)])
     found = replay(lambda: CoServing(slo_ms=50), costs(), load, SLO(50, 5000), place=replicas(costs(), 3))
     assert found.finished == 3000
 

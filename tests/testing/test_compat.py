@@ -26,7 +26,7 @@ from symbiosis.testing.compat import (
     TRANSPORTS,
     WRONG,
     Cell,
-    Shares,
+    ServedPart,
     cells_of,
     load,
     shares_of,
@@ -370,9 +370,9 @@ def test_the_page(tmp_path: Path) -> None:
         Cell("LlamaForCausalLM in bitsandbytes int8", "LoRA", "shm", EQUAL, "0"),
     ]
     shares = [
-        Shares("MixtralForCausalLM", "text", 0.5, 10, 20, ("half of it",)),
-        Shares("T5ForConditionalGeneration in bf16", "pairs", 1.0, 10, 20, ()),
-        Shares("LlamaForCausalLM in bitsandbytes int8", "text", 1.0, 10, 20, ()),
+        ServedPart("MixtralForCausalLM", "text", 0.5, 10, 20, ("half of it",)),
+        ServedPart("T5ForConditionalGeneration in bf16", "pairs", 1.0, 10, 20, ()),
+        ServedPart("LlamaForCausalLM in bitsandbytes int8", "text", 1.0, 10, 20, ()),
     ]
     write_page(tmp_path / "page.md", shares, cells)
     page = (tmp_path / "page.md").read_text()

@@ -34,7 +34,7 @@ from symbiosis.errors import (
     UnknownNameError,
     UsageError,
 )
-from symbiosis.executor.load import Load
+from symbiosis.executor.load import RecentLoad
 from symbiosis.privacy import SecretShares
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
 from symbiosis.transports import addresses as address_lists
@@ -127,7 +127,9 @@ async def test_a_client_moves_between_two_walks(kind: str, tmp_path: Path, monke
     config = lora()
     async with two(tmp_path) as (one, other, addresses):
         crowded = one.service._engine.counters.load
-        monkeypatch.setattr(Load, "at", lambda load, now: 0.9 if load is crowded and one.statistics().requests else 0.0)
+        monkeypatch.setattr(
+            RecentLoad, "at", lambda load, now: 0.9 if load is crowded and one.statistics().requests else 0.0
+        )
         monkeypatch.setattr(Choice, "candidates", first_then_other(addresses))
         if kind == "coroutine":
             async with symbiosis.connect(addresses) as base, base.client(config, seed=0) as client:
@@ -459,7 +461,7 @@ async def test_mistakes_show_at_once(tmp_path: Path) -> None:
 
 
 def test_the_load_is_the_time_that_rows_take() -> None:
-    decoding, training = Load(), Load()
+    decoding, training = RecentLoad(), RecentLoad()
     for number in range(200):
         decoding.ran(8, 0.1, number / 10)
         training.ran(512, 0.1, number / 10)

@@ -15,7 +15,7 @@ from symbiosis.errors import BrokenError
 from symbiosis.terminal.console import console, writable, write_json
 
 if TYPE_CHECKING:
-    from symbiosis.cli.demo.jobs import Job, Run
+    from symbiosis.cli.demo.jobs import DemoJob, JobResult
     from symbiosis.cli.demo.results import Data
 
 
@@ -75,7 +75,7 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     jobs = make_jobs(tokenizer, seed)
 
-    def show(job: Job, run: Run) -> None:
+    def show(job: DemoJob, run: JobResult) -> None:
         total = len(job.batches) + 2 * len(job.prompts)
         done = len(run.losses) + len(run.before) + len(run.after)
         steps(f"{job.name:<5} {job.method:<13}", done, total, f"loss {run.losses[-1]:.2f}" if run.losses else "")

@@ -40,12 +40,12 @@ TENANTS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
 PROMPTS = ["A list is", 'The "with" statement', "When an exception is raised"]
 """Further prompts of every tenant."""
 
-Report = Callable[["Job", "Run"], None]
+Report = Callable[["DemoJob", "JobResult"], None]
 """Called after each training step and each text."""
 
 
 @dataclass
-class Run:
+class JobResult:
     """What a job gave, in one of the two ways. Texts are token ids and include their prompts."""
 
     before: list[list[int]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Run:
 
 
 @dataclass
-class Job:
+class DemoJob:
     """Generates texts, trains an adapter with AdamW, and generates the texts again."""
 
     name: str
@@ -69,8 +69,8 @@ class Job:
     batches: list[Batch]
     prompts: list[Any]
     seed: int
-    shared: Run = field(default_factory=Run)
-    plain: Run = field(default_factory=Run)
+    shared: JobResult = field(default_factory=JobResult)
+    plain: JobResult = field(default_factory=JobResult)
     gaps: list[float] = field(default_factory=list)
     """For each text, by how much plain PEFT prefers its first token that differs; 0 if the texts are equal."""
 
@@ -99,19 +99,21 @@ def _docstrings(module: str) -> list[str]:
     return list(filter(None, found))
 
 
-def make_jobs(tokenizer: Any, seed: int) -> list[Job]:
+def make_jobs(tokenizer: Any, seed: int) -> list[DemoJob]:
     """Return the jobs of the four tenants."""
     jobs = []
     for number, (name, method, options, module, rate, own) in enumerate(TENANTS, seed):
         batches = make_batches(_docstrings(module), tokenizer, steps=STEPS, size=BATCH, length=LENGTH, seed=number)
         prompts = [tokenizer(text, return_tensors="pt") for text in own + PROMPTS]
         options = {"task_type": "CAUSAL_LM", **options}
-        jobs.append(Job(name, method, options, f"docstrings of {module.strip('_')}", rate, batches, prompts, number))
+        jobs.append(
+            DemoJob(name, method, options, f"docstrings of {module.strip('_')}", rate, batches, prompts, number)
+        )
     return jobs
 
 
 async def run_shared(
-    folder: Path, policy: str, jobs: list[Job], report: Report, watch: Console | None = None
+    folder: Path, policy: str, jobs: list[DemoJob], report: Report, watch: Console | None = None
 ) -> tuple[int, float]:
     """Run all jobs at once on one executor. Return the bytes of the base model, and the mean requests of a batch.
 
@@ -136,7 +138,7 @@ async def _watch(executor: Executor, out: Console) -> None:
             before = now
 
 
-async def _run_client(executor: Executor, job: Job, all_open: asyncio.Barrier, report: Report) -> int:
+async def _run_client(executor: Executor, job: DemoJob, all_open: asyncio.Barrier, report: Report) -> int:
     """Run a job as a client of an executor, once all clients are open. Return the bytes of the base model."""
     async with executor.client(get_peft_config(job.options), name=job.name, seed=job.seed) as client:
         run, model = job.shared, client.model
@@ -152,7 +154,7 @@ async def _run_client(executor: Executor, job: Job, all_open: asyncio.Barrier, r
         return executor.sharing.served + executor.sharing.held + int(executor.status()["unpacked_bytes"])
 
 
-def run_plain(folder: Path, job: Job, report: Report) -> int:
+def run_plain(folder: Path, job: DemoJob, report: Report) -> int:
     """Run a job on a base model of its own, with nothing of symbiosis. Return the bytes of that model."""
     base = AutoModelForCausalLM.from_pretrained(folder)
     size: int = base.get_memory_footprint()
@@ -175,7 +177,7 @@ def run_plain(folder: Path, job: Job, report: Report) -> int:
     return size
 
 
-def _write(model: Any, job: Job, run: Run, texts: list[list[int]], report: Report) -> None:
+def _write(model: Any, job: DemoJob, run: JobResult, texts: list[list[int]], report: Report) -> None:
     """Generate a text for each prompt."""
     model.eval()
     run.marks.append(time.monotonic())

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from symbiosis.cli.demo.jobs import Job
+from symbiosis.cli.demo.jobs import DemoJob
 
 TOLERANCE = 1e-3
 """Largest relative difference of two losses that counts as equal."""
@@ -27,7 +27,7 @@ WAYS = {"shared": "four tenants at once", "plain": "plain jobs in turn; memory: 
 Data = dict[str, Any]
 
 
-def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, bases: dict[str, int]) -> Data:
+def summarize(policy: str, tokenizer: Any, jobs: list[DemoJob], mean_batch: float, bases: dict[str, int]) -> Data:
     """Return all results, given the bytes of the executor's base model and of all plain jobs' base models.
 
     Times are in seconds, sizes in bytes.
@@ -50,7 +50,7 @@ def summarize(policy: str, tokenizer: Any, jobs: list[Job], mean_batch: float, b
     }
 
 
-def _tenant(job: Job, tokenizer: Any) -> Data:
+def _tenant(job: DemoJob, tokenizer: Any) -> Data:
     """Return a tenant's results, and what differs from plain transformers + PEFT by more than rounding."""
     told = {name: getattr(job, name) for name in ("name", "method", "learns", "tokens", "difference", "gaps")}
     for way, run in (("shared", job.shared), ("plain", job.plain)):

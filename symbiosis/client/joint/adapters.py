@@ -20,7 +20,7 @@ import torch
 from peft.tuners.ia3 import layer as ia3
 from torch.nn import functional as F
 
-from symbiosis.client.joint.stacks import Group, Slot, Stack
+from symbiosis.client.joint.stacks import Slot, Stack, StackRows
 from symbiosis.client.virtlayer import VirtConv1D, VirtLinear
 
 Adapted = Mapping[str, tuple[Any, str]]
@@ -51,7 +51,7 @@ class RowAdapters:
                 self._one_by_one.append((row, layer.lora_A[name], layer.lora_B[name], layer.scaling, name))
             else:
                 stacks.setdefault(slot.stack, []).append((row, slot.number, layer.scaling[name]))
-        self._groups = [Group(stack, members, self._count) for stack, members in stacks.items()]
+        self._groups = [StackRows(stack, members, self._count) for stack, members in stacks.items()]
 
     def __call__(self, x: torch.Tensor, base: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return the layer's results for x, [N, …, i] → [N, …, o], given what the base layer does."""
@@ -99,7 +99,7 @@ class RowAdapters:
         return (y + added.view(y.shape)).to(y.dtype)
 
 
-class _Joint:
+class _JointLayer:
     """Behaviour of the joint model's layers; ``adapters`` are those of the present walk."""
 
     adapters: RowAdapters | None = None
@@ -109,11 +109,11 @@ class _Joint:
         return base(x) if self.adapters is None else self.adapters(x, base)
 
 
-class _JointLinear(_Joint, VirtLinear):  # type: ignore[misc]  # as in VirtLinear
+class _JointLinear(_JointLayer, VirtLinear):  # type: ignore[misc]  # as in VirtLinear
     pass
 
 
-class _JointConv1D(_Joint, VirtConv1D):
+class _JointConv1D(_JointLayer, VirtConv1D):
     pass
 
 

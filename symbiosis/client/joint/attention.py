@@ -128,7 +128,7 @@ class _Masks:
         self.masks = masks
 
 
-class Walk:
+class WalkAttention:
     """What the attention of a walk needs to know."""
 
     def __init__(self, cache: JointCache, attention: Sequence[torch.Tensor | None]) -> None:
@@ -136,7 +136,7 @@ class Walk:
         self.attention = attention
 
 
-walk: ContextVar[Walk] = ContextVar("walk")
+walk: ContextVar[WalkAttention] = ContextVar("walk")
 """The joint walk of the running fiber."""
 
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from symbiosis.client.experts import VirtExperts
 from symbiosis.client.joint.adapters import Adapted, make_joint, seat_adapters
-from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, Walk, structure, walk
+from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkAttention, structure, walk
 from symbiosis.client.joint.stacks import Slot
 
 
@@ -50,7 +50,7 @@ class JointModel:
         self, cache: JointCache, attention: Sequence[torch.Tensor | None], ids: torch.Tensor, positions: torch.Tensor
     ) -> Any:
         """Return the model's output for tokens [N, 1] at positions [N, 1], given each tenant's mask [1, L] or None."""
-        token = walk.set(Walk(cache, attention))
+        token = walk.set(WalkAttention(cache, attention))
         try:
             return self._model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         finally:

@@ -121,7 +121,7 @@ def give_back(slots: Iterable[Slot]) -> None:
         slot.give_back()
 
 
-class Group:
+class StackRows:
     """The rows of one walk whose adapters are in one stack.
 
     Args:

@@ -13,7 +13,7 @@ import torch
 from symbiosis.client.client import Client
 from symbiosis.core.privacy import Privacy
 from symbiosis.host import Executor
-from symbiosis.privacy.audit.workload import Plan, generate, give_adapter, lora, text
+from symbiosis.privacy.audit.workload import Workload, generate, give_adapter, lora, text
 
 
 @dataclass
@@ -33,7 +33,7 @@ class SchemeCosts:
 
 
 async def measure_costs(
-    privacy: Privacy | None, plan: Plan, executor: Executor, rounds: int, traffic: float
+    privacy: Privacy | None, plan: Workload, executor: Executor, rounds: int, traffic: float
 ) -> SchemeCosts:
     """Measure the costs of a scheme, with ``rounds`` pairs of timings. The caller knows the ratio of ``traffic``."""
     async with (
@@ -52,7 +52,7 @@ async def measure_costs(
         )
 
 
-async def _results(client: Client, plan: Plan) -> tuple[torch.Tensor, torch.Tensor]:
+async def _results(client: Client, plan: Workload) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logits and the adapter's gradients of a batch."""
     give_adapter(client.model, plan)
     ids = text(plan, 4, 5)
@@ -66,7 +66,7 @@ async def _results(client: Client, plan: Plan) -> tuple[torch.Tensor, torch.Tens
 
 
 async def _ratio(
-    work: Callable[[Client, Plan], Awaitable[None]], bare: Client, masked: Client, plan: Plan, rounds: int
+    work: Callable[[Client, Workload], Awaitable[None]], bare: Client, masked: Client, plan: Workload, rounds: int
 ) -> float:
     """Return the median ratio of times of masked and bare work, after one round that warms up; NaN without rounds."""
     ratios = []
@@ -80,11 +80,11 @@ async def _ratio(
     return median(ratios[1:]) if rounds else math.nan
 
 
-async def _decode(client: Client, plan: Plan) -> None:
+async def _decode(client: Client, plan: Workload) -> None:
     await generate(client, text(plan, 1, 6)[0], 4 * plan.new_tokens)
 
 
-async def _train(client: Client, plan: Plan) -> None:
+async def _train(client: Client, plan: Workload) -> None:
     ids = text(plan, 8, 7)
     optimizer = torch.optim.SGD([parameter for parameter in client.model.parameters() if parameter.requires_grad], 0.0)
     for _ in range(4):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from symbiosis.privacy.audit.costs import SchemeCosts
 from symbiosis.privacy.audit.limit import Limit
 from symbiosis.privacy.audit.provider import Scores
-from symbiosis.privacy.audit.workload import Plan
+from symbiosis.privacy.audit.workload import Workload
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Observation:
 class Audit:
     """The result of an audit."""
 
-    plan: Plan
+    plan: Workload
     observations: list[Observation]
     bare: Observation
     """Attacks on bare rows. What they do not find there they would not find under any scheme."""

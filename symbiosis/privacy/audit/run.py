@@ -19,7 +19,7 @@ from symbiosis.privacy.audit.provider import attack
 from symbiosis.privacy.audit.public import Public
 from symbiosis.privacy.audit.result import Audit, Observation
 from symbiosis.privacy.audit.scores import Score
-from symbiosis.privacy.audit.workload import Plan, Truth, build, generate, give_adapter, lora, play, text
+from symbiosis.privacy.audit.workload import Truth, Workload, build, generate, give_adapter, lora, play, text
 from symbiosis.privacy.wiretap import Seen, Wiretap
 
 SCHEMES = ("none", "noise-pool", "local-pads", "secret-shares", "secret-shares:model=base")
@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 
 async def audit(
     schemes: Sequence[str | Privacy] = SCHEMES,
-    plan: Plan | None = None,
+    plan: Workload | None = None,
     *,
     baselines: int = 12,
     rounds: int = 3,
@@ -51,7 +51,7 @@ async def audit(
     Raises:
         UsageError: a scheme is unknown, or does not take an option.
     """
-    plan = plan or Plan()
+    plan = plan or Workload()
     base, further = build(plan), f"audit-{os.urandom(4).hex()}"
     async with Executor(base) as one, Executor(build(plan), name=further) as two:
         chosen = {
@@ -95,7 +95,7 @@ class _Traffic(NamedTuple):
 class _AuditRun:
     """One audit: a base model that is served by two executors, and a provider that knows it."""
 
-    plan: Plan
+    plan: Workload
     public: Public
     decoys: torch.Tensor
     one: Executor
@@ -180,7 +180,9 @@ class _AuditRun:
         return found
 
 
-async def record(privacy: Privacy | None, plan: Plan, one: Executor, two: Executor) -> tuple[Truth, list[list[Seen]]]:
+async def record(
+    privacy: Privacy | None, plan: Workload, one: Executor, two: Executor
+) -> tuple[Truth, list[list[Seen]]]:
     """Play the workload. Returns the truth, and the calls to each executor that was used."""
     with Wiretap(one) as first, Wiretap(two) as second:
         async with one.client(lora(plan), privacy=privacy, seed=plan.seed) as client:

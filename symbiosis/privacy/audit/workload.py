@@ -17,7 +17,7 @@ from symbiosis.privacy.audit.evidence import Place
 
 
 @dataclass(frozen=True)
-class Plan:
+class Workload:
     """Size of the model, and amount of the tenant's work."""
 
     hidden: int = 128
@@ -42,7 +42,7 @@ _LARGE_FEATURES, _LARGE_FACTOR = 4, 3.0
 """Features of an MLP that are larger than others for few tokens, and by what factor."""
 
 
-def build(plan: Plan) -> Any:
+def build(plan: Workload) -> Any:
     """Return a Llama of random weights in fp32, scaled so that activations neither vanish nor explode.
 
     As in trained models, norms weigh features differently, and a few features of each MLP are far larger than others
@@ -79,7 +79,7 @@ def build(plan: Plan) -> Any:
     return model.eval()
 
 
-def text(plan: Plan, sequences: int, seed: int | torch.Generator) -> torch.Tensor:
+def text(plan: Workload, sequences: int, seed: int | torch.Generator) -> torch.Tensor:
     """Return [sequences, length] token ids, few of them frequent and most of them rare (Zipf's law).
 
     Args:
@@ -90,12 +90,12 @@ def text(plan: Plan, sequences: int, seed: int | torch.Generator) -> torch.Tenso
     return torch.multinomial(weights, sequences * plan.length, True, generator=generator).view(sequences, plan.length)
 
 
-def lora(plan: Plan) -> LoraConfig:
+def lora(plan: Workload) -> LoraConfig:
     """Return the configuration of the adapter that the attacks look for: LoRA on every up_proj."""
     return LoraConfig(r=plan.rank, lora_alpha=plan.rank, target_modules=["up_proj"])
 
 
-def give_adapter(model: Any, plan: Plan) -> None:
+def give_adapter(model: Any, plan: Workload) -> None:
     """Fill a client's LoRA with random numbers, so that ΔW is a third as large as W."""
     generator = torch.Generator().manual_seed(plan.seed + 1)
     with torch.no_grad():
@@ -185,7 +185,7 @@ class Recorder:
             self.sent.append(rows)
 
 
-async def play(client: Client, layers: Sequence[LayerSpec], plan: Plan) -> Truth:
+async def play(client: Client, layers: Sequence[LayerSpec], plan: Workload) -> Truth:
     """Generate for prompts, each twice in random order; repeat one prompt; then fine-tune. Returns the truth."""
     model = client.model
     give_adapter(model, plan)
