@@ -1,8 +1,8 @@
 """Start, move, count and end the executors of a cluster, from a process beside Ray.
 
 Each executor is a detached actor in a detached placement group of its own, both with the name of its
-:class:`~symbiosis.cluster.plan.ExecutorId`. Ray starts the actor again where the placement group is, and moves both when
-the node has ended. What runs is read from Ray's list of actors, so no state is kept that could be wrong.
+:class:`~symbiosis.cluster.plan.ExecutorId`. Ray starts the actor again where the placement group is, and moves both
+when the node has ended. What runs is read from Ray's list of actors, so no state is kept that could be wrong.
 """
 
 from __future__ import annotations
