@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from symbiosis.client.client import Client
-from symbiosis.client.joint import make_decoder
+from symbiosis.client.joint import check_mode, make_decoder
 from symbiosis.client.trial import weights_read
 from symbiosis.core.budget import LARGEST_PART, LEAST_BYTES, TABLES_BYTES, Budget
 from symbiosis.core.faults import tell_unloaded
@@ -41,6 +40,9 @@ from symbiosis.transports.limits import Limits
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+    from symbiosis.client.client import Client
+    from symbiosis.client.joint.decoder import JointDecoder
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class Executor:
         model_name: str | None = None,
     ) -> None:
         _check(device, max_rows, max_bytes, model_name)
+        check_mode(joint)
         policy = make_policy(policy)
         loaded = model if isinstance(model, Loaded) else Loaded.given(model, device, dtype)
         split = SplitModel(
@@ -135,7 +138,8 @@ class Executor:
         self.service = ExecutorService(split, self.engine, budget, address, loaded.source, model_name)
         log.info("%s: %s", type(loaded.model).__name__, "; ".join(self.service.sharing.lines()))
         self._client_numbers = itertools.count(1)
-        self._joint = make_decoder(joint, self._connect_joint, self.engine.may_join, self.engine.walked)
+        self._joint_mode = joint
+        self._joint: JointDecoder | None = None
         self._closing: asyncio.Future[None] | None = None
         self._ends = False
         self._failure: SymbiosisError | None = None
@@ -394,6 +398,10 @@ class Executor:
             channel = await make_transport(service.address).connect(service.address, name, terms)
             return channel if scheme is None else await scheme.wrap(channel, service.address, terms, {})
 
+        from symbiosis.client.client import Client  # imports PEFT, which a mere provider does not need
+
+        if self._joint is None:
+            self._joint = make_decoder(self._joint_mode, self._connect_joint, self.engine.may_join, self.engine.walked)
         return Client(
             connect,
             peft_config,

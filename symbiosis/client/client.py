@@ -19,7 +19,7 @@ import torch
 
 from symbiosis.client.adapters import add_adapter, load_adapter, save_adapter
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
-from symbiosis.client.joint import JointDecoder, Seat
+from symbiosis.client.joint.decoder import JointDecoder, Seat
 from symbiosis.client.parameters import check_trains, explain_training
 from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for

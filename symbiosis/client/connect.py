@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from symbiosis.client.client import Client
-from symbiosis.client.joint import make_decoder
+from symbiosis.client.joint import check_mode, make_decoder
 from symbiosis.client.offline import without_hub
 from symbiosis.core.privacy import Privacy
 from symbiosis.core.registry import make_privacy, make_transport
@@ -66,6 +66,7 @@ class Base:
         self._look: Look | None = None
         self._clients: list[Client] = []
         self._walks: dict[str, Counter[str]] = {}
+        check_mode(joint)
         self._joint = make_decoder(joint, self._connect_joint, lambda client: True, self._walked)
 
     async def __aenter__(self) -> Base:

@@ -563,7 +563,7 @@ async def test_a_tenant_above_its_rate_does_not_hold_up_the_others() -> None:
         await asyncio.wait(others)
         counts = executor.statistics().clients
         assert counts["slow"].alone["the policy holds it back"] >= 5
-        assert all(counts[client.name].joint > 10 * 24 for client in clients)
+        assert all(counts[client.name].joint > 2 * 24 for client in clients)  # in step with it, they would have 24
 
 
 async def test_a_joint_request_has_the_most_urgent_terms_of_its_tenants() -> None:

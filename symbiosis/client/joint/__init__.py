@@ -1,5 +1,35 @@
 """Joint decoding: one walk of the model for all tenants of a process that decode."""
 
-from symbiosis.client.joint.decoder import MODES, JointDecoder, Seat, make_decoder
+from __future__ import annotations
 
-__all__ = ["MODES", "JointDecoder", "Seat", "make_decoder"]
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from symbiosis.core.transport import Channel
+from symbiosis.errors import UsageError
+
+if TYPE_CHECKING:
+    from symbiosis.client.joint.decoder import JointDecoder
+
+MODES = ("auto", "exact", "fast", "off")
+"""Ways to walk tenants together; ``"auto"`` is ``"fast"``."""
+
+
+def check_mode(mode: str) -> None:
+    """Raise UsageError if there is no such mode."""
+    if mode not in MODES:
+        raise UsageError(f"joint is {mode!r}; choose one of {', '.join(MODES)}")
+
+
+def make_decoder(
+    mode: str,
+    connect: Callable[[], Awaitable[Channel]],
+    may_join: Callable[[str], bool],
+    walked: Callable[[str, str | None], None],
+) -> JointDecoder | None:
+    """Return a decoder for a mode, or None for ``"off"``; see :class:`~symbiosis.client.joint.decoder.JointDecoder`."""
+    if mode == "off":
+        return None
+    from symbiosis.client.joint.decoder import JointDecoder  # imports PEFT, which takes a second
+
+    return JointDecoder(connect, may_join, walked, exact=mode == "exact")

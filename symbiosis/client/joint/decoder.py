@@ -29,7 +29,7 @@ from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
-from symbiosis.errors import ClientClosedError, SymbiosisError, UsageError
+from symbiosis.errors import ClientClosedError, SymbiosisError
 from symbiosis.modes import in_modes
 
 
@@ -394,26 +394,6 @@ class JointDecoder:
         self._requester.close()
         if self.channel is not None:
             self.channel.close()
-
-
-MODES = ("auto", "exact", "fast", "off")
-"""Ways to decode jointly; ``auto`` is ``fast``."""
-
-
-def make_decoder(
-    mode: str,
-    connect: Callable[[], Awaitable[Channel]],
-    may_join: Callable[[str], bool],
-    walked: Callable[[str, str | None], None],
-) -> JointDecoder | None:
-    """Return a decoder for a mode, or None for ``"off"``; see :class:`JointDecoder`.
-
-    Raises:
-        UsageError: there is no such mode.
-    """
-    if mode not in MODES:
-        raise UsageError(f"joint is {mode!r}; choose one of {', '.join(MODES)}")
-    return None if mode == "off" else JointDecoder(connect, may_join, walked, exact=mode == "exact")
 
 
 def _copy(error: BaseException) -> BaseException:
