@@ -1,7 +1,11 @@
-"""An executor in a process of its own, started as a user starts it: ``symbiosis serve``."""
+"""An executor in a process of its own: ``symbiosis serve``.
+
+Importing torch and transformers takes four seconds, so most processes are forks of one that has imported both.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -9,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,40 +49,85 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class _Fork:
+    """A fork of a process that has imported everything, which runs the command: like a ``Popen``."""
+
+    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(["tests.imported"])
+        self._process: ForkServerProcess = forks.Process(target=_command, args=(arguments, str(log)), daemon=True)
+        before = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)  # torch reads it in the first of these processes
+        try:
+            self._process.start()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("symbiosis serve", timeout)
+        return self._process.exitcode
+
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def _command(arguments: Sequence[str], log: str) -> None:
+    from symbiosis.cli.main import main
+
+    written = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for descriptor, at in ((os.open(os.devnull, os.O_RDONLY), 0), (written, 1), (written, 2)):
+        os.dup2(descriptor, at)
+    sys.argv = ["symbiosis", *arguments]
+    main()
+
+
 class Service:
     """A process of ``symbiosis serve`` on an address, which can be started, killed and started again.
 
-    ``launcher``: arguments of Python with which another program starts the command.
+    ``fresh``: whether it is started as a user starts it, and not as a fork. ``launcher``: arguments of Python with
+    which another program starts the command.
     """
 
     def __init__(
-        self, model: Path, address: str, *options: str, log: Path | None = None, launcher: Sequence[str] = ()
+        self,
+        model: Path,
+        address: str,
+        *options: str,
+        log: Path | None = None,
+        fresh: bool = False,
+        launcher: Sequence[str] = (),
     ) -> None:
         self.address = address
-        self._command = [
-            sys.executable,
-            *launcher,
-            "-m",
-            "symbiosis.cli.main",
-            "serve",
-            str(model),
-            "--listen",
-            address,
-        ]
-        self._command += ["--log-format", "json", *options]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._arguments = ["serve", str(model), "--listen", address, "--log-format", "json", *options]
+        self._launcher = launcher
+        self._fresh = fresh or bool(launcher)
+        self._process: subprocess.Popen[bytes] | _Fork | None = None
         self._log = log or model.parent / f"service-{time.monotonic_ns()}.log"
 
     def start(self) -> None:
         """Start the process, and wait until it answers."""
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+        if self._fresh:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, *self._launcher, "-m", "symbiosis.cli.main", *self._arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "OMP_NUM_THREADS": "1"},
+                )
+        else:
+            self._process = _Fork(self._arguments, self._log)
         end = time.monotonic() + 180  # importing torch takes long beside a dozen other processes
         while True:
             try:

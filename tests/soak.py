@@ -97,7 +97,7 @@ def main(seconds: float, folder: Path) -> None:
         with out.open("wb") as stdout, errors.open("wb") as stderr:
             workers.append((subprocess.Popen(command, stdout=stdout, stderr=stderr), out, errors))
 
-    with Service(folder / "model", shm, "--listen", tcp, "--keys", str(folder / "keys")) as service:
+    with Service(folder / "model", shm, "--listen", tcp, "--keys", str(folder / "keys"), fresh=True) as service:
         process = psutil.Process(service.pid)
         began = looked = time.monotonic()
         for _ in range(2):

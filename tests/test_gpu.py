@@ -136,7 +136,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def service(checkpoint: Path) -> Iterator[Service]:
     """An executor on the GPU in a process of its own: a process cannot open its own IPC handles."""
-    with Service(checkpoint, f"shm://{checkpoint.parent}/s.sock", "--device", "cuda") as service:
+    with Service(checkpoint, f"shm://{checkpoint.parent}/s.sock", "--device", "cuda", fresh=True) as service:
         yield service
 
 
@@ -203,7 +203,7 @@ async def test_the_arena_on_the_gpu_grows_and_is_freed(service: Service, checkpo
 
 async def test_executor_on_the_gpu_killed_during_a_job(checkpoint: Path, tmp_path: Path) -> None:
     expected = run_job_plain(plain(checkpoint), lora(), Job(steps=20))
-    with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--device", "cuda") as service:
+    with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--device", "cuda", fresh=True) as service:
         async with symbiosis.connect(service.address, retry=60.0) as remote, remote.client(lora(), seed=0) as client:
             job = asyncio.create_task(run_job(client, Job(steps=20)))
             await asyncio.sleep(0.5)
@@ -220,7 +220,9 @@ async def test_over_dist(checkpoint: Path, backend: str) -> None:
     expected = run_job_plain(plain(checkpoint), lora())
     address = f"dist://127.0.0.1:{free_port()}"
     device = "cuda:1" if backend == "nccl" else "cuda"
-    with Service(checkpoint, address, "--device", device, "--dist-backend", backend, "--insecure") as service:
+    with Service(
+        checkpoint, address, "--device", device, "--dist-backend", backend, "--insecure", fresh=True
+    ) as service:
         async with symbiosis.connect(service.address) as remote:
             async with remote.client(lora(), seed=0, device="cuda") as client:
                 comparison = Comparison.of(await run_job(client), expected)

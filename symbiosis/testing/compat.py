@@ -40,8 +40,9 @@ EQUAL, REFUSED, NOT_PLAIN, WRONG = "equal", "refused", "not in plain PEFT", "wro
 VERDICTS = (EQUAL, REFUSED, NOT_PLAIN, WRONG)
 WITHIN_S = 120.0
 """Seconds after which a cell counts as hanging."""
-COPIES = 3
-"""Copies of a model in fp32 that a trial has at once: one is served, one is plain, and one loads what was saved."""
+COPIES = 5
+"""Copies of a model in fp32 that a trial has at once, as measured: the model, one that is served, a plain one, one
+that loads what was saved, and one that waits for Python to collect it."""
 TRANSPORTS = ("inproc", "shm")
 
 

@@ -152,14 +152,16 @@ def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
         raise WireError(f"the executor's share cannot be read: {error}") from error
 
 
-_shares: weakref.WeakValueDictionary[str, Share] = weakref.WeakValueDictionary()
-"""The shares that clients of this process use, by fingerprint, so that they have their tensors in common."""
+_shares: weakref.WeakValueDictionary[tuple[str, str], Share] = weakref.WeakValueDictionary()
+"""The shares that clients of this process use, by address and fingerprint, so that they have their tensors in common.
+Another provider of the same model may state another name and tokenizer, and its tensors are not trusted."""
 
 
 class Welcome:
-    """Checks the content of a WELCOME."""
+    """Checks the content of a WELCOME from an address."""
 
-    def __init__(self, content: Any) -> None:
+    def __init__(self, content: Any, address: str) -> None:
+        self._address = address
         if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
             raise WireError("the executor sent a malformed WELCOME")
         self.content: dict[str, Any] = content[0]
@@ -203,21 +205,21 @@ class Welcome:
 
     def known(self) -> Share | None:
         """Return the share, if a client of this process uses it already."""
-        return _shares.get(self.fingerprint)
+        return _shares.get((self._address, self.fingerprint))
 
     def share(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Share:
         """Return the share, the same object for all clients of this process. ``tensors`` is called if it is new."""
-        return self.known() or common_share(self.description, tensors(), self.tokenizer)
+        return self.known() or common_share(self._address, self.description, tensors(), self.tokenizer)
 
 
 def common_share(
-    description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer: Mapping[str, bytes]
+    address: str, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer: Mapping[str, bytes]
 ) -> Share:
-    """Return the share of this description, the same object for all clients of this process."""
-    fingerprint = str(description["fingerprint"])
-    share = _shares.get(fingerprint)
+    """Return the share of this description from an address, the same object for all clients of this process."""
+    key = address, str(description["fingerprint"])
+    share = _shares.get(key)
     if share is None:
-        share = _shares[fingerprint] = Share(description, tensors, tokenizer)
+        share = _shares[key] = Share(description, tensors, tokenizer, address)
     return share
 
 

@@ -326,7 +326,7 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> None:
-    running = Service(checkpoint, f"shm://{tmp_path}/s.sock")
+    running = Service(checkpoint, f"shm://{tmp_path}/s.sock", fresh=True)
     running.start()
     assert running.stop(number) == 0
     assert not (tmp_path / "s.sock").exists()

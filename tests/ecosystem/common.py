@@ -48,7 +48,7 @@ def compare(package: str, jobs: Mapping[str, Job], *, model: Any = None, auto: A
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         checkpoint = save_model(folder / "model", model)
-        with Service(checkpoint, f"shm://{folder}/s.sock") as service:
+        with Service(checkpoint, f"shm://{folder}/s.sock", fresh=True) as service:
             for job_name, job in jobs.items():
                 set_seed(0)
                 plain, tokenizer = auto.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)

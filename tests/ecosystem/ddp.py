@@ -75,7 +75,7 @@ def losses(name: str) -> list[list[float]]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         checkpoint = save_model(Path(name) / "model")
-        with Service(checkpoint, f"shm://{name}/s.sock") as service:
+        with Service(checkpoint, f"shm://{name}/s.sock", fresh=True) as service:
             found, expected = losses(service.address), losses(str(checkpoint))
     report("torch", "DistributedDataParallel", {"losses": found}, {"losses": expected})
 

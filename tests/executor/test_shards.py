@@ -147,7 +147,7 @@ def test_a_tenant_goes_on_at_a_replica_when_a_shard_ends(tmp_path: Path) -> None
             torch.manual_seed(0)
             return losses(get_peft_model(model, lora()), 6, at, then)
 
-    with Service(checkpoint, near, "--shards", "2") as divided, Service(checkpoint, far):
+    with Service(checkpoint, near, "--shards", "2", fresh=True) as divided, Service(checkpoint, far):
         (shard,) = psutil.Process(divided.pid).children()
 
         def kill() -> None:
@@ -161,7 +161,7 @@ def test_a_tenant_goes_on_at_a_replica_when_a_shard_ends(tmp_path: Path) -> None
 
 def test_shards_end_with_the_first(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model", num_hidden_layers=1)
-    with Service(checkpoint, f"shm://{tmp_path}/one.sock", "--shards", "2") as divided:
+    with Service(checkpoint, f"shm://{tmp_path}/one.sock", "--shards", "2", fresh=True) as divided:
         (shard,) = psutil.Process(divided.pid).children()
         divided.kill()
         assert not psutil.wait_procs([shard], 10)[1]

@@ -102,7 +102,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """A client hangs in a walk, so one signal waits for 15 s."""
     model = save_model(tmp_path / "model", num_hidden_layers=2)
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(Service(model, f"shm://{tmp_path}/s.sock"))
+        running = stack.enter_context(Service(model, f"shm://{tmp_path}/s.sock", fresh=True))
         hanging = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", HANGS, running.address], stdout=subprocess.PIPE, text=True
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
 from symbiosis.client.skeleton import Hollow
@@ -91,6 +91,26 @@ async def test_an_adapter_states_the_name(checkpoint: Path, tmp_path: Path, monk
     assert AutoTokenizer.from_pretrained("llama-tiny")("the cat")["input_ids"]
     loaded: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(loaded.eval()(input_ids=IDS).logits, logits, rtol=0, atol=1e-5)
+
+
+async def test_two_providers_of_one_model_keep_their_names_and_tokenizers(checkpoint: Path, tmp_path: Path) -> None:
+    """Nor does a client get tensors that another provider has sent for the same fingerprint."""
+    given = AutoModelForCausalLM.from_pretrained(checkpoint)
+    async with symbiosis.Executor.from_pretrained(checkpoint) as one, symbiosis.Executor(given, model_name="b") as two:
+        for executor, name in ((one, "one"), (two, "two")):
+            await executor.listen(f"shm://{tmp_path}/{name}")
+        async with (
+            symbiosis.connect(f"shm://{tmp_path}/one") as first,
+            symbiosis.connect(f"shm://{tmp_path}/two") as last,
+        ):
+            async with first.client() as alice, last.client() as bob:
+                assert alice.model.config.name_or_path == "llama-tiny"
+                assert bob.model.config.name_or_path == "b"
+                assert first.tokenizer()("the cat")["input_ids"]
+                with pytest.raises(UsageError, match="tokenizer"):
+                    last.tokenizer()
+                embeddings = [each.model.get_input_embeddings().weight.data_ptr() for each in (alice, bob)]
+                assert embeddings[0] != embeddings[1]
 
 
 @pytest.mark.parametrize("name", ["x" * 257, "two\nlines", 7])

@@ -54,7 +54,7 @@ def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path,
     ways = {"arenas": [shm], "strangers": [tcp], "experts": carol}
     new_key(keys, "carol")  # bob's other attacks leave no room for experts
     options = ("--listen", tcp, "--keys", str(keys), "--max-bytes", str(MAX_BYTES), "--max-rows", "1024")
-    with Service(checkpoint, shm, *options, log=tmp_path / "service.log") as service:
+    with Service(checkpoint, shm, *options, log=tmp_path / "service.log", fresh=True) as service:
         with (
             symbiosis.open_model(tcp, key=keys / "alice.secret") as one,
             symbiosis.open_model(shm) as other,
@@ -103,7 +103,7 @@ def test_calls_of_many_numbers_of_rows_leave_little_behind(scheme: str, tmp_path
     """In bf16, oneDNN makes new code for each number of rows: for 960 products here, of about 1 MiB each."""
     checkpoint = save_model(tmp_path / "model", hidden_size=256)
     address = f"shm://{tmp_path}/s.sock" if scheme == "shm" else f"tcp://127.0.0.1:{free_port()}"
-    with Service(checkpoint, address, "--dtype", "bfloat16", log=tmp_path / "service.log") as service:
+    with Service(checkpoint, address, "--dtype", "bfloat16", log=tmp_path / "service.log", fresh=True) as service:
         channel = make_transport(address).connect_blocking(address, "mallory")
         before = memory(service.pid, "VmRSS")
         for rows in range(1, 121):

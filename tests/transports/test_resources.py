@@ -37,7 +37,7 @@ async def test_a_full_disk_at_the_tenant_is_named(blocking: bool, monkeypatch: p
 def test_an_executor_without_address_space_is_busy_and_serves_others(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model", vocab_size=32_000)
     shm, tcp = f"shm://{tmp_path}/s.sock", f"tcp://127.0.0.1:{free_port()}"
-    with Service(checkpoint, shm, "--listen", tcp, log=tmp_path / "service.log") as service:
+    with Service(checkpoint, shm, "--listen", tcp, log=tmp_path / "service.log", fresh=True) as service:
         honest = make_transport(tcp).connect_blocking(tcp, "honest")
         head = Key((len(honest.layers) - 1,), Pass.FORWARD)
         small, large = (Call(head, Kind.PREFILL, (torch.ones(rows, 32),)) for rows in (1, 4000))
@@ -55,7 +55,7 @@ def test_an_executor_without_address_space_is_busy_and_serves_others(tmp_path: P
 def test_a_call_for_whose_tensors_there_is_no_memory_fails_alone(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model", hidden_size=512)
     tcp = f"tcp://127.0.0.1:{free_port()}"
-    with Service(checkpoint, tcp, log=tmp_path / "service.log") as service:
+    with Service(checkpoint, tcp, log=tmp_path / "service.log", fresh=True) as service:
         honest = make_transport(tcp).connect_blocking(tcp, "honest")
         small, large = (Call(Key((0,), Pass.FORWARD), Kind.PREFILL, (torch.ones(n, 512),)) for n in (1, 200_000))
         honest.call(small)
