@@ -102,12 +102,13 @@ class Calibration:
         for count in self._counts:
             self._settings.progress(f"{count} clients decode jointly")
             await self._decode(self._joint, count)
-        for recorder.together in (True, False):
-            recorder.notes = Measurements() if recorder.together else self._notes
+        together, apart = recorder.policies
+        for policy, notes in ((together, Measurements()), (apart, self._notes)):
+            recorder.deciding, recorder.notes = policy, notes
             for count in {self._counts[0], 2}:
                 self._settings.progress(f"{count} clients decode")
                 await self._decode(self._apart, count)
-        recorder.together = True
+        recorder.deciding = together
         for length in self._prompts:
             self._settings.progress(f"prompts of {length} tokens")
             for _ in range(3):

@@ -30,6 +30,8 @@ class Preset:
     batch: int
     sequence: int
     """Shape of a training batch."""
+    train_steps: int = 1
+    """Training steps in one measurement of a placement."""
 
     def config(self) -> LlamaConfig:
         return LlamaConfig(
@@ -47,7 +49,21 @@ class Preset:
 PRESETS = {
     preset.name: preset
     for preset in (
-        Preset("tiny", torch.float32, 256, 688, 4, 8, 4, 2048, prompt=16, decode_steps=40, batch=2, sequence=64),
+        Preset(
+            "tiny",
+            torch.float32,
+            256,
+            688,
+            4,
+            8,
+            4,
+            2048,
+            prompt=16,
+            decode_steps=40,
+            batch=2,
+            sequence=64,
+            train_steps=8,
+        ),
         Preset("100m", torch.float32, 768, 2048, 12, 12, 12, 32000, prompt=32, decode_steps=24, batch=2, sequence=128),
         Preset("1b", torch.bfloat16, 2048, 8192, 16, 32, 8, 32000, prompt=32, decode_steps=12, batch=1, sequence=128),
     )

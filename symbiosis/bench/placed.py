@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import NamedTuple
 
 from symbiosis.bench.recorder import Curve, Points
-from symbiosis.bench.service import TenantProcess, served, tenant_processes
+from symbiosis.bench.service import RECORDED, TenantProcess, served, tenant_processes
 from symbiosis.bench.settings import Settings
 from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Key
 from symbiosis.core.terms import Kind
-from symbiosis.simulation.clients import Done, finetune
+from symbiosis.simulation.clients import Done, Thinking, finetune
 from symbiosis.simulation.clock import Clock, Cores, Thread, Way
 from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.simulation import Ask, Cluster, Hop, InWalk, Route, SimulatedClient, Think
@@ -109,26 +110,30 @@ class MachineCosts:
     def predicted(
         self, settings: Settings, parts: Sequence[range], routes: Sequence[Sequence[int]]
     ) -> tuple[float, float]:
-        """Return the seconds in which tenants decode the preset's steps, and run its training step, by simulation.
+        """Return the seconds in which tenants decode the preset's steps, and run its training steps, by simulation.
+
+        The time of a tenant's own work before a request is random, with an exponential distribution. With equal times
+        all tenants would be in step, and every batch would have a request of each.
 
         Args:
             parts: the blocks of each executor.
             routes: for each tenant, the executors that it uses, which together serve all blocks.
         """
-        preset = settings.preset
-        decodes = [self._decodes(preset.decode_steps) for _ in routes]
-        rows = preset.batch * preset.sequence
-        think = self.train.tenant_s
-        trains = [finetune(self.walk, rows, lambda kind, rows: think, Done(), steps=1, back=self.back) for _ in routes]
+        preset, rows = settings.preset, settings.preset.batch * settings.preset.sequence
+        decodes, trains = [], []
+        for number, _ in enumerate(routes):
+            decodes.append(self._decodes(preset.decode_steps, _varied(self.decode.tenant_s, number)))
+            own = _varied(self.train.tenant_s, number)
+            trains.append(finetune(self.walk, rows, own, Done(), steps=preset.train_steps, back=self.back))
         return self._run(settings, parts, routes, decodes, self.decode), self._run(
             settings, parts, routes, trains, self.train
         )
 
-    def _decodes(self, steps: int) -> SimulatedClient:
+    def _decodes(self, steps: int, own: Thinking) -> SimulatedClient:
         for _ in range(steps):
             yield InWalk(True)
             for key in self.walk:
-                yield Think(self.decode.tenant_s)
+                yield Think(own(Kind.DECODE, 1))
                 yield Ask(key, 1, Kind.DECODE)
             yield InWalk(False)
 
@@ -168,6 +173,12 @@ class MachineCosts:
         return cluster.now
 
 
+def _varied(mean_s: float, seed: int) -> Thinking:
+    """Return random times of a tenant's own work, with an exponential distribution, whatever the request."""
+    random = Random(seed)
+    return lambda kind, rows: random.expovariate(1 / mean_s)
+
+
 class _Wire(Way):
     """The way to an executor, or back: the executor's work for a message, and the time that passes besides.
 
@@ -193,12 +204,15 @@ async def machine_costs(settings: Settings, transport: str, tenants: int) -> Mac
     preset = settings.preset
     points: dict[Key, Points] = {}
     trained = preset.batch * preset.sequence
-    with served(preset.name, transport, "recorder", settings.base_layers) as executor:
+    with served(preset.name, transport, RECORDED + settings.policy, settings.base_layers) as executor:
 
         async def spend(processes: Sequence[TenantProcess], work: str) -> Measurement:
             executor.notes()
             began = time.perf_counter()
-            jobs = [each.train() if work == "train" else each.steps(preset.decode_steps) for each in processes]
+            jobs = [
+                each.train(steps=preset.train_steps) if work == "train" else each.steps(preset.decode_steps)
+                for each in processes
+            ]
             spent = sum(await asyncio.gather(*jobs))
             seconds = time.perf_counter() - began
             notes = executor.notes()

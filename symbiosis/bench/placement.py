@@ -31,7 +31,7 @@ class Figures(NamedTuple):
     decode_s: float
     """Seconds in which all tenants decode, without their prompts."""
     train_s: float
-    """Seconds in which each tenant runs a training step."""
+    """Seconds in which each tenant runs its training steps."""
     bytes: int
     """Bytes over the loopback interface while they decoded, in both directions."""
 
@@ -58,7 +58,7 @@ class MeasuredPlacement:
         await asyncio.gather(*(tenant.steps(steps, number) for tenant in self.tenants))
         decoded, bytes_ = time.perf_counter() - start, _loopback() - sent
         start = time.perf_counter()
-        await asyncio.gather(*(tenant.train(number) for tenant in self.tenants))
+        await asyncio.gather(*(tenant.train(number, settings.preset.train_steps) for tenant in self.tenants))
         return Figures(decoded, time.perf_counter() - start, bytes_)
 
 
@@ -114,7 +114,8 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         "its memory includes connections of all of them. "
         f"{tenants} tenants, each a process with its own LoRA (r8, qkvo), "
         f"decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "
-        f"{preset.batch} × {preset.sequence}; medians of {settings.rounds} rounds; policy {settings.policy}, base "
+        f"{preset.batch} × {preset.sequence}, {preset.train_steps} steps; medians of {settings.rounds} rounds; policy "
+        f"{settings.policy}, base "
         f"layers {settings.base_layers!r}, {transport}://, all processes on this machine. Bytes are those of the "
         "loopback interface, in both directions. A process without a model takes some 350 MiB."
     )
@@ -131,7 +132,7 @@ def _fill(
     """Add a row for each placement, its speeds over one executor, and the simulated speeds over the measured ones."""
     preset, tenants = settings.preset, len(placements[ONE].tenants)
     simulated: dict[str, float] = {}
-    tokens, trained = tenants * preset.decode_steps, tenants * preset.batch * preset.sequence
+    tokens, trained = tenants * preset.decode_steps, tenants * preset.train_steps * preset.batch * preset.sequence
     for name, found in results.items():
         seconds, steps, sent = zip(*found, strict=True)
         row: dict[str, Any] = {

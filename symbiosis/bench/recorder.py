@@ -33,12 +33,20 @@ class Measurements:
 
 
 class WalkRecorder(Policy):
-    """A policy that records requests and batches. It is lockstep, with the largest batches, or runs single requests."""
+    """A policy that records requests and batches, and has another one decide.
+
+    Args:
+        policies: those that may decide; by default lockstep, with the largest batches, and single requests.
+
+    Attributes:
+        deciding: the one that decides now, at first the first one.
+    """
 
     name = "recorder"
 
-    def __init__(self) -> None:
-        self.together = True
+    def __init__(self, *policies: Policy) -> None:
+        self.policies = policies or (Lockstep(), NoLockstep())
+        self.deciding = self.policies[0]
         self.notes = Measurements()
         self.walk: list[Key] = []
         """The keys of the last complete forward walk."""
@@ -50,11 +58,14 @@ class WalkRecorder(Policy):
         self._last: Key | None = None
         self._started_s = 0.0
         """Processor time of this process when the latest batch started."""
-        self._lockstep, self._apart = Lockstep(), NoLockstep()
+
+    def unloaded(self, seconds: float) -> None:
+        for policy in self.policies:
+            policy.unloaded(seconds)
 
     def submitted(self, request: Request) -> None:
         self.notes.requests += 1
-        for policy in (self._lockstep, self._apart):
+        for policy in self.policies:
             policy.submitted(request)
         if request.kind is Kind.DECODE:
             walk = self._walks.setdefault(request.client, [])
@@ -76,14 +87,21 @@ class WalkRecorder(Policy):
                 walk.clear()
 
     def decide(self, view: View, now: float) -> Decision:
-        policy: Policy = self._lockstep if self.together else self._apart
-        return policy.decide(view, now)
+        return self.deciding.decide(view, now)
+
+    def cancelled(self, request: Request) -> None:
+        for policy in self.policies:
+            policy.cancelled(request)
 
     def started(self, batch: Batch) -> None:
+        for policy in self.policies:
+            policy.started(batch)
         self._started_s = time.process_time()
 
     def ran(self, batch: Batch, seconds: float) -> None:
         self.notes.batches_s += time.process_time() - self._started_s
+        for policy in self.policies:
+            policy.ran(batch, seconds)
         tuning = batch.slices[0].request.kind is Kind.FINETUNE
         seen = batch.key, batch.key == self._last, tuning
         self.notes.batches.setdefault(seen, []).append((batch.rows, seconds))

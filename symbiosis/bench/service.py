@@ -2,7 +2,7 @@
 
 ``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS SHARDS LAYERS`` serves a preset until its
 standard input ends. It answers ``gap`` with the largest gap of its event loop since the last one, in milliseconds, and,
-with the policy ``recorder``, ``notes`` with the batches since the last time.
+with a policy ``recorded:NAME``, ``notes`` with the batches since the last time.
 ``python -m symbiosis.bench.service tenant PRESET SEED LENGTH ROWS ADDRESS...`` is a tenant that follows commands on
 standard input. It has a model and an adapter for each address.
 """
@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from symbiosis.bench.recorder import Measurements, WalkRecorder
+from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Key, Pass
 from symbiosis.terminal.loop import run, wait_passively
 
@@ -40,6 +41,10 @@ def address_for(transport: str) -> Iterator[str]:
         yield f"{transport}://127.0.0.1:{port}"
 
 
+RECORDED = "recorded:"
+"""Before a policy, whose batches are to be recorded."""
+
+
 class ServingProcess:
     """An executor in another process."""
 
@@ -53,7 +58,7 @@ class ServingProcess:
         return float(self._ask("gap"))
 
     def notes(self) -> Served:
-        """Return the batches since the last call, of an executor with the policy ``recorder``."""
+        """Return the batches since the last call, of an executor with a policy ``recorded:NAME``."""
         found = json.loads(self._ask("notes"))
         for name in ("walk", "back"):
             found[name] = [_key(*key) for key in found[name]]
@@ -122,9 +127,9 @@ class TenantProcess:
         """Decode ``count`` tokens."""
         return await self._do(f"steps {address} {count}")
 
-    async def train(self, address: int = 0) -> float:
-        """Run a training step."""
-        return await self._do(f"train {address}")
+    async def train(self, address: int = 0, steps: int = 1) -> float:
+        """Run training steps."""
+        return await self._do(f"train {address} {steps}")
 
     async def _do(self, command: str) -> float:
         assert self._process.stdin is not None
@@ -172,7 +177,8 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
 
     async def main() -> None:
         model = _wire_model() if preset == "wire" else build(PRESETS[preset], torch.device("cpu"))
-        recorder = WalkRecorder() if policy == "recorder" else None
+        recorded = policy.removeprefix(RECORDED)
+        recorder = None if policy == recorded else WalkRecorder(make_policy(recorded))
         options: dict[str, Any] = {"policy": recorder or policy, "base_layers": base_layers, "layers": layers or None}
         if int(shards) > 1:
             with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +256,8 @@ def _tenant(preset: str, seed: str, length: str, rows: str, *addresses: str) -> 
             command, number, *count = line.split()
             before = time.process_time()
             if command == "train":
-                asyncio.run(jobs[int(number)].train())
+                for _ in range(int(count[0])):
+                    asyncio.run(jobs[int(number)].train())
             elif command == "prefill":
                 decoding[int(number)].prefill()
             else:
