@@ -409,7 +409,7 @@ class Executor:
             seed=seed,
             device=device,
             masked=scheme is not None,
-            crowded=lambda: len(service.clients) > 1,
+            beside_others=lambda: len(service.clients) > 1,
             joint=self._joint if scheme is None and kind is None else None,
         )
 

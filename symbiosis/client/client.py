@@ -62,7 +62,7 @@ class Client:
         seed: int | None = None,
         device: str | torch.device | None = None,
         masked: bool = False,
-        crowded: Callable[[], bool] = lambda: False,
+        beside_others: Callable[[], bool] = lambda: False,
         joint: JointDecoder | None = None,
     ) -> None:
         self.name = name
@@ -73,7 +73,7 @@ class Client:
         self._model: Any = None
         self._channel: Channel | None = None
         self._requester = Requester(masked=masked)
-        self._thread = ClientThread(name, crowded)
+        self._thread = ClientThread(name, beside_others)
         self._stream: RandomStream | None = None
         self._turn = asyncio.Lock()
         self._joint = joint

@@ -132,9 +132,9 @@ class ClientThread:
         stream: the stream of random numbers that work on the thread draws from, to be left while it waits; or None.
     """
 
-    def __init__(self, client: str, crowded: Callable[[], bool]) -> None:
+    def __init__(self, client: str, beside_others: Callable[[], bool]) -> None:
         self._client = client
-        self._crowded = crowded
+        self._beside_others = beside_others
         self._pool: ThreadPoolExecutor | None = None
         self.interrupted: BaseException | None = None
         self.stream: RandomStream | None = None
@@ -149,7 +149,7 @@ class ClientThread:
             self._pool = ThreadPoolExecutor(1, f"symbiosis-{self._client}", initializer=self._started)
         with modes_aside():
             loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._pool, self._with_cores, self._crowded(), fn, args)
+            work = loop.run_in_executor(self._pool, self._with_cores, self._beside_others(), fn, args)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -185,8 +185,8 @@ class ClientThread:
         _running.thread = self
         _running.cores = torch.get_num_threads()
 
-    def _with_cores(self, crowded: bool, fn: Callable[..., T], args: tuple[object, ...]) -> T:
+    def _with_cores(self, beside_others: bool, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         """Run a function. Beside other clients its operators use half of the cores, so that the event loop has the
         other half (docs/decisions/0012-cores-of-backward-threads.md)."""
-        use_cores(max(1, _running.cores // 2) if crowded else _running.cores)
+        use_cores(max(1, _running.cores // 2) if beside_others else _running.cores)
         return fn(*args)

@@ -10,7 +10,7 @@ TABLES_BYTES = 32 << 20
 counts). A ninth of the rest is set aside for memory that was freed and that the allocator still keeps."""
 LEAST_BYTES = 3 * TABLES_BYTES
 """The smallest ``max_bytes``."""
-STRANGER_BYTES = 128 << 10
+UNKNOWN_BYTES = 128 << 10
 """Bytes that a connection counts for until its owner is known: it is in its handshake."""
 CONNECTION_BYTES = 1 << 20
 """Bytes that a connection counts for from then on, whatever it carries."""
@@ -167,8 +167,8 @@ class Account:
     def open(self, listener: str) -> bool:
         """Count a connection of a listener whose owner is not known, if there is room. Return whether there was."""
         self.owner = f"unknown peers of {listener}"
-        if self._budget.take(self.owner, STRANGER_BYTES):
-            self._itself = STRANGER_BYTES
+        if self._budget.take(self.owner, UNKNOWN_BYTES):
+            self._itself = UNKNOWN_BYTES
         return bool(self._itself)
 
     def admit(self, owner: str) -> bool:

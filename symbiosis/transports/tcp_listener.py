@@ -71,7 +71,7 @@ class TcpListener:
         self.share = ServedShare(service)
         self.lines: set[TcpLine] = set()
         """Connections; each adds and removes itself."""
-        self.strangers: dict[TcpLine, None] = {}
+        self.unknown: dict[TcpLine, None] = {}
         """The connections in their TLS handshake, the oldest first."""
         self._endpoint = endpoint
         self._server: asyncio.Server | None = None
@@ -81,7 +81,7 @@ class TcpListener:
         self._broken: dict[str, str] = {}
         """The malformed key files that were logged."""
 
-    def log_stranger(self, event: str, why: str) -> None:
+    def log_unknown(self, event: str, why: str) -> None:
         """Count what happened to a peer without a key, and log it, at most LINES times in a second."""
         self.service.rejected("handshake")
         now = asyncio.get_running_loop().time()
@@ -189,7 +189,7 @@ class TcpLine(StreamLine):
             self._fail(error)
             return
         listener.log_broken_keys()
-        listener.strangers[self] = None
+        listener.unknown[self] = None
         self._tick(_TICKS)
 
     def _tick(self, left: int) -> None:
@@ -220,7 +220,7 @@ class TcpLine(StreamLine):
 
     def _known(self) -> None:
         """Begin the conversation with a client whose certificate was accepted."""
-        self.listener.strangers.pop(self, None)
+        self.listener.unknown.pop(self, None)
         assert isinstance(self._stream, TlsByteStream)
         assert self.listener.keys is not None
         self.user = identity(self._stream.certificate())
@@ -239,21 +239,21 @@ class TcpLine(StreamLine):
             if why is _NO_TLS:
                 self._stream = ByteStream(wire.MAX_TO_EXECUTOR)  # which the peer can read
                 refused = RefusedError("this executor admits clients with a key; give key=file (--key)")
-                self.listener.log_stranger("client refused", str(refused))
+                self.listener.log_unknown("client refused", str(refused))
                 self.peer.end(refused)
                 return
-            self.listener.log_stranger("client refused", why)
+            self.listener.log_unknown("client refused", why)
             self.peer.leave(why)
             self._flush()
             self.hang_up()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.listener.lines.discard(self)
-        self.listener.strangers.pop(self, None)
+        self.listener.unknown.pop(self, None)
         super().connection_lost(error)
 
     def _cut_oldest(self) -> bool:
-        for oldest in self.listener.strangers:
+        for oldest in self.listener.unknown:
             oldest.drop("newer peers without a key have come")
             oldest.peer.account.close()
             return True
@@ -263,8 +263,8 @@ class TcpLine(StreamLine):
         if self.listener.keys is None or self.user is not None:
             super().drop(why)
             return
-        self.listener.strangers.pop(self, None)
-        self.listener.log_stranger("connection cut", str(why))
+        self.listener.unknown.pop(self, None)
+        self.listener.log_unknown("connection cut", str(why))
         self.peer.leave(str(why))
         self._transport.abort()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.core.budget import CONNECTION_BYTES, COVERED_BYTES, STRANGER_BYTES, Account, Budget
+from symbiosis.core.budget import CONNECTION_BYTES, COVERED_BYTES, UNKNOWN_BYTES, Account, Budget
 
 MIB = 1 << 20
 
@@ -59,7 +59,7 @@ def test_connections_count_and_those_of_strangers_keep_out_nobody() -> None:
     budget = Budget(1000 * MIB)
     strangers = [Account(budget) for _ in range(1024)]
     assert all(one.open("here") for one in strangers)
-    assert budget.held == 1024 * STRANGER_BYTES
+    assert budget.held == 1024 * UNKNOWN_BYTES
     alice = [account(budget, "alice") for _ in range(100)]
     for one in strangers:
         one.close()

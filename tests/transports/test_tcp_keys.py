@@ -303,14 +303,14 @@ async def test_peers_without_a_key_keep_out_no_tenant(
 ) -> None:
     """The oldest of them goes when they have taken what one owner may take, or all connections of the listener."""
     monkeypatch.setattr(tcp_listener, "HANDSHAKE_S", 60.0)
-    monkeypatch.setattr(budget, "STRANGER_BYTES", 4 << 20)
+    monkeypatch.setattr(budget, "UNKNOWN_BYTES", 4 << 20)
     shm = f"shm://{tmp_path}/s.sock"
     async with symbiosis.Executor(base, max_bytes=104 << 20) as executor:
         listener: Any = await executor.listen(LOCAL, keys=keys)
         await executor.listen(shm)
         with caplog.at_level(logging.INFO, "symbiosis"):
             silent = [raw(listener.address) for _ in range(100)]
-            await until(lambda: len(listener.lines) == len(listener.strangers) == 8)
+            await until(lambda: len(listener.lines) == len(listener.unknown) == 8)
             for address, options in ((listener.address, {"key": keys / "alice.secret"}), (shm, {})):
                 async with symbiosis.connect(address, **options) as remote, remote.client() as client:
                     await client.forward(input_ids=IDS)
