@@ -358,7 +358,8 @@ class Executor:
         kind: Kind | None = None,
         privacy: str | Privacy | None = None,
     ) -> Client:
-        """Return a tenant's client in this process, to be opened with ``async with``.
+        """Return a tenant's client in this process, to be opened with ``async with``. The first one imports PEFT, which
+        takes a second; a program that serves others meanwhile may ``import peft`` before.
 
         Args:
             peft_config: any PEFT configuration; None for the bare model (an adapter can be loaded later).

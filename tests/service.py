@@ -50,7 +50,11 @@ def free_port() -> int:
 
 
 class _Fork:
-    """A fork of a process that has imported everything, which runs the command: like a ``Popen``."""
+    """A fork of a process that has imported everything, which runs the command: like a ``Popen``.
+
+    It has the environment of the first of these processes, and ends without the shutdown of an interpreter. If the
+    first one is started in another folder than this repository's, nothing is imported ahead, and all start later.
+    """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         forks = multiprocessing.get_context("forkserver")
@@ -70,7 +74,8 @@ class _Fork:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int:
         self._process.join(timeout)

@@ -89,6 +89,13 @@ def test_scheduling_needs_no_torch(module: str) -> None:
     assert done.returncode == 0, done.stderr or "it imports torch or transformers"
 
 
+def test_a_provider_imports_no_peft() -> None:
+    """It takes a second, and belongs to tenants."""
+    code = "import sys, symbiosis; symbiosis.Executor; sys.exit('peft' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "it imports PEFT"
+
+
 def test_testing_kit_exports() -> None:
     import symbiosis.testing as kit
 

@@ -31,7 +31,7 @@ ROWS = (1, 2, 4)
 """Numbers of texts that a tenant decodes at once, to measure batches of so many rows."""
 
 
-class Measurement(NamedTuple):
+class Spent(NamedTuple):
     """What tenants and an executor spent on some work."""
 
     seconds: float
@@ -69,7 +69,7 @@ class WorkCosts:
     """Processor time of a batch while all tenants run, in multiples of its time with one tenant."""
 
     @classmethod
-    def of(cls, alone: Measurement, together: Measurement, curves: Mapping[Key, Curve]) -> WorkCosts:
+    def of(cls, alone: Spent, together: Spent, curves: Mapping[Key, Curve]) -> WorkCosts:
         """Return the costs that explain the processor time of both runs: of one tenant, and of all tenants.
 
         Args:
@@ -206,7 +206,7 @@ async def machine_costs(settings: Settings, transport: str, tenants: int) -> Mac
     trained = preset.batch * preset.sequence
     with served(preset.name, transport, RECORDED + settings.policy, settings.base_layers) as executor:
 
-        async def spend(processes: Sequence[TenantProcess], work: str) -> Measurement:
+        async def spend(processes: Sequence[TenantProcess], work: str) -> Spent:
             executor.notes()
             began = time.perf_counter()
             jobs = [
@@ -219,9 +219,9 @@ async def machine_costs(settings: Settings, transport: str, tenants: int) -> Mac
             if len(processes) == 1:
                 for key, rows, taken in notes.batches:
                     points.setdefault(key, []).append((rows, taken))
-            return Measurement(seconds, notes.batches, notes.requests, notes.batches_s, notes.processor_s, spent)
+            return Spent(seconds, notes.batches, notes.requests, notes.batches_s, notes.processor_s, spent)
 
-        async def measure(count: int, work: str, *, rows: int = 1, length: int | None = None) -> Measurement:
+        async def measure(count: int, work: str, *, rows: int = 1, length: int | None = None) -> Spent:
             size = rows if work == "decode" else length or trained
             settings.progress(f"measuring costs: {count} of {tenants} tenants {work}, {size} rows each")
             async with tenant_processes(preset.name, [[executor.address]] * count, length, rows) as processes:
@@ -246,5 +246,5 @@ async def machine_costs(settings: Settings, transport: str, tenants: int) -> Mac
     )
 
 
-def _median(found: Sequence[Measurement]) -> Measurement:
+def _median(found: Sequence[Spent]) -> Spent:
     return sorted(found, key=lambda run: run.seconds)[len(found) // 2]

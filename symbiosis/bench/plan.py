@@ -67,7 +67,7 @@ def plan(
     from symbiosis.errors import UsageError
     from symbiosis.simulation.costs import shape_of
     from symbiosis.simulation.machines import read_fleet
-    from symbiosis.simulation.placement import SimulatedModel, TenantCounts
+    from symbiosis.simulation.placement import SimulatedModel, TenantWork
     from symbiosis.simulation.plan import plan as placements
 
     if json is not None:
@@ -77,7 +77,7 @@ def plan(
     fleet = read_fleet(toml_in(machines, f"--machines {machines}"))
     if clients is not None and clients not in fleet.machines:
         raise UsageError(f"--clients {clients}: there is no such machine; there are {', '.join(fleet.machines)}")
-    work = TenantCounts(counts["decode"], counts["finetune"], context, rows, rank)
+    work = TenantWork(counts["decode"], counts["finetune"], context, rows, rank)
     base = SimulatedModel.of(shape_of(model))
     with console().status("simulating") as status:
         found = placements(

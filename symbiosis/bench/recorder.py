@@ -9,7 +9,7 @@ from statistics import median
 
 from symbiosis.core.policy import Decision, Policy, View
 from symbiosis.core.requests import Batch, Key, Request
-from symbiosis.core.terms import Kind
+from symbiosis.core.terms import Kind, Terms
 from symbiosis.policies import Lockstep, NoLockstep
 
 Points = list[tuple[int, float]]
@@ -33,7 +33,7 @@ class Measurements:
 
 
 class WalkRecorder(Policy):
-    """A policy that records requests and batches, and has another one decide.
+    """A policy that records requests and batches, and has another one decide. It is asked for lone requests too.
 
     Args:
         policies: those that may decide; by default lockstep, with the largest batches, and single requests.
@@ -58,6 +58,12 @@ class WalkRecorder(Policy):
         self._last: Key | None = None
         self._started_s = 0.0
         """Processor time of this process when the latest batch started."""
+
+    def default_terms(self, client: str) -> Terms:
+        return self.deciding.default_terms(client)
+
+    def may_join(self, client: str, now: float) -> bool:
+        return self.deciding.may_join(client, now)
 
     def unloaded(self, seconds: float) -> None:
         for policy in self.policies:

@@ -55,7 +55,7 @@ class ExecutorId(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> ExecutorId | None:
-        """Return the place in the name of an actor, or None for an actor that is no executor."""
+        """Return the identity in the name of an actor, or None for an actor that is no executor."""
         model, _, rest = name.partition("/")
         part, _, number = rest.partition("/")
         return cls(model, int(part), int(number)) if model and part.isdigit() and number.isdigit() else None

@@ -47,14 +47,12 @@ class Share:
     ``fingerprint`` (of all this) and ``name``. If other executors serve other base layers of the model, it also has
     ``order``: the names of all base layers in the model's order. If bitsandbytes has quantized layers, it has
     ``quantization`` (see :func:`quantization_of`). ``tensors`` are embeddings, norms, biases and buffers by name, and
-    the weights of base layers that the provider allows. ``tokenizer`` maps file names to contents. ``address`` is that
-    of the executor from which a client has it.
+    the weights of base layers that the provider allows. ``tokenizer`` maps file names to contents.
     """
 
     description: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     tokenizer: Mapping[str, bytes]
-    address: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -48,9 +48,8 @@ def backward(keys: Sequence[Key]) -> list[Key]:
 
 def _walk(keys: Sequence[Key], rows: int, kind: Kind, thinking: Thinking, last: Container[Key] = ()) -> SimulatedClient:
     """Yield the actions of a walk: the client's own work, and a request, for each key."""
-    seconds = thinking(kind, rows)
     for key in keys:
-        yield Think(seconds)
+        yield Think(thinking(kind, rows))
         yield Ask(key, 1 if key in last else rows, kind)
 
 

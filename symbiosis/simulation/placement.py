@@ -159,7 +159,7 @@ def _part_of(placement: Placement, block: int) -> int:
 
 
 @dataclass(frozen=True)
-class TenantCounts:
+class TenantWork:
     """What tenants do."""
 
     decode: int
@@ -174,7 +174,7 @@ class TenantCounts:
     """Rank of their LoRA on the four attention layers of each block."""
 
 
-def needs(base: SimulatedModel, tenants: TenantCounts, placement: Placement) -> dict[str, list[dict[str, float]]]:
+def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> dict[str, list[dict[str, float]]]:
     """Return what each device of a machine must hold, in bytes by purpose, for each executor's devices and for clients.
 
     Weights and caches follow from the shape. Activations are an estimate: the tensors that a block of a Llama model in

@@ -11,7 +11,7 @@ from symbiosis.core.policy import Policy
 from symbiosis.simulation.clients import Done, finetune, generate
 from symbiosis.simulation.clock import Clock
 from symbiosis.simulation.machines import Fleet, Placement, Site
-from symbiosis.simulation.placement import SimulatedModel, TenantCounts, fits, needs, place
+from symbiosis.simulation.placement import SimulatedModel, TenantWork, fits, needs, place
 from symbiosis.simulation.simulation import Cluster
 
 _PROMPT = 8
@@ -102,7 +102,7 @@ def simulated(
     fleet: Fleet,
     placement: Placement,
     base: SimulatedModel,
-    tenants: TenantCounts,
+    tenants: TenantWork,
     make_policy: Callable[[], Policy],
     progress: Callable[[], None] = lambda: None,
 ) -> Rates:
@@ -142,7 +142,7 @@ def _simulated(
     fleet: Fleet,
     placement: Placement,
     base: SimulatedModel,
-    tenants: TenantCounts,
+    tenants: TenantWork,
     make_policy: Callable[[], Policy],
     progress: Callable[[], None],
 ) -> Rates:
@@ -185,7 +185,7 @@ def _simulated(
 def plan(
     fleet: Fleet,
     base: SimulatedModel,
-    tenants: TenantCounts,
+    tenants: TenantWork,
     make_policy: Callable[[], Policy],
     clients: str | None = None,
     progress: Callable[[str], None] = lambda text: None,

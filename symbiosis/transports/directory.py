@@ -131,7 +131,7 @@ class DirectoryChannel:
         if len({channel.device for channel in channels}) > 1:
             raise RefusedError(f"these executors take tensors on {' and '.join(str(each.device) for each in channels)}")
         self.layers: Sequence[LayerSpec] = layers_of(description)
-        self.share = common_share(share.address, description, share.tensors, share.tokenizer)
+        self.share = common_share(description, share.tensors, share.tokenizer)
         places = {spec.name: (channel, spec.layer) for channel in channels for spec in channel.layers}
         self._places = [places[spec.name] for spec in self.layers]
         self._channels = tuple(channels)

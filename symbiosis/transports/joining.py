@@ -62,7 +62,7 @@ def joining(address: str, hello: Hello, again: bool, progress: Progress | None =
         WireError: a message is malformed, or is not the one that is due.
     """
     content, descriptors = _due(Type.WELCOME, (yield [wire.pack_hello(hello)]), address)
-    welcome = Welcome(content, address)
+    welcome = Welcome(content)
     if hello.name is None:
         status, _ = _due(Type.STATUS, (yield [wire.pack(Type.STATUS)]), address)
         return Joined(welcome, look=welcome.look(status))

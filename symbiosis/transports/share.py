@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import shutil
 import sys
@@ -152,16 +153,22 @@ def tensors_in(descriptor: int) -> dict[str, torch.Tensor]:
         raise WireError(f"the executor's share cannot be read: {error}") from error
 
 
-_shares: weakref.WeakValueDictionary[tuple[str, str], Share] = weakref.WeakValueDictionary()
-"""The shares that clients of this process use, by address and fingerprint, so that they have their tensors in common.
-Another provider of the same model may state another name and tokenizer, and its tensors are not trusted."""
+_shares: weakref.WeakValueDictionary[tuple[str, str, bytes], Share] = weakref.WeakValueDictionary()
+"""The shares that clients of this process use, by :func:`_key`, so that they have their tensors in common."""
+
+
+def _key(description: Mapping[str, Any], tokenizer: Mapping[str, bytes]) -> tuple[str, str, bytes]:
+    """Return the model's fingerprint, its name, and a hash of its tokenizer, which the fingerprint does not cover."""
+    files = hashlib.blake2b(digest_size=16)
+    for name in sorted(tokenizer):
+        files.update(len(tokenizer[name]).to_bytes(8) + name.encode() + b"\0" + tokenizer[name])
+    return str(description["fingerprint"]), str(description.get("name")), files.digest()
 
 
 class Welcome:
-    """Checks the content of a WELCOME from an address."""
+    """Checks the content of a WELCOME."""
 
-    def __init__(self, content: Any, address: str) -> None:
-        self._address = address
+    def __init__(self, content: Any) -> None:
         if not isinstance(content, list) or len(content) != 1 or not isinstance(content[0], dict):
             raise WireError("the executor sent a malformed WELCOME")
         self.content: dict[str, Any] = content[0]
@@ -205,21 +212,21 @@ class Welcome:
 
     def known(self) -> Share | None:
         """Return the share, if a client of this process uses it already."""
-        return _shares.get((self._address, self.fingerprint))
+        return _shares.get(_key(self.description, self.tokenizer))
 
     def share(self, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> Share:
         """Return the share, the same object for all clients of this process. ``tensors`` is called if it is new."""
-        return self.known() or common_share(self._address, self.description, tensors(), self.tokenizer)
+        return self.known() or common_share(self.description, tensors(), self.tokenizer)
 
 
 def common_share(
-    address: str, description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer: Mapping[str, bytes]
+    description: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer: Mapping[str, bytes]
 ) -> Share:
-    """Return the share of this description from an address, the same object for all clients of this process."""
-    key = address, str(description["fingerprint"])
+    """Return the share of this description and tokenizer, the same object for all clients of this process."""
+    key = _key(description, tokenizer)
     share = _shares.get(key)
     if share is None:
-        share = _shares[key] = Share(description, tensors, tokenizer, address)
+        share = _shares[key] = Share(description, tensors, tokenizer)
     return share
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from symbiosis.bench.placed import Measurement, WorkCosts
+from symbiosis.bench.placed import Spent, WorkCosts
 from symbiosis.bench.recorder import Curve
 from symbiosis.core.requests import Key, Pass
 from tests.helpers import command
@@ -18,8 +18,8 @@ KEY = Key((0,), Pass.FORWARD)
 def test_costs_add_up_to_the_processor_times() -> None:
     """Ten requests alone, and forty of four tenants in batches of four, where each batch takes 1.5 times as long."""
     curve = Curve([(1, 1.0), (4, 2.0)])
-    alone = Measurement(30.0, [(KEY, 1, 1.0)] * 10, 10, batches_s=20.0, executor_s=25.0, tenants_s=10.0)
-    together = Measurement(60.0, [(KEY, 4, 9.0)] * 10, 40, batches_s=60.0, executor_s=71.0, tenants_s=80.0)
+    alone = Spent(30.0, [(KEY, 1, 1.0)] * 10, 10, batches_s=20.0, executor_s=25.0, tenants_s=10.0)
+    together = Spent(60.0, [(KEY, 4, 9.0)] * 10, 40, batches_s=60.0, executor_s=71.0, tenants_s=80.0)
     costs = WorkCosts.of(alone, together, {KEY: curve})
     assert (costs.threads, costs.slower, costs.tenant_s) == pytest.approx((2.0, 1.5, 2.0))
     assert costs.request_s == pytest.approx(0.2)  # 11 s = 10 batches of 0.3 s, and 40 requests
@@ -29,7 +29,7 @@ def test_costs_add_up_to_the_processor_times() -> None:
 
 def test_costs_of_one_tenant() -> None:
     """Batches of one request do not tell what of the executor's work is for the batch."""
-    alone = Measurement(30.0, [(KEY, 1, 1.0)] * 10, 10, batches_s=10.0, executor_s=15.0, tenants_s=20.0)
+    alone = Spent(30.0, [(KEY, 1, 1.0)] * 10, 10, batches_s=10.0, executor_s=15.0, tenants_s=20.0)
     costs = WorkCosts.of(alone, alone, {KEY: Curve([(1, 1.0)])})
     assert costs == WorkCosts(2.0, 0.25, 0.25, 0.0, 1.0, 1.0)
 

@@ -21,7 +21,7 @@ from symbiosis.simulation.costs import GPUS, MODELS, LlamaShape, shape_of
 from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.machines import Placement, Site, read_fleet, read_placement
 from symbiosis.simulation.outcome import SLO
-from symbiosis.simulation.placement import SimulatedModel, TenantCounts, fits, needs, place
+from symbiosis.simulation.placement import SimulatedModel, TenantWork, fits, needs, place
 from symbiosis.simulation.plan import candidates, plan, simulated, traffic
 from symbiosis.simulation.replay import ReplayedLoad, replay
 from symbiosis.simulation.simulation import Cluster, Hop, Route
@@ -173,7 +173,7 @@ def test_placements_serve_all(policy: type[Policy]) -> None:
 
 def test_what_devices_hold() -> None:
     """Parts, shards and replicas hold what the model and its tenants have, once each."""
-    base, tenants = SimulatedModel.of(SMALL), TenantCounts(6, 2, 100, 32, 8)
+    base, tenants = SimulatedModel.of(SMALL), TenantWork(6, 2, 100, 32, 8)
     fleet = read_fleet({"machines": {"a": {"gpu": "a100", "devices": 2, "count": 2}}, "links": [{"gbit_per_s": 1}]})
     all_weights = 2 * base.weights(range(len(base.sizes)))
     lora = 8 * 4 * (64 + 64 + 64 + 32 + 64 + 32 + 64 + 64)
@@ -194,7 +194,7 @@ def test_what_devices_hold() -> None:
 def test_what_does_not_fit() -> None:
     base = SimulatedModel.of(MODELS["qwen2.5-32b"])
     fleet = read_fleet({"machines": {"a": {"gb_per_s": 2000, "tflops": 300, "memory_gib": 40, "devices": 2}}})
-    found = plan(fleet, base, TenantCounts(4, 0, 100, 32, 8), Opportunistic)
+    found = plan(fleet, base, TenantWork(4, 0, 100, 32, 8), Opportunistic)
     assert {each.placement.text() for each in found if each.problem is None} == {"2 parts", "2 shards"}
     assert found[-1].problem is not None
     assert "a device of a needs" in found[-1].problem
@@ -214,7 +214,7 @@ def test_a_slower_link_makes_slower_tokens() -> None:
     base, rates = SimulatedModel.of(SMALL), []
     for latency in (10, 1000):
         fleet = read_fleet({**PARTS, "links": [{"gbit_per_s": 80, "latency_us": latency}]})
-        found = simulated(fleet, read_placement(PARTS, fleet, 4), base, TenantCounts(2, 1, 10, 32, 8), Opportunistic)
+        found = simulated(fleet, read_placement(PARTS, fleet, 4), base, TenantWork(2, 1, 10, 32, 8), Opportunistic)
         rates.append(found)
     # a token of the second half has four calls for each of two blocks and one for the head, there and back
     assert rates[1].token_ms - rates[0].token_ms == pytest.approx(9 * 2 * 0.99, rel=0.2)
@@ -228,11 +228,11 @@ def test_many_executors() -> None:
         fleet,
         Placement([[Site(name, range(4)) for name in fleet.machines]]),
         base,
-        TenantCounts(2000, 0, 10, 32, 8),
+        TenantWork(2000, 0, 10, 32, 8),
         NoLockstep,
     )
     one = simulated(
-        read_fleet(ONE_GPU), Placement([[Site("a", range(4))]]), base, TenantCounts(31, 0, 10, 32, 8), NoLockstep
+        read_fleet(ONE_GPU), Placement([[Site("a", range(4))]]), base, TenantWork(31, 0, 10, 32, 8), NoLockstep
     )
     assert found.decode_per_s == pytest.approx(64 * one.decode_per_s, rel=0.1)
 

@@ -70,7 +70,10 @@ def test_chaos(tmp_path: Path) -> None:
     folder.mkdir()
     shm, tcp = f"shm://{folder}/s.sock", f"tcp://127.0.0.1:{free_port()}"
     rng = random.Random(0)
-    with Service(checkpoint, shm, "--listen", tcp, log=tmp_path / "service.log") as service, ExitStack() as stack:
+    with (
+        Service(checkpoint, shm, "--listen", tcp, log=tmp_path / "service.log", fresh=True) as service,
+        ExitStack() as stack,
+    ):
         tenants = [
             Tenant((shm, tcp)[index % 2 if index < 4 else index // 2 % 2], kind, checkpoint, tmp_path)
             for index, kind in enumerate(KINDS)

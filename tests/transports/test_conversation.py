@@ -49,7 +49,7 @@ PLENTY = 1 << 40
 
 def welcome(limits: Limits = LIMITS, **share: Any) -> Welcome:
     description = {"fingerprint": "model", "weights": "w", "layers": LAYERS, **share}
-    return Welcome([{"share": description, "tokenizer": {}, "limits": asdict(limits), "instance": "i"}], "shm:///x")
+    return Welcome([{"share": description, "tokenizer": {}, "limits": asdict(limits), "instance": "i"}])
 
 
 def conversation(retry_s: float = 60.0, limits: Limits = LIMITS) -> Conversation:

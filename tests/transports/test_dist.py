@@ -402,7 +402,7 @@ def test_an_executor_survives_values_that_gloo_does_not_write(tmp_path: Path) ->
     checkpoint = save_model(tmp_path / "model")
     port, shm = free_port(), f"shm://{tmp_path}/s.sock"
     options = ("--listen", f"dist://127.0.0.1:{port}", "--insecure")
-    with Service(checkpoint, shm, *options, log=tmp_path / "service.log") as service:
+    with Service(checkpoint, shm, *options, log=tmp_path / "service.log", fresh=True) as service:
         for key, value in NOT_OF_GLOO.values():
             with raw(f"tcp://127.0.0.1:{port}") as mallory:
                 mallory.send(hello("mallory"))
