@@ -84,6 +84,20 @@ async def test_a_client_goes_on_at_another_replica(method: str, tmp_path: Path) 
         assert other.statistics().requests
 
 
+async def test_clients_that_have_joined_at_different_replicas_decode_jointly(tmp_path: Path) -> None:
+    """Their shares of the model are one."""
+    async with two(tmp_path) as (one, other, addresses), symbiosis.connect(addresses) as base:
+        async with base.client(lora(), name="alice", seed=0) as alice:
+            await alice.forward(input_ids=IDS)
+            assert one.statistics().requests
+            await one.close()
+            async with base.client(lora(), name="bob", seed=1) as bob:
+                options: Any = {"input_ids": IDS[:1], "max_new_tokens": 60, "min_new_tokens": 60, "do_sample": False}
+                await asyncio.gather(alice.generate(**options), bob.generate(**options))
+        assert other.statistics().requests
+        assert all(base.walks()[name]["joint"] > 12 for name in ("alice", "bob")), base.walks()
+
+
 def test_a_replica_that_is_killed_within_a_step_costs_nothing(services: tuple[Service, Service, str]) -> None:
     """Losses are equal to the last bit, and the client does not wait for the replica that was killed."""
     one, other, addresses = services
