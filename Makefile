@@ -12,11 +12,11 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo test site thorough check bench compat ecosystem clean
 .DEFAULT_GOAL := test
 
-# torch first and alone: with it installed, nothing else asks for another build of it. Python compiles what it imports.
+# torch first and alone: with it installed, nothing else asks for another build of it.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
 demo: $(STAMP)
@@ -49,8 +49,8 @@ compat: $(STAMP)
 
 $(ECOSYSTEM)/.installed: pyproject.toml constraints.txt tests/ecosystem/requirements.txt
 	$(PYTHON) -m venv $(ECOSYSTEM)
-	$(ECOSYSTEM)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
-	$(ECOSYSTEM)/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[testing]" \
+	$(ECOSYSTEM)/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(ECOSYSTEM)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[testing]" \
 		--requirement tests/ecosystem/requirements.txt
 	@touch $@
 
