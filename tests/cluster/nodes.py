@@ -99,11 +99,12 @@ def started(monkeypatch: pytest.MonkeyPatch, host: str | None = None) -> Iterato
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     monkeypatch.setenv("RAY_TMPDIR", folder)
     (Path(folder) / "ray").mkdir()
+    before = psutil.Process().children(recursive=True)
     nodes = Nodes(folder, host)
     try:
         yield nodes
     finally:
-        left = psutil.Process().children(recursive=True)
+        left = [process for process in psutil.Process().children(recursive=True) if process not in before]
         nodes.close()
         _, left = psutil.wait_procs(left, timeout=20)
         for process in left:

@@ -145,7 +145,7 @@ def test_a_job_resumes_at_another_node(nodes: Nodes, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", num_hidden_layers=2)
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": "the cat", "completion": f"sat on {word}"}) + "\n" for word in WORDS))
-    with Service(model, f"tcp://127.0.0.1:{free_port()}") as service:
+    with Service(model, f"tcp://127.0.0.1:{free_port()}", fresh=True) as service:
         run = ["finetune", service.address, "--data", str(data), "--every", "5", "--steps", "120", "--output"]
         nodes.symbiosis(*run, str(tmp_path / "expected"))
         job = subprocess.Popen(
