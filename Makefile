@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 STAMP := $(VENV)/.installed
 ECOSYSTEM := .venv-ecosystem
 # A notice of mkdocs-material about versions to come.
@@ -13,13 +14,17 @@ export TOKENIZERS_PARALLELISM ?= false
 .DEFAULT_GOAL := test
 
 # torch first and alone: with it installed, nothing else asks for another build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(STAMP): $(RUNTIME)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	@touch $@
 
-demo: $(STAMP)
+demo: $(RUNTIME)
 	$(BIN)/symbiosis demo
 
 test: $(STAMP)

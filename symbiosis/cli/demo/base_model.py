@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 0,
 }
 STEPS, BATCH, LENGTH = 160, 12, 96
-LIMIT_S = 90.0
+LIMIT_S = 75.0
 """Seconds after which training ends early."""
 
 
