@@ -17,7 +17,7 @@ export TOKENIZERS_PARALLELISM ?= false
 $(RUNTIME): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[trainer]"
 	@touch $@
 
 $(STAMP): $(RUNTIME)
