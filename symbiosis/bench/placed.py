@@ -17,7 +17,7 @@ from random import Random
 from typing import NamedTuple
 
 from symbiosis.bench.recorder import Curve, Points
-from symbiosis.bench.service import RECORDED, TenantProcess, served, tenant_processes
+from symbiosis.bench.service import ServingProcess, TenantProcess, tenant_processes
 from symbiosis.bench.settings import Settings
 from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Key
@@ -28,7 +28,7 @@ from symbiosis.simulation.executor import SimulatedExecutor
 from symbiosis.simulation.simulation import Ask, Cluster, Hop, InWalk, Route, SimulatedClient, Think
 
 ROWS = (1, 2, 4)
-"""Numbers of texts that a tenant decodes at once, to measure batches of so many rows."""
+"""Multiples of the rows of a tenant's requests, to measure batches of so many rows."""
 
 
 class Spent(NamedTuple):
@@ -199,52 +199,56 @@ class _Wire(Way):
         self._clock.at(self._clock.now + self._wait_s, handle)
 
 
-async def machine_costs(settings: Settings, transport: str, tenants: int) -> MachineCosts:
-    """Measure the costs on one executor, with one tenant that decodes and trains, and with all tenants at once."""
-    preset = settings.preset
-    points: dict[Key, Points] = {}
-    trained = preset.batch * preset.sequence
-    with served(preset.name, transport, RECORDED + settings.policy, settings.base_layers) as executor:
+class CostMeter:
+    """Measures costs on an executor that records its batches.
 
-        async def spend(processes: Sequence[TenantProcess], work: str) -> Spent:
-            executor.notes()
-            began = time.perf_counter()
-            jobs = [
-                each.train(steps=preset.train_steps) if work == "train" else each.steps(preset.decode_steps)
-                for each in processes
-            ]
-            spent = sum(await asyncio.gather(*jobs))
-            seconds = time.perf_counter() - began
-            notes = executor.notes()
-            if len(processes) == 1:
-                for key, rows, taken in notes.batches:
-                    points.setdefault(key, []).append((rows, taken))
-            return Spent(seconds, notes.batches, notes.requests, notes.batches_s, notes.processor_s, spent)
+    Args:
+        settings: the model, and the work to measure on it.
+        executor: has a policy ``recorded:NAME``.
+    """
 
-        async def measure(count: int, work: str, *, rows: int = 1, length: int | None = None) -> Spent:
-            size = rows if work == "decode" else length or trained
-            settings.progress(f"measuring costs: {count} of {tenants} tenants {work}, {size} rows each")
-            async with tenant_processes(preset.name, [[executor.address]] * count, length, rows) as processes:
-                await spend(processes, work)
-                return _median([await spend(processes, work) for _ in range(3)])
+    def __init__(self, settings: Settings, executor: ServingProcess) -> None:
+        self._settings, self._executor = settings, executor
+        self._points: dict[Key, Points] = {}
 
-        decode = await measure(1, "decode")
-        for rows in ROWS[1:]:
-            await measure(1, "decode", rows=rows)
-        walk = executor.notes().walk
-        for times in (2, 4):
-            await measure(1, "train", length=times * trained)
-        train = await measure(1, "train")
-        decodes, trains = await measure(tenants, "decode"), await measure(tenants, "train")
-        back = executor.notes().back
-    names = sum(len(key.layers) for key in walk)
-    each = (names - 1) // preset.layers
-    blocks = [min(layer // each, preset.layers - 1) for layer in range(names)]
-    curves = {key: Curve(found) for key, found in points.items()}
-    return MachineCosts(
-        walk, back, curves, WorkCosts.of(decode, decodes, curves), WorkCosts.of(train, trains, curves), blocks
-    )
+    async def measure_batches(self) -> None:
+        """Measure batches by their rows, with one tenant at a time."""
+        preset = self._settings.preset
+        for times in ROWS:
+            self._settings.progress(f"measuring batches of {times} times the rows")
+            longer = None if times == 1 else times * preset.batch * preset.sequence
+            for work, rows, length in (("decode", times, None), ("train", 1, longer)):
+                async with tenant_processes(preset.name, [[self._executor.address]], length, rows) as tenants:
+                    for turn in range(4):
+                        spent = await self._spend(tenants, work, 0)
+                        if turn:  # the first one is slower
+                            for key, found, seconds in spent.batches:
+                                self._points.setdefault(key, []).append((found, seconds))
 
+    async def measure(self, tenants: Sequence[TenantProcess], number: int) -> MachineCosts:
+        """Measure the work of one tenant and of all of them. ``number`` is the executor's place in their addresses."""
+        preset = self._settings.preset
+        curves = {key: Curve(found) for key, found in self._points.items()}
+        costs = {}
+        for work in ("decode", "train"):
+            await asyncio.gather(*(tenant.prefill(number) for tenant in tenants))
+            alone = await self._spend(tenants[:1], work, number)
+            costs[work] = WorkCosts.of(alone, await self._spend(tenants, work, number), curves)
+        notes = self._executor.notes()
+        names = sum(len(key.layers) for key in notes.walk)
+        each = (names - 1) // preset.layers
+        blocks = [min(layer // each, preset.layers - 1) for layer in range(names)]
+        return MachineCosts(notes.walk, notes.back, curves, costs["decode"], costs["train"], blocks)
 
-def _median(found: Sequence[Spent]) -> Spent:
-    return sorted(found, key=lambda run: run.seconds)[len(found) // 2]
+    async def _spend(self, tenants: Sequence[TenantProcess], work: str, number: int) -> Spent:
+        preset = self._settings.preset
+        self._executor.notes()
+        began = time.perf_counter()
+        jobs = [
+            each.train(number, preset.train_steps) if work == "train" else each.steps(preset.decode_steps, number)
+            for each in tenants
+        ]
+        spent = sum(await asyncio.gather(*jobs))
+        seconds = time.perf_counter() - began
+        notes = self._executor.notes()
+        return Spent(seconds, notes.batches, notes.requests, notes.batches_s, notes.processor_s, spent)

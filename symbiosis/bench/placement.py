@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from symbiosis.bench.placed import machine_costs
+from symbiosis.bench.placed import CostMeter, MachineCosts
 from symbiosis.bench.report import Report, ratio
-from symbiosis.bench.service import ServingProcess, TenantProcess, served, tenant_processes
+from symbiosis.bench.service import RECORDED, ServingProcess, TenantProcess, served, tenant_processes
 from symbiosis.bench.settings import Settings
 
 MiB = 1 << 20
+COSTS = "costs"
 ONE = "one executor"
 PARTS = "a half of the layers on each of 2"
 APART = "2 replicas, half of the tenants on each"
@@ -76,21 +77,23 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         tenants: number of tenants.
     """
     preset = settings.preset
-    costs = await machine_costs(settings, transport, tenants)
     report = Report("placement", preset.name, {}, transport=transport)
     half = preset.layers // 2
     whole, halves = range(preset.layers), (range(half), range(half, preset.layers))
     async with AsyncExitStack() as stack:
 
-        def started(layers: str = "", shards: int = 1) -> ServingProcess:
+        def started(layers: str = "", shards: int = 1, policy: str = settings.policy) -> ServingProcess:
             settings.progress("starting executors and tenants")
-            options = preset.name, transport, settings.policy, settings.base_layers
+            options = preset.name, transport, policy, settings.base_layers
             return stack.enter_context(served(*options, layers=layers, shards=shards))
 
+        recorded = started(policy=RECORDED + settings.policy)
+        meter = CostMeter(settings, recorded)
+        await meter.measure_batches()
         one, other = started(), started()
         parts = [started(f"0-{half - 1}"), started(f"{half}-{preset.layers - 1},lm_head")]
         executors = {ONE: [one], PARTS: parts, "2 replicas": [one, other], APART: [one, other]}
-        executors["2 shards"] = [started(shards=2)]
+        executors |= {"2 shards": [started(shards=2)], COSTS: [recorded]}
         lists = [
             [",".join(each.address for each in _order(name, found, tenant)) for name, found in executors.items()]
             for tenant in range(tenants)
@@ -99,25 +102,27 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         placements = {
             name: MeasuredPlacement(found, processes, number) for number, (name, found) in enumerate(executors.items())
         }
-        jobs = {name: partial(each.measure, settings) for name, each in placements.items()}
+        costs = placements.pop(COSTS)
+        jobs: dict[str, Callable[[], Awaitable[Any]]] = {COSTS: partial(meter.measure, processes, costs.number)}
+        jobs |= {name: partial(each.measure, settings) for name, each in placements.items()}
         results = await settings.interleaved(f"{tenants} tenants", jobs)
-        predicted = {
-            ONE: costs.predicted(settings, [whole], [[0]] * tenants),
-            PARTS: costs.predicted(settings, halves, [[0, 1]] * tenants),
-            APART: costs.predicted(settings, [whole, whole], [[number % 2] for number in range(tenants)]),
+        measured: list[MachineCosts] = results.pop(COSTS)
+        layouts: dict[str, tuple[Sequence[range], Sequence[Sequence[int]]]] = {
+            ONE: ([whole], [[0]] * tenants),
+            PARTS: (halves, [[0, 1]] * tenants),
+            APART: ([whole, whole], [[number % 2] for number in range(tenants)]),
         }
+        predicted = {name: [each.predicted(settings, *layout) for each in measured] for name, layout in layouts.items()}
         _fill(report, settings, placements, results, predicted)
     report.notes.append(
         "Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows costs "
-        "that were measured before on one executor, with one tenant and with all of them; it covers neither shards nor "
-        "tenants that choose a replica by load. Placements that use the same executor take turns on it, so "
-        "its memory includes connections of all of them. "
-        f"{tenants} tenants, each a process with its own LoRA (r8, qkvo), "
-        f"decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "
+        "that were measured in the same round on one more executor, with one tenant and with all of them; it covers "
+        "neither shards nor tenants that choose a replica by load. Placements that use the same executor take turns on "
+        f"it, so its memory includes connections of all of them. {tenants} tenants, each a process with its own LoRA "
+        f"(r8, qkvo), decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "
         f"{preset.batch} × {preset.sequence}, {preset.train_steps} steps; medians of {settings.rounds} rounds; policy "
-        f"{settings.policy}, base "
-        f"layers {settings.base_layers!r}, {transport}://, all processes on this machine. Bytes are those of the "
-        "loopback interface, in both directions. A process without a model takes some 350 MiB."
+        f"{settings.policy}, base layers {settings.base_layers!r}, {transport}://, all processes on this machine. "
+        "Bytes are those of the loopback interface, in both directions. A process without a model takes some 350 MiB."
     )
     return report
 
@@ -127,7 +132,7 @@ def _fill(
     settings: Settings,
     placements: Mapping[str, MeasuredPlacement],
     results: Mapping[str, Sequence[Figures]],
-    predicted: Mapping[str, tuple[float, float]],
+    predicted: Mapping[str, Sequence[tuple[float, float]]],
 ) -> None:
     """Add a row for each placement, its speeds over one executor, and the simulated speeds over the measured ones."""
     preset, tenants = settings.preset, len(placements[ONE].tenants)
@@ -140,7 +145,7 @@ def _fill(
             "decoded tok/s": tokens / median(seconds),
             "ms a token and tenant": 1e3 * median(seconds) / preset.decode_steps,
             "trained tok/s": trained / median(steps),
-            **_simulated(predicted.get(name), tokens, trained),
+            **_simulated(predicted.get(name, ()), tokens, trained),
             "MiB of each executor": placements[name].memory(),
         }
         if report.transport == "tcp":
@@ -151,13 +156,17 @@ def _fill(
             if name != ONE:
                 report.headline[f"{figure}: {name}"] = speedup
             if name in predicted:
-                simulated[f"{figure}, simulated / measured: {name}"] = median(measured) / predicted[name][number]
+                expected = [each[number] for each in predicted[name]]
+                simulated[f"{figure}, simulated / measured: {name}"] = ratio(measured, expected)
     report.headline |= simulated
 
 
-def _simulated(seconds: tuple[float, float] | None, tokens: int, trained: int) -> dict[str, Any]:
-    decode, train = ("", "") if seconds is None else (tokens / seconds[0], trained / seconds[1])
-    return {"simulated decoded tok/s": decode, "simulated trained tok/s": train}
+def _simulated(seconds: Sequence[tuple[float, float]], tokens: int, trained: int) -> dict[str, Any]:
+    decode, train = (median(found) for found in zip(*seconds, strict=True)) if seconds else (0.0, 0.0)
+    return {
+        "simulated decoded tok/s": tokens / decode if decode else "",
+        "simulated trained tok/s": trained / train if train else "",
+    }
 
 
 def _order(name: str, executors: Sequence[ServingProcess], tenant: int) -> Sequence[ServingProcess]:
