@@ -48,7 +48,7 @@ JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the 
 DeviceOption = Annotated[str, typer.Option(help="Device of base model and clients, such as cpu or cuda.")]
 PolicyOption = Annotated[str, typer.Option(help="Batching policy, with options: opportunistic:wait_ms=20.")]
 MaybePolicyOption = Annotated[
-    str, typer.Option(help="Policy in place of co-serving with the SLO that was measured first.")
+    str, typer.Option(help="Policy to measure; by default co-serving, with the SLO that is measured first.")
 ]
 LayersOption = Annotated[
     str,

@@ -1,4 +1,4 @@
-"""``symbiosis plan``: what of a model fits on which machines, and which placement is the fastest by simulation."""
+"""``symbiosis plan``: which placements of a model fit on machines, and which is the fastest in simulation."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def audit(
         typer.Option("--into", help="Also write the tables into this Markdown file, between its two marks."),
     ] = None,
 ) -> None:
-    """Play the provider: record a tenant's requests under each privacy scheme, attack them, and show the finds.
+    """Play the provider: record a tenant's requests under each privacy scheme, and show which attacks on them succeed.
 
     The tenant has a small random model and a LoRA on up_proj, in this process. For each attack that did better than on
     random traffic, the tables show the cosine with the truth and the recovered fraction.

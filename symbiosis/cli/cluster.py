@@ -61,7 +61,7 @@ def up(
 ) -> None:
     """Start the executors that a file describes, and print the address of each model for tenants.
 
-    If one of them cannot serve, none is left. Ctrl-C before they serve ends them.
+    If one executor cannot serve, the command ends all of them. So does Ctrl-C before they serve.
 
     Example: symbiosis cluster up cluster.toml
     """
@@ -105,7 +105,7 @@ def scale(
     ray: RayOption = "auto",
     within: WithinOption = 600.0,
 ) -> None:
-    """Start or end executors of a model. Tenants of those that end go on at others.
+    """Start or end executors of a model. Tenants of executors that end move to the others.
 
     Example: symbiosis cluster scale llama 3
     """

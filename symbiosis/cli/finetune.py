@@ -83,7 +83,7 @@ def finetune(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.", rich_help_panel=_TRAINING)] = 4,
     accumulate: Annotated[
-        int, typer.Option(min=1, help="Batches whose gradients are added for a step.", rich_help_panel=_TRAINING)
+        int, typer.Option(min=1, help="Batches whose gradients one optimizer step uses.", rich_help_panel=_TRAINING)
     ] = 1,
     sequence: Annotated[
         int, typer.Option(min=8, help="Largest number of tokens in a sequence.", rich_help_panel=_TRAINING)

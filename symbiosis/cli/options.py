@@ -11,7 +11,7 @@ AddressArgument = Annotated[
     str,
     typer.Argument(
         help="The executor's address: shm:///run/symbiosis.sock, tcp://host:7000… Several addresses of one model, "
-        "separated by commas, are replicas: when one is lost, another one goes on.",
+        "separated by commas, are replicas of it, or serve parts of it.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""How many tokens a model can have in a sequence, where it has a table with a row for each position."""
+"""The longest sequence of a model that has a table of positions."""
 
 from __future__ import annotations
 

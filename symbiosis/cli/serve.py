@@ -67,8 +67,8 @@ def serve(
     limit: Annotated[
         list[str] | None,
         typer.Option(
-            help="Limit of one client over shm://, tcp:// and dist://, as name=number; repeat for several: "
-            "calls, rows, arena_bytes, clients. docs/providers.md explains them.",
+            help="Limit of one client (calls, rows, arena_bytes) or of one tenant (clients), as name=number; repeat "
+            "for several. docs/providers.md explains them.",
             show_default=False,
         ),
     ] = None,
@@ -85,7 +85,7 @@ def serve(
     ] = 8192,
     max_bytes: Annotated[
         int,
-        typer.Option(min=LEAST_BYTES, help="Memory in bytes that all clients together may take beside the weights."),
+        typer.Option(min=LEAST_BYTES, help="Bytes that all tenants in other processes may take beside the weights."),
     ] = 8 << 30,
     packed: Annotated[
         bool,
@@ -287,7 +287,7 @@ def status(
     insecure: InsecureOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the state as JSON.")] = False,
 ) -> None:
-    """Show what an executor, or each of several, is and does. Exit status 1 if one of them does not answer."""
+    """Show the model, the policy and the counts of one or several executors. Exit status 1 if one does not answer."""
     shown = make_transport(address, **options_of(key=key, insecure=insecure)).look(address).status
     if json:
         typer.echo(json_module.dumps(shown, default=repr))

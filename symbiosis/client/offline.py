@@ -1,4 +1,4 @@
-"""No questions to a hub while a client builds what an executor has described."""
+"""Block requests to a hub while a client builds the model that an executor describes."""
 
 from __future__ import annotations
 

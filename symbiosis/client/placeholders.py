@@ -211,7 +211,8 @@ def _multiplied(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 
 def _times(part: Any, matrix: Any) -> torch.Tensor | None:
-    """Return part [o, i] · matrix [i, i], or None if the matrix is not square: only its use tells whether W is read."""
+    """Return part [o, i] · matrix [i, i]. Return None if the matrix is not square; a later function then decides
+    whether W is read."""
     if isinstance(matrix, _StandsForWeight) or not _is_hole(part) or part.requires_grad:
         return None
     if part.ndim != 2 or matrix.shape != (part.shape[1], part.shape[1]) or part.dtype is not matrix.dtype:

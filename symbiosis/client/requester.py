@@ -118,7 +118,7 @@ class Requester:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Answer the requests of this thread with zeros meanwhile."""
+        """Answer requests of this thread with zeros inside the ``with`` block."""
         before, self.here.rehearsing = self.here.rehearsing, True
         try:
             yield
@@ -128,7 +128,7 @@ class Requester:
 
     @contextlib.contextmanager
     def in_training_step(self) -> Iterator[None]:
-        """Count forward passes without gradients as parts of a training step meanwhile."""
+        """Count forward passes without gradients as parts of a training step inside the ``with`` block."""
         self.finetuning = True
         try:
             yield

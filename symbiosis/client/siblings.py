@@ -89,7 +89,7 @@ class _Fetched:
         self.pass_ = pass_
         self.results = results
         self.misses = misses
-        """Requests in a row, before this one, of which a result was not collected."""
+        """Number of consecutive requests before this one of which a result was not collected."""
 
 
 class SiblingState:

@@ -35,7 +35,7 @@ from symbiosis.errors import PlaceholderError, PrivacyError, RequestError
 
 
 class VirtLayer(nn.Module):
-    """The behaviour that all VirtLayers have in common. ``spec`` is the layer's row in the layer table."""
+    """The behaviour that all VirtLayers have in common. ``spec`` is the layer's entry in the layer table."""
 
     spec: LayerSpec
     siblings: Siblings | None

@@ -15,8 +15,8 @@ UNKNOWN_BYTES = 128 << 10
 CONNECTION_BYTES = 1 << 20
 """Bytes that a connection counts for from then on, whatever it carries."""
 COVERED_BYTES = 1 << 19
-"""The part of these bytes that is for tensors: a connection that holds no more counts for no more. The other part is
-for buffers, keys of TLS, short messages and cached views."""
+"""The part of these bytes that covers tensors: only tensors beyond it count in addition. The other part covers
+buffers, keys of TLS, short messages and cached views."""
 LARGEST_PART = 8
 """Divisor of the total that gives the largest call with its results. Such a call counts twice, so an owner finds room
 for it if a half of the total is free."""
@@ -26,9 +26,9 @@ class Budget:
     """Counts the bytes that connections hold.
 
     An owner may take bytes if it then holds no more than was free before (dynamic thresholds, Choudhury and Hahne
-    1998). Of n greedy owners that take small steps in turn, each gets a part of 1/(n+1), and as much stays free. Of
-    owners that come one after another, each leaves the next one about half of what it found, until :meth:`rivals` says
-    which of them have to go.
+    1998). Of n greedy owners that take small steps in turn, each gets a part of 1/(n+1), and as much stays free. Owners
+    that come one after another each leave the next one about half of what they found, until :meth:`rivals` chooses
+    connections to end.
 
     Args:
         total: bytes that may be held.
@@ -43,8 +43,8 @@ class Budget:
         self.held = 0
         self._by: Counter[str] = Counter()
         self._waiting: dict[Account, tuple[int, int, Callable[[], object]]] = {}
-        """Accounts that wait for so many bytes, and for so many of them to keep, in the order in which they began to;
-        and what to call then."""
+        """For each waiting account, the oldest first: the bytes that it needs, how many of them it keeps between calls,
+        and what to call when it has them."""
         self._accounts: dict[Account, None] = {}
         """Connections whose owner is known, in the order in which they came."""
         self._turns = 0
@@ -93,7 +93,7 @@ class Budget:
         """Return the connections that have to end so that an owner finds room for ``size`` more bytes. Return none if
         those that are ending already give back enough, or if all that may be chosen are too few.
 
-        A connection of another owner may be chosen if it has held nothing more since that turn and carries no call.
+        A connection of another owner may be chosen if it has taken no bytes since turn ``since`` and carries no call.
         Such connections come first, because they lose only what they keep between calls. Another one may be chosen if
         its owner holds more than ``owner`` would hold; the owner that holds most comes first ("longest queue drop").
         With n owners, at least one other owner holds more if ``owner`` would hold less than 1/(n+2) of the total.
@@ -172,8 +172,8 @@ class Account:
         return bool(self._itself)
 
     def admit(self, owner: str) -> bool:
-        """Count the connection for its owner from now on, if there is room. Return whether there was. If not, so many
-        connections of owners that hold more are cut that the next one finds room."""
+        """Count the connection for its owner from now on, if there is room. Return whether there was. If not, end
+        connections of owners that hold more, so that the next attempt finds room."""
         if not self._budget.take(owner, CONNECTION_BYTES):
             self._cut_rivals(owner, CONNECTION_BYTES, 0)
             return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from symbiosis.core.terms import Terms
 
 STOPPED_S = 1.0
-"""Seconds without a request after which a thinking client is taken to have stopped, in a debugger say."""
+"""Seconds without a request after which a client no longer counts as thinking, for example in a debugger."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,8 @@ class ClientState:
     passed: int = 0
     """Number of batches that passed over requests of its present walk."""
     held: float = 0.0
-    """Seconds of this walk's delay by waits without a limit since then."""
+    """Seconds by which waits without a limit have delayed this walk since a batch first passed over one of its
+    requests."""
 
 
 class Clients:

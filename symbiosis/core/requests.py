@@ -63,7 +63,7 @@ class Key(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """One row of the layer table: all that a client knows of a base layer."""
+    """One entry of the layer table: all that a client knows of a base layer."""
 
     layer: int
     """Index into the layer table."""

@@ -14,11 +14,11 @@ A :class:`~symbiosis.core.policy.Policy` only chooses. The scheduler checks each
 A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` in
 :attr:`Scheduler.policy_errors`. The oldest request is then served instead, so a faulty policy costs speed, not answers.
 
-Three decisions are not the policy's. A request that finds the executor idle runs at once, if no other client is
+The scheduler makes four decisions itself. A request that finds the executor idle runs at once, if no other client is
 thinking and the policy allows it. The driver's other work gets its turn every :data:`TURN_S`. A client that is thinking
-for :data:`STOPPED_S` without a request is taken to have stopped: it no longer counts as thinking until its next
-request. And once a batch has passed over a request, waits without a limit hold up the rest of its walk for
-:data:`HELD_S` in all: otherwise a client that sends one row now and then could delay each request anew.
+for :data:`STOPPED_S` without a request counts as stopped, and not as thinking, until its next request. Once a batch has
+passed over a request, waits without a limit may delay the rest of its walk by :data:`HELD_S` in all: otherwise a client
+that sends single rows at intervals could delay each request anew.
 
 Cost: submission, cancellation and completion are O(1) in the number of clients and of other requests. A decision costs
 what the policy needs, plus the size of its batch; once in :data:`STOPPED_S` it looks at all clients.
@@ -176,7 +176,7 @@ class Scheduler:
         self._clients.end_thinking(state)
 
     def turned(self, now: float) -> None:
-        """Note that the driver's other work, clients that have something to report included, had its turn."""
+        """Note that the driver has run its other callbacks, including those of clients."""
         self._turned = now
 
     def hurries(self, now: float) -> bool:
@@ -218,8 +218,8 @@ class Scheduler:
 
         A request runs at once if nothing is queued or running, no other client is thinking, and the policy allows it.
         There is nothing to choose then, and the policy gets no hook for the request. A driver calls this method for
-        another thread than its own, whose requests do not keep its other work from its turn. That thread may not know
-        yet that its client has left; then the answer is None too.
+        requests of other threads, which do not delay its own callbacks. Such a thread may not know yet that its client
+        has left; then the answer is None too.
         """
         rows, state = request.rows, self._states.get(request.client)
         if (

@@ -121,8 +121,7 @@ def most_urgent(terms: Iterable[Terms]) -> Terms:
 
 
 MOST_DECODED = 64
-"""Rows of the largest request of a client that is not trusted that counts as decode: one token of 64 texts. A larger
-one may be anything, so it counts as the most patient kind."""
+"""Largest decode request of an untrusted client, in rows: one token of 64 texts. A larger one counts as fine-tuning."""
 
 
 def kind_of(terms: Terms, stated: Kind, rows: int, *, backward: bool, trusted: bool) -> Kind:

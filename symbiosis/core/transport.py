@@ -23,8 +23,8 @@ class Identity(NamedTuple):
     """Identifies an executor and its base layers."""
 
     instance: str
-    """Random string, different for each executor that is started. Of several executors, which serve parts of one model,
-    all of them, separated by commas."""
+    """Random string, different for each executor that is started. For a model on several executors, the strings of all,
+    separated by commas."""
     weights: str
     """Fingerprint of the base layers; see :func:`symbiosis.executor.fingerprint.weights_fingerprint`."""
 

@@ -1,4 +1,4 @@
-"""Batches that will take long run on a thread of their own, beside the event loop, one at a time.
+"""Runs long batches on one further thread, so that the event loop continues.
 
 docs/decisions/0027-long-batches.md has the measurements.
 """

@@ -54,7 +54,7 @@ class Engine:
         max_rows: largest number of rows in a batch.
         budget: has the room to keep packed weights in the usual layout too.
         part: the fraction (0 to 1) of a walk's work that these layers do.
-        compute: runs layers on rows, where that is not done by the layers themselves.
+        compute: runs the layers of a key on rows in place of ``layers``, in an executor with shards.
 
     Attributes:
         scheduler: the queues.
@@ -201,7 +201,7 @@ class Engine:
                 except LayerError as error:
                     reply.set_exception(error)
                     return reply
-                except ShardLostError:  # the executor ends, and then this call
+                except ShardLostError:  # the executor closes, which ends this call
                     pass
         call.id, call.reply = request.id, reply
         self.calls[request.id] = call

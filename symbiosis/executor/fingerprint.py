@@ -19,7 +19,7 @@ read."""
 
 
 def layer_fingerprints(layers: Iterable[tuple[LayerSpec, nn.Module]]) -> list[str]:
-    """Return of each base layer a hash of its entry in the layer table, but for its index, and of a sample of its
+    """Return a hash for each base layer: of its entry in the layer table without the index, and of a sample of its
     parameters.
 
     Weights of linear layers are hashed in the dtype that the table states, so a tenant's own copy in another dtype

@@ -165,7 +165,7 @@ class Launch:
         """End the processes that were started, and remove what they met at.
 
         Args:
-            at_once: whether they do not end by themselves.
+            at_once: kill the processes, instead of waiting until they end.
         """
         self.closed = True
         if self.processes:

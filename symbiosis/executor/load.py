@@ -23,7 +23,7 @@ class RecentLoad:
     _last: float = 0.0
     """When the latest batch has ended."""
     _marks: tuple[tuple[float, float], tuple[float, float]] = ((0.0, 0.0), (0.0, 0.0))
-    """Two times, LOAD_S or more apart, and the seconds until then; the later first."""
+    """Two pairs of a time and the seconds counted by then, at least LOAD_S apart; the later one first."""
 
     def ran(self, rows: int, seconds: float, now: float) -> None:
         """Count a batch that has ended at time ``now`` (seconds)."""

@@ -1,4 +1,4 @@
-"""Expects how long a batch will take, from how long earlier ones took."""
+"""Estimates how long a batch will take, from earlier batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MANY = 32
 _PART = 0.25
 """Weight of the latest measurement."""
 _LARGEST = 4.0
-"""Largest measurement, in multiples of what was expected: a machine that stood still says nothing of later batches."""
+"""Largest multiple of the expected time that is learned. Longer times come from a machine that was suspended."""
 _NORMS = Pass.NORMS  # on Python 3.11 a member looked up on its class takes six times as long
 
 

@@ -116,7 +116,7 @@ class Runner:
         return tuple([result for layer in layers for result in self._layers[layer].run(key, tensors)])
 
     def _run_in_parts(self, key: Key, tensors: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
-        """Run so many rows at a time."""
+        """Run a call in parts of at most ``rows`` rows."""
         parts = zip(*[torch.split(tensor, rows) for tensor in tensors], strict=True)
         results = [self._compute(key, part) for part in parts]
         return tuple([torch.cat(columns) for columns in zip(*results, strict=True)])

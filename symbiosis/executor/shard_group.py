@@ -1,6 +1,7 @@
 """What goes between the shards of an executor: orders, rows, reports and results (:mod:`symbiosis.executor.shards`).
 
-An order is a header of 64 numbers, which names a key and the rows of its call. Small matrices go with it. gloo sends
+An order is a header of 64 numbers, which names a key and the rows of its call. An answer is a number, which tells
+whether the shard has computed its part. On CPUs, small matrices go in the same message, and others after it. gloo sends
 nothing before the other side receives, so each shard awaits the next order while it computes.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -24,14 +26,15 @@ MEET_WITHIN_S = 600.0
 WITHIN_S = 600.0
 """Seconds that an operation of a batch may take. All of a batch's work may be at one shard, if tenants choose experts
 so. A shard that has ended is noticed at once."""
-_ROWS, _REPORT = 1, 2
-"""Tags of rows and results, and of whether a part was computed; what is told has 0. NCCL knows no tags, and has a group
-for rows alone."""
-_HEADER_BYTES = 64 * 8
+_TOLD, _ROWS, _ANSWER = range(3)
+"""Tags of orders and what is told at the start, of matrices, and of answers. NCCL knows no tags, and has a group for
+matrices alone."""
+_NUMBER = 8  # bytes
+_HEADER_BYTES = 64 * _NUMBER
 MOST_LAYERS = 32
 """Layers that a header names."""
 _INLINE_BYTES = 1 << 16
-"""Largest matrices that go with the header, on CPUs: rows of clients that decode."""
+"""Size of the largest matrices of an order or an answer that go in its message: rows of clients that decode."""
 _FOREVER = timedelta(days=10_000)
 RUN, END = 1, 0
 
@@ -68,15 +71,24 @@ class ShardGroup:
         return json.loads(bytes(data.numpy()))
 
     def order(self, rank: int, header: Sequence[int], tensors: Results = ()) -> list[Any]:
-        """Begin to send a header, and the matrices of a call with it or after it. Return what to :meth:`finish`."""
-        inline = _inline(header[-1], self.device)
-        message = torch.empty(_HEADER_BYTES + (header[-1] if inline else 0), dtype=torch.uint8)
-        message[:_HEADER_BYTES].view(torch.int64)[:] = torch.tensor(header)
-        if inline:
-            for tensor, place in zip(tensors, _places(tensors), strict=True):
-                message[place] = tensor.reshape(-1).view(torch.uint8)
-        sent = [self._told.send([message], rank, 0)]
-        return sent if inline else sent + [self.send(rank, tensor) for tensor in tensors]
+        """Begin to send a header and the matrices of a call. Return what to :meth:`finish`."""
+        return self._send(rank, _TOLD, header, tensors)
+
+    def answer(self, ok: bool, tensors: Results) -> list[Any]:
+        """Begin to send the first shard whether this one has computed its part, and the matrices. Return what to
+        :meth:`finish`."""
+        return self._send(0, _ANSWER, [ok], tensors)
+
+    def _send(self, rank: int, tag: int, numbers: Sequence[int], tensors: Results) -> list[Any]:
+        inline = tensors if self._is_inline(tensors) else ()
+        parts = [torch.tensor(numbers, dtype=torch.int64), *inline]
+        message = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+        sent = [self._told.send([message], rank, tag)]
+        return sent if inline else sent + [self._rows.send([tensor], rank, _ROWS) for tensor in tensors]
+
+    def _is_inline(self, tensors: Results) -> bool:
+        """Return whether matrices go in the message of their order or answer."""
+        return self.device.type != "cuda" and sum(tensor.nbytes for tensor in tensors) <= _INLINE_BYTES
 
     def _await(self) -> tuple[torch.Tensor, Any]:
         message = torch.empty(_HEADER_BYTES + _INLINE_BYTES, dtype=torch.uint8)
@@ -92,28 +104,22 @@ class ShardGroup:
         self._coming = self._await()
         return message[:_HEADER_BYTES].view(torch.int64).tolist(), message
 
-    def take(self, header: Sequence[int], message: torch.Tensor, tensors: Results) -> None:
+    def take(self, message: torch.Tensor, tensors: Results) -> None:
         """Fill the matrices of a call that was ordered."""
-        if _inline(header[-1], self.device):
-            for tensor, place in zip(tensors, _places(tensors), strict=True):
-                tensor.view(-1).view(torch.uint8)[:] = message[place]
+        if self._is_inline(tensors):
+            _fill(tensors, message[_HEADER_BYTES:])
             return
         for one in [self.receive(0, tensor) for tensor in tensors]:
             self.finish(one)
 
-    def report(self, ok: bool) -> Any:
-        """Tell the first shard whether this one has computed its part."""
-        return self._told.send([torch.tensor([ok], dtype=torch.uint8)], 0, _REPORT)
-
-    def await_report(self, rank: int) -> tuple[torch.Tensor, Any]:
-        """Return where a shard's report will be, and what to wait for."""
-        report = torch.empty(1, dtype=torch.uint8)
-        return report, self._told.recv([report], rank, _REPORT)
-
-    def send(self, rank: int, tensor: torch.Tensor) -> Any:
-        return self._rows.send([tensor], rank, _ROWS)
+    def await_answer(self, rank: int, tensors: Results) -> Answer:
+        """Begin to receive an answer. Its matrices are received here if they are in its message."""
+        inline = tensors if self._is_inline(tensors) else ()
+        message = torch.empty(_NUMBER + sum(tensor.nbytes for tensor in inline), dtype=torch.uint8)
+        return Answer(message, self._told.recv([message], rank, _ANSWER), inline, () if inline else tensors)
 
     def receive(self, rank: int, tensor: torch.Tensor) -> Any:
+        """Begin to receive a matrix."""
         return self._rows.recv([tensor], rank, _ROWS)
 
     def finish(self, work: Any) -> None:
@@ -124,26 +130,42 @@ class ShardGroup:
             work.wait(timedelta(seconds=WITHIN_S))
 
 
-def header_of(key: Key, rows: int, call: Results) -> list[int]:
-    """Return 64 numbers that tell a shard what to run, and how many bytes its matrices have."""
+@dataclass(frozen=True)
+class Answer:
+    """An answer that is under way.
+
+    Attributes:
+        message: its number, and the matrices in it.
+        coming: what to wait for.
+        inline: the matrices in it.
+        after: the matrices that come after it.
+    """
+
+    message: torch.Tensor
+    coming: Any
+    inline: Results
+    after: Results
+
+    def wait(self) -> bool:
+        """Wait for the message, fill the matrices in it, and return whether the shard has computed its part."""
+        self.coming.wait(timedelta(seconds=WITHIN_S))
+        _fill(self.inline, self.message[_NUMBER:])
+        return bool(self.message[:_NUMBER].view(torch.int64).item())
+
+
+def _fill(tensors: Results, data: torch.Tensor) -> None:
+    """Copy bytes to contiguous matrices, one after another."""
+    start = 0
+    for tensor in tensors:
+        tensor.view(-1).view(torch.uint8).copy_(data[start : start + tensor.nbytes])
+        start += tensor.nbytes
+
+
+def header_of(key: Key, rows: int) -> list[int]:
+    """Return 64 numbers that tell a shard what to run."""
     layers, pass_, fp32, choices = key
     numbers = [RUN, pass_, fp32, choices, rows, len(layers), *layers]
-    places = _places(call)
-    return numbers + [0] * (63 - len(numbers)) + [places[-1].stop - _HEADER_BYTES]
-
-
-def _inline(size: int, device: torch.device) -> bool:
-    """Return whether matrices of so many bytes go with the header."""
-    return device.type != "cuda" and size <= _INLINE_BYTES
-
-
-def _places(tensors: Results) -> list[slice]:
-    """Return where matrices are in a message behind its header, each at a multiple of 8 bytes."""
-    places, start = [], _HEADER_BYTES
-    for tensor in tensors:
-        places.append(slice(start, start + tensor.nbytes))
-        start += tensor.nbytes + -tensor.nbytes % 8
-    return places
+    return numbers + [0] * (64 - len(numbers))
 
 
 def key_of(header: Sequence[int]) -> tuple[Key, int]:

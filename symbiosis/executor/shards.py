@@ -2,8 +2,8 @@
 
 The first shard has the event loop, the scheduler and the clients. For each batch it tells the others the key and the
 number of rows, sends them the rows, computes its own part meanwhile, and puts the results together
-(:mod:`symbiosis.executor.parts`). The others do what they are told, in that order, so no collective operation can meet
-another one. Tensors go by gloo between CPUs and by NCCL between GPUs; what is told goes by gloo.
+(:mod:`symbiosis.executor.parts`). The others execute these orders in sequence, so no collective operation can meet
+another one. Matrices travel by gloo between CPUs and by NCCL between GPUs; orders and answers always travel by gloo.
 
 The first shard starts the others as processes, or finds itself among processes that ``torchrun`` has started.
 """
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from symbiosis.errors import ShardLostError, SplitError
 from symbiosis.executor.launch import Launch, ShardSettings, dist, ended
 from symbiosis.executor.layers import BaseLayer
 from symbiosis.executor.parts import Cut
-from symbiosis.executor.shard_group import END, MOST_LAYERS, WITHIN_S, ShardGroup, empty, header_of, key_of
+from symbiosis.executor.shard_group import END, MOST_LAYERS, ShardGroup, empty, header_of, key_of
 from symbiosis.executor.splitting import SplitModel
 
 log = logging.getLogger(__name__)
@@ -81,33 +80,32 @@ class Shards:
     def _run(self, key: Key, tensors: Results) -> Results:
         group, cut, rows = self._group, self._cut, len(tensors[0])
         others = range(1, group.count)
-        answers = [tuple([empty(rows, c, group.device) for c in cut.shapes(key, rank).answer]) for rank in others]
-        calls = [cut.call(key, tensors, rank) for rank in range(group.count)]
+        parts = [tuple([empty(rows, c, group.device) for c in cut.shapes(key, rank).answer]) for rank in others]
         own: Results | Exception
         try:
-            under_way, reports = [], [group.await_report(rank) for rank in others]
+            answers = [group.await_answer(rank, part) for rank, part in zip(others, parts, strict=True)]
+            under_way = []
             for rank in others:
-                under_way += group.order(rank, header_of(key, rows, calls[rank]), calls[rank])
-            for rank, answer in zip(others, answers, strict=True):
-                under_way += [group.receive(rank, tensor) for tensor in answer]
+                under_way += group.order(rank, header_of(key, rows), cut.call(key, tensors, rank))
+            for rank, answer in zip(others, answers, strict=True):  # NCCL's operations run in this order
+                under_way += [group.receive(rank, tensor) for tensor in answer.after]
         except RuntimeError as error:
             raise self._lose(self._reason(error)) from error
         try:
-            own = run_parts(self._parts, key, calls[0])
+            own = run_parts(self._parts, key, cut.call(key, tensors, 0))
         except Exception as error:  # noqa: BLE001 (raised when the others have answered)
             own = error
         try:
-            for _, report in reports:
-                report.wait(timedelta(seconds=WITHIN_S))
+            failed = [rank for rank, answer in zip(others, answers, strict=True) if not answer.wait()]
             for work in under_way:
                 group.finish(work)
         except RuntimeError as error:
             raise self._lose(self._reason(error)) from error
         if isinstance(own, Exception):
             raise own
-        if failed := [rank for rank, (ok, _) in zip(others, reports, strict=True) if not ok.item()]:
+        if failed:
             raise RuntimeError(f"shard {failed[0]} of {group.count} did not compute its part; its log says why")
-        return cut.together(key, [own, *answers])
+        return cut.together(key, [own, *parts])
 
     def _reason(self, error: RuntimeError) -> str:
         for rank, process in self._processes.items():
@@ -180,7 +178,7 @@ def work(group: ShardGroup, settings: ShardSettings) -> None:
     while (order := group.next_order())[0][0] != END:
         key, rows = key_of(order[0])
         tensors = tuple([empty(rows, columns, group.device) for columns in cut.shapes(key, group.rank).call])
-        group.take(*order, tensors)
+        group.take(order[1], tensors)
         ok = True
         try:
             results = run_parts(parts, key, tensors)
@@ -189,9 +187,7 @@ def work(group: ShardGroup, settings: ShardSettings) -> None:
             ok = False
             answer = cut.shapes(key, group.rank).answer
             results = tuple([empty(rows, columns, group.device).zero_() for columns in answer])
-        under_way = [group.send(0, result) for result in results]
-        group.report(ok).wait(timedelta(seconds=WITHIN_S))
-        for one in under_way:
+        for one in group.answer(ok, results):
             group.finish(one)
 
 

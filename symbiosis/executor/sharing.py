@@ -14,10 +14,9 @@ from symbiosis.executor.share import client_side
 from symbiosis.executor.splitting import HEADS, SplitModel
 
 SMALL_BYTES = 64 << 10
-"""Size of a weight up to which it may always leave the executor…"""
+"""Largest size in bytes of a weight that may always leave the executor."""
 SMALL_PART = 1 / 1000
-"""…and its size as a part of the model's: routers and the parameters of state-space layers are smaller in every model
-that is worth hosting."""
+"""The same as a fraction of the model. Routers and parameters of state-space layers are smaller in large models."""
 SMALL_BYTES_TOGETHER = 1 << 20
 SMALL_PART_TOGETHER = 1 / 20
 """The same for all such weights together. Without a bound on the sum, a model could leave in small pieces."""

@@ -62,7 +62,7 @@ class SplitModel:
         parts: this process's parts of the base layers, whose own weights are on the meta device then.
         fingerprints: those of the whole base layers, if their weights are on the meta device.
         order: names of all base layers, wherever they are served, in the model's order.
-        part: elements of the weights that are served here, over those of all base layers.
+        part: fraction of the elements of all base layers' weights that this executor serves.
         allowed: names of these base layers.
         packed: number of packed weights.
         left_out: names of modules that are not served although they could be, each with the reason.
@@ -323,11 +323,11 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def _named(names: Sequence[str], layers: str) -> set[str]:
-    """Return the names of base layers that a text such as ``"0-15,lm_head"`` stands for.
+    """Return the names of base layers that a string such as ``"0-15,lm_head"`` stands for.
 
     Raises:
-        UsageError: it is no text.
-        SplitError: a part of the text stands for none of them.
+        UsageError: it is no string.
+        SplitError: a part of the string stands for none of them.
     """
     if not isinstance(layers, str):
         raise UsageError(f"layers is {layers!r}; give a text such as '0-15,lm_head'")

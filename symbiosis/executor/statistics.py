@@ -255,7 +255,7 @@ class Counters:
     _tenants: tuple[str, ...] = ()
     """Tenants of the latest joint walk."""
     _each: _ClientCounts = field(default_factory=lambda: _ClientCounts())
-    """What was counted for each of them since."""
+    """Counts of one tenant of the latest joint walk that are not in the tenants' own counts yet."""
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float, beside: str = "") -> None:
         """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests. ``beside`` says

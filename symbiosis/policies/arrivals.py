@@ -40,7 +40,7 @@ class Arrivals:
         self._left: dict[Key, OrderedDict[str, float]] = {}
         """The same clients by key, with the time of that batch; the latest one is last."""
         self._before: dict[Key, Key] = {}
-        """Key for which clients were served before they asked for a key."""
+        """For each key, the key for which a client was served just before it asked for this one."""
         self._batches = 0
         self._last_batch: dict[str, int] = {}
         """Number of the latest batch of each client."""

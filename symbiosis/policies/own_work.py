@@ -20,7 +20,8 @@ class OwnWork:
     def __init__(self) -> None:
         self._models = {Kind.PREFILL: LatencyModel(), Kind.FINETUNE: LatencyModel()}
         self._answers: dict[str, tuple[Request, float]] = {}
-        """The last answer to each local client that has sent no request since, and its time less that of batches."""
+        """The last answer of each local client without a newer request, and its time less the seconds of batches until
+        then."""
         self._ran = 0.0
         """Seconds of batches so far."""
 

@@ -61,7 +61,7 @@ class TemporalSharing(Policy):
         oldest = view.oldest
         overdue = oldest.arrived + self.max_wait_ms / 1e3
         if overdue <= now:
-            if oldest.kind is Kind.FINETUNE and self._turn is None:  # or each request of its walk would wait as long
+            if oldest.kind is Kind.FINETUNE and self._turn is None:  # else each request of its walk waits as long
                 self._turn, self._tuned = {oldest.key: now}, now
             return Run(oldest.key, view.queues[oldest.key].take(view.max_rows, first=oldest), "overdue")
         inference, tuning = self._inference.furthest_behind(), self._tuning.furthest_behind()

@@ -76,8 +76,8 @@ class KnownClient:
             self.missed += 1
 
     def may_keep(self, now: float, usual: float) -> bool:
-        """Return whether the text may keep its SLO if its next token begins now. It is expected to have as many tokens
-        left as it has. With each it makes up for the time by which a usual token is faster than the SLO."""
+        """Return whether the text may keep its SLO if its next token begins now. It is assumed to have as many tokens
+        left as it has. Each of them gains the SLO less the usual time of a token."""
         late = now + usual - self.began - self.tokens * self.slo
         return not self.late and late <= max(self.tokens * (self.slo - usual), 0.0)
 
@@ -102,7 +102,7 @@ class Walks:
         self._queue: list[tuple[tuple[bool, float], int, Request]] = []  # requests of prompts, by rank
         self._ordered, self._changes = -math.inf, 0  # time at which the prompts were ordered, and changes since
         self._share = 0.0  # time that fine-tuning may take before queued prompts
-        self._between, self._until = math.inf, 0.0  # slack that a new token of the tightest text leaves, and until when
+        self._between, self._until = math.inf, 0.0  # least slack of a text's next token, and until when
         self._spare = math.inf  # time that fine-tuning may take before a prompt is late
 
     def submitted(self, request: Request) -> None:

@@ -4,7 +4,7 @@ It lies between a client and its transports. Rows are masked once, before a tran
 reconnects and sends a call again sends the same masked rows.
 
 Products with a weight can be masked: forward and backward of linear layers. Every other call is refused and not sent.
-A client with a privacy scheme runs the modules that the executor would serve whole by itself.
+A client with a privacy scheme itself runs modules that the executor would otherwise serve whole.
 
 Legend: n rows.
 """

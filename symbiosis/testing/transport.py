@@ -33,6 +33,7 @@ from symbiosis.errors import BrokenError, PeerError, SymbiosisError, UsageError
 from symbiosis.executor.layers import base_layer
 from symbiosis.host import Executor
 from symbiosis.testing.models import tiny_model
+from symbiosis.transports.limits import Limits
 
 WITHIN_S = 30.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -184,6 +185,14 @@ class TransportConformance:
 
             await asyncio.gather(*[client(number) for number in range(6)])
             await self._until(lambda: not executor.status()["clients"])
+
+    async def test_limits_that_change(self, tmp_path: Path) -> None:
+        """An executor that changes its limits goes on with its clients, and admits others."""
+        async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:
+            executor.limit(Limits(calls=32), 1 << 30)
+            await self._check(executor, channel, self._call(executor, (0,), Pass.FORWARD, 4))
+            async with self._channel(address, tmp_path) as newcomer:
+                await self._check(executor, newcomer, self._call(executor, (0,), Pass.FORWARD, 4))
 
     async def test_a_wrong_call_is_refused_and_the_next_one_served(self, tmp_path: Path) -> None:
         async with self._executor(tmp_path) as (executor, address), self._channel(address, tmp_path) as channel:

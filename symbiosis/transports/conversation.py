@@ -73,10 +73,10 @@ FIRST_S, LONGEST_S = 0.05, 2.0
 """Seconds of the first and of the longest delay between attempts to join again. A local executor restarts in about a
 second."""
 FRUITLESS = 10
-"""Short connections in a row without an answer to a call, from which on ``retry_s`` seconds are counted from the first
-loss: an executor that admits a client and then ends the connection, again and again, is as good as lost."""
+"""Consecutive short connections without an answer after which ``retry_s`` counts from the first loss: an executor that
+admits a client and ends the connection, again and again, counts as lost."""
 SHORT_S = 60.0
-"""Seconds up to which a connection is short, where ``retry_s`` is not longer."""
+"""A connection is short if it lasts at most so many seconds, or ``retry_s`` if that is longer."""
 AGAIN_S = 5.0
 """Seconds for which to try to join again after an interrupted call, also where ``retry_s`` is shorter: the executor is
 usually there, and only the connection has to be replaced."""

@@ -68,7 +68,7 @@ class Courier(ABC):
     """The executor's end of one connection, as far as tensors are concerned."""
 
     apart = True
-    """Whether the executor can refuse a call and go on with the next one, whose tensors it finds."""
+    """Whether the executor can skip the tensors of a call that it refuses, and find those of the next call."""
 
     @abstractmethod
     def welcome(self, joined: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def checked(address: str, description: Mapping[str, Any]) -> str:
     """Return the fingerprint in the description of a share.
 
     Raises:
-        ShareError: it is not the fingerprint of this description, which it may have from another executor.
+        ShareError: the description does not match its fingerprint, which may come from another executor.
     """
     fingerprint = description.get("fingerprint")
     try:

@@ -215,7 +215,7 @@ class _Lane:
         self._sends = sends
         self._jobs: queue.SimpleQueue[tuple[Sequence[torch.Tensor], Callable[[], object] | None, Any] | None]
         self._jobs = queue.SimpleQueue()
-        """Tensors, what to call when they have been sent or received, and an event: they may be read or written to."""
+        """Tensors, what to call when they have been sent or received, and an event after which they may be accessed."""
         self._closed = False
         self._group: Any = None
         self.thread = threading.Thread(target=self._run, name="symbiosis-dist", daemon=True)

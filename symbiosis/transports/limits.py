@@ -13,8 +13,8 @@ class Limits:
         calls: outstanding calls. A client that reaches this limit, or that of rows, is not read until it is below.
         rows: outstanding rows.
         arena_bytes: bytes of the memory that carries the client's tensors.
-        clients: open clients of one tenant at one address, over ``tcp://`` and ``dist://``. Connections
-            that only look at the executor are counted apart; a tenant may have at least 64 of them.
+        clients: open clients of one tenant at one address, over ``tcp://`` and ``dist://``. Status
+            connections are counted apart; a tenant may have at least 64 of them.
     """
 
     calls: int = 64

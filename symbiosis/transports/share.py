@@ -1,4 +1,4 @@
-"""WELCOME, with which an executor admits a client, and the client's share of the model, which it describes.
+"""The message WELCOME, and the client's share of the model that it describes.
 
 The tensors of the share are one file in safetensors format. The executor keeps the file in memory and seals it, so that
 no process can change it. A client of ``shm://`` gets its descriptor; a client on another host gets chunks of it and

@@ -17,8 +17,7 @@ AT_ONCE = 16
 WRITTEN_AT_ONCE = 1 << 20
 """Bytes to one client that are encrypted and written before the event loop does other work."""
 MOST_SAID = 64 << 10
-"""Bytes of messages, apart from the tensors of results, that a client may leave unread before it is not read any
-more."""
+"""Unread bytes, without tensors of results, after which the executor stops reading from this client."""
 MESSAGE_BYTES = 1 << 10
 """Bytes that a message counts for at least: the objects of an event loop that wait with it."""
 LOOK_S = 10.0

@@ -38,8 +38,8 @@ _TICKS = 10
 LINES = 10
 """Lines of the log in a second about peers without a key."""
 LOOKS_OF_ONE = Limits().clients
-"""Connections of one tenant that are not clients. A client begins with such a look at the executor, so a lower limit of
-clients is not for them."""
+"""Status connections that a tenant may have. Joining begins with one, so a lower limit of ``clients`` does not hold for
+them."""
 SWEEP_S = 1.0
 """Seconds between two looks at whether the key of a client was removed."""
 

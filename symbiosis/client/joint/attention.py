@@ -67,7 +67,7 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return key_states, value_states
 
     def drop(self, row: int, error: Exception) -> None:
-        """Do nothing more for a tenant, whose row goes on without a meaning."""
+        """Ignore a failed tenant from now on; the results of its row are discarded."""
         self.errors.setdefault(row, error)
 
     def for_row(self, row: int, do: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:

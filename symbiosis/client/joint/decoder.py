@@ -241,8 +241,8 @@ class JointDecoder:
     def meets_others(self, seat: Seat) -> bool:
         """Note that a tenant decodes. Return whether others may do so at the same time.
 
-        The joint model is made when two tenants first do. From then on a tenant that is not the only one gives the
-        others a turn of the event loop to arrive, which takes far less than a token.
+        The joint model is made when two tenants decode at the same time for the first time. From then on a tenant that
+        is not the only one gives the others a turn of the event loop to arrive, which takes far less than a token.
         """
         seat.decoding = True
         if not self._opened and any(other.decoding for other in self._seats if other is not seat):

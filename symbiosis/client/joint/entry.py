@@ -1,4 +1,4 @@
-"""How the calls of a tenant's model come to its seat, and which of them a joint walk can serve."""
+"""Route the calls of a client's model to its seat, and decide which of them a joint walk can serve."""
 
 from __future__ import annotations
 

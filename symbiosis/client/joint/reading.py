@@ -71,7 +71,7 @@ class Reading:
         self._hooks: list[Mapping[int, Any]] = []
         self.reason: str | None = None
         self._passing = False
-        """Whether the reason may go without a trace."""
+        """Whether the reason may end without a change that :meth:`is_current` notices."""
         try:
             if model.config.to_dict() != settings:
                 raise _WalksAloneError("a configuration of its own")
