@@ -90,8 +90,8 @@ class Requester:
         self.quantization: str | None = None
         self.before_backward = before_backward or (lambda: None)
         self.finetuning = False
-        self.tenants: tuple[str, ...] = ()
-        """The tenants of the rows of a joint walk, one row each; empty in a tenant's own model."""
+        self.joint: tuple[str, ...] = ()
+        """In a joint walk, the clients of its rows, one row each; empty in a client's own model."""
         self._channel: Channel | None = None
         self._waiter: Waiter = BlockingWaiter()
         self.here = ThreadState()
@@ -154,7 +154,7 @@ class Requester:
             raise CannotWaitError(f"{name}: forward-mode differentiation cannot be used on this model")
         home = tensors[0].device
         if home == channel.device:
-            return self._waiter.wait(channel, Call(key, kind, tensors, self.tenants), name)
+            return self._waiter.wait(channel, Call(key, kind, tensors, self.joint), name)
         moved = tuple(tensor.to(channel.device) for tensor in tensors)
         return tuple(result.to(home) for result in self._waiter.wait(channel, Call(key, kind, moved), name))
 

@@ -177,7 +177,7 @@ class Call:
     tensors: tuple[torch.Tensor, ...]
     """Matrices of equal row count: (X,) forward; (dY,) backward of a linear layer; (X, dY) backward of a layer that is
     recomputed. For a bank of experts, the experts of each row [n, k] and their routing weights [n, k] follow X."""
-    tenants: tuple[str, ...] = ()
+    joint: tuple[str, ...] = ()
     """In a joint walk, the clients whose rows these are, one row each. Empty where all rows are the caller's."""
     answers: tuple[torch.Tensor, ...] = ()
     """Memory of the caller that the results are written to. Empty: the executor allocates it."""
@@ -213,13 +213,13 @@ class Request:
     """Number of batches that had started when it was queued."""
     passed: int = field(default=0)
     """Number of batches that passed over earlier requests of the same walk."""
-    tenants: tuple[str, ...] = field(default=())
+    joint: tuple[str, ...] = field(default=())
     """In a joint walk, the clients that the rows belong to, one row each."""
 
     @property
     def clients(self) -> tuple[str, ...]:
         """The clients that the rows belong to, in equal parts."""
-        return self.tenants or (self.client,)
+        return self.joint or (self.client,)
 
     @property
     def remaining(self) -> int:

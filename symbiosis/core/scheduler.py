@@ -357,10 +357,10 @@ class Scheduler:
         state.open += 1
         self._clients.end_thinking(state)
         request.terms, request.local = state.terms, state.local
-        if request.tenants:
-            if request.tenants is not self._joint:  # once for a walk
-                self._joint = request.tenants
-                known = [self._states[name].terms for name in request.tenants if name in self._states]
+        if request.joint:
+            if request.joint is not self._joint:  # once for a walk
+                self._joint = request.joint
+                known = [self._states[name].terms for name in request.joint if name in self._states]
                 self._joint_terms = most_urgent(known)
             request.terms = self._joint_terms
         return state

@@ -255,7 +255,7 @@ class Engine:
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
         key, rows = call.key, call.tensors[0].shape[0]
         self._unpacked.asked(client, key)
-        return Request(next(self._ids), client, key, rows, kind, now(), tenants=call.tenants)
+        return Request(next(self._ids), client, key, rows, kind, now(), joint=call.joint)
 
     def _pump_soon(self) -> None:
         """Ask the scheduler again once everything that is ready on the event loop has run."""

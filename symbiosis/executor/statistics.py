@@ -252,18 +252,18 @@ class Counters:
     apart: _Durations = field(default_factory=_Durations)
     _left: dict[str, _ClientCounts] = field(default_factory=dict)
     """Counts of forgotten clients, by tenant."""
-    _tenants: tuple[str, ...] = ()
-    """Tenants of the latest joint walk."""
+    _joint: tuple[str, ...] = ()
+    """Clients of the latest joint walk."""
     _each: _ClientCounts = field(default_factory=lambda: _ClientCounts())
-    """Counts of one tenant of the latest joint walk that are not in the tenants' own counts yet."""
+    """Counts of one client of the latest joint walk that are not in the clients' own counts yet."""
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float, beside: str = "") -> None:
         """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests. ``beside`` says
         what other clients did, if it had one request.
 
-        A request of a joint walk counts as one of each of its tenants.
+        A request of a joint walk counts as one of each of its clients.
         """
-        size = sum([len(request.tenants) or 1 for request, _, _ in batch.slices])
+        size = sum([len(request.joint) or 1 for request, _, _ in batch.slices])
         self.batches += 1
         self.members += size
         self.rows += batch.rows
@@ -282,10 +282,10 @@ class Counters:
             layer.client = ""
         for request in answered:
             wait, rows, count, kind = started - request.arrived, request.rows, 1, request.kind
-            if request.tenants:
-                count = len(request.tenants)
+            if request.joint:
+                count = len(request.joint)
                 rows //= count
-                client = self._joint_client(request.tenants)
+                client = self._joint_client(request.joint)
             else:
                 client = self._client(request.client)
             self.requests += count
@@ -339,17 +339,17 @@ class Counters:
         layer.members += size
         return layer
 
-    def _joint_client(self, tenants: tuple[str, ...]) -> _ClientCounts:
-        """Return where to count for each tenant of a joint walk, but only once until the tenants change."""
-        if tenants is not self._tenants:
+    def _joint_client(self, joint: tuple[str, ...]) -> _ClientCounts:
+        """Return where to count for each client of a joint walk, but only once until they change."""
+        if joint is not self._joint:
             self._share_out()
-            self._tenants = tenants
+            self._joint = joint
         return self._each
 
     def _share_out(self) -> None:
-        """Add what was counted for each tenant of the latest joint walk to the counts of these clients."""
+        """Add what was counted for each client of the latest joint walk to its own counts."""
         each, self._each = self._each, _ClientCounts()
-        for name in self._tenants:
+        for name in self._joint:
             self._client(name).add(each)
 
     def walked(self, name: str, alone: str | None) -> None:

@@ -84,10 +84,10 @@ class SimulatedExecutor:
         self._clock.settle(self.settle)
 
     def submit(
-        self, client: str, key: Key, rows: int, kind: Kind, tenants: tuple[str, ...], answer: Callable[[], None]
+        self, client: str, key: Key, rows: int, kind: Kind, joint: tuple[str, ...], answer: Callable[[], None]
     ) -> None:
         """Submit a request. ``answer`` is called when its rows have run."""
-        request = Request(next(self._numbers), client, key, rows, kind, self._clock.now, tenants=tenants)
+        request = Request(next(self._numbers), client, key, rows, kind, self._clock.now, joint=joint)
         self._answers[request.id] = answer
         batch = self.scheduler.offer(request, self._clock.now)
         if batch is not None:

@@ -237,19 +237,19 @@ class Cluster:
     def _call(self, client: _ClientState, ask: Ask) -> None:
         executor, there, back = client.route.hop(ask.key)
         client.enter(executor, self.now)
-        tenants = tuple(each.name for each in self._walks[executor].together) if client.name == JOINT else ()
+        joint = tuple(each.name for each in self._walks[executor].together) if client.name == JOINT else ()
 
         def answered() -> None:
             self._resume(client, self.now)
 
         if there is None or back is None:
-            executor.submit(client.name, ask.key, ask.rows, ask.kind, tenants, answered)
+            executor.submit(client.name, ask.key, ask.rows, ask.kind, joint, answered)
             return
         call, answer = client.route.sizes(ask.key, ask.rows)
         there.send(
             call,
             lambda: executor.submit(
-                client.name, ask.key, ask.rows, ask.kind, tenants, lambda: back.send(answer, answered)
+                client.name, ask.key, ask.rows, ask.kind, joint, lambda: back.send(answer, answered)
             ),
         )
 

@@ -114,11 +114,11 @@ class World:
         self.check()
 
     def submit(
-        self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, tenants: tuple[str, ...] = ()
+        self, client: str, key: Key, rows: int, kind: Kind = Kind.DECODE, joint: tuple[str, ...] = ()
     ) -> Request:
-        """Queue a request, in a joint walk of ``tenants`` if any are given."""
+        """Queue a request, in a joint walk of these clients if any are given."""
         request = self._request(client, key, rows, kind)
-        request.tenants = tenants
+        request.joint = joint
         self.scheduler.submit(request)
         self.check()
         return request

@@ -165,7 +165,7 @@ class DirectoryChannel:
                 channel.begin_walk()
                 self._at = channel
         key = call.key._replace(layers=tuple([layer for _, layer in places]))
-        return channel, Call(key, call.kind, call.tensors, call.tenants)
+        return channel, Call(key, call.kind, call.tensors, call.joint)
 
     def send(self, call: Call) -> asyncio.Future[Results]:
         channel, sent = self._forwarded(call)

@@ -349,15 +349,15 @@ def test_tenants_of_a_joint_walk_have_deadlines_of_their_own() -> None:
     w.end_walk("b")
     clients = w.policy.walks._clients  # type: ignore[attr-defined]
     for number in range(1, 4):
-        w.submit("joint", F0, 2, Kind.DECODE, tenants=("a", "b"))
+        w.submit("joint", F0, 2, Kind.DECODE, joint=("a", "b"))
         assert clients["a"].began < clients["b"].began
         assert clients["joint"].walk.due == pytest.approx(clients["a"].began + number * 0.092)
         run(w)
         for key in keys[1:]:
-            w.submit("joint", key, 2, Kind.DECODE, tenants=("a", "b"))
+            w.submit("joint", key, 2, Kind.DECODE, joint=("a", "b"))
             run(w)
     clients["a"].late = True
-    w.submit("joint", F0, 2, Kind.DECODE, tenants=("a", "b"))
+    w.submit("joint", F0, 2, Kind.DECODE, joint=("a", "b"))
     assert clients["joint"].walk.due == pytest.approx(clients["b"].began + 4 * 0.092)
 
 

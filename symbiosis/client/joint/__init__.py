@@ -1,4 +1,4 @@
-"""Joint decoding: one walk of the model for all tenants of a process that decode."""
+"""Joint decoding: one walk of the model for all clients of a process that decode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from symbiosis.client.joint.decoder import JointDecoder
 
 MODES = ("auto", "exact", "fast", "off")
-"""Ways to walk tenants together; ``"auto"`` is ``"fast"``."""
+"""Ways to walk clients together; ``"auto"`` is ``"fast"``."""
 
 
 def check_mode(mode: str) -> None:

@@ -1,13 +1,13 @@
-"""The adapters of a joint walk: what each tenant's adapter does to its row of a layer.
+"""The adapters of a joint walk: what each client's adapter does to its row of a layer.
 
-* ``exact``: products run row by row, with the tenant's own parameters and in their precision, as in PEFT's own forward
+* ``exact``: products run row by row, with the client's own parameters and in their precision, as in PEFT's own forward
   pass. Each row gets the bits that PEFT gives it.
 * ``fast``: products of the same rank run as one batched product (:mod:`symbiosis.client.joint.stacks`). The order of
   sums differs, and nothing else.
 
 In both, what LoRA adds is added in its own precision and rounded once, as in PEFT.
 
-Legend: N rows, one of each tenant; i in_features; o out_features; r rank.
+Legend: N rows, one of each client; i in_features; o out_features; r rank.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from symbiosis.client.joint.stacks import Slot, Stack, StackRows
 from symbiosis.client.virtlayer import VirtConv1D, VirtLinear
 
 Adapted = Mapping[str, tuple[Any, str]]
-"""A tenant's tuner layers and the names of their active adapters, by the name of the module that they wrap."""
+"""A client's tuner layers and the names of their active adapters, by the name of the module that they wrap."""
 
 
 class RowAdapters:
     """The adapters of one layer, by row.
 
     Args:
-        layers: the tenants' tuner layers and names of active adapters in the order of rows, or None.
-        slots: the tenants' slots in stacks, or None, in which case the products of a row are exact.
+        layers: the clients' tuner layers and names of active adapters in the order of rows, or None.
+        slots: the clients' slots in stacks, or None, in which case the products of a row are exact.
     """
 
     def __init__(self, layers: Sequence[tuple[Any, str] | None], slots: Sequence[Slot | None]) -> None:
@@ -63,7 +63,7 @@ class RowAdapters:
         return self._with_groups(x, y) if self._groups else y
 
     def _scaled(self, x: torch.Tensor, vectors: Sequence[tuple[int, Any, str]]) -> torch.Tensor:
-        """Return x with the rows of IA3 tenants scaled."""
+        """Return x with the rows of IA3 clients scaled."""
         rows = list(x.chunk(self._count))
         for row, layer, name in vectors:
             vector = layer[name]
@@ -71,7 +71,7 @@ class RowAdapters:
         return torch.cat(rows)
 
     def _with_rows(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return y plus what LoRA adds to the rows of its tenants, one by one."""
+        """Return y plus what LoRA adds to the rows of its clients, one by one."""
         cast: dict[torch.dtype, tuple[torch.Tensor, ...]] = {}
         added: list[torch.Tensor | None] = [None] * self._count
         for row, a, b, scaling, name in self._one_by_one:
@@ -86,7 +86,7 @@ class RowAdapters:
         )
 
     def _with_groups(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return y plus what LoRA adds to the rows of its tenants, by batched products."""
+        """Return y plus what LoRA adds to the rows of its clients, by batched products."""
         first = self._groups[0]
         rows = x.to(first.dtype).view(self._count, 1, -1)
         if len(self._groups) == 1 and first.is_whole:
@@ -152,18 +152,18 @@ def make_joint(model: Any) -> dict[str, Any]:
     return found
 
 
-def seat_adapters(layers: Mapping[str, Any], tenants: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> None:
+def seat_adapters(layers: Mapping[str, Any], clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> None:
     """Set the adapters of the next walk.
 
     Args:
         layers: the joint model's layers, from :func:`make_joint`.
-        tenants: for each row, its tenant's tuner layers and slots by name.
+        clients: for each row, its client's tuner layers and slots by name.
     """
-    used: set[str] = set().union(*(adapted for adapted, _ in tenants))
+    used: set[str] = set().union(*(adapted for adapted, _ in clients))
     for name, layer in layers.items():
         if name not in used:
             layer.adapters = None
             continue
-        rows = [adapted.get(name) for adapted, _ in tenants]
+        rows = [adapted.get(name) for adapted, _ in clients]
         is_embedding = isinstance(layer, torch.nn.Embedding)
-        layer.adapters = rows if is_embedding else RowAdapters(rows, [slots.get(name) for _, slots in tenants])
+        layer.adapters = rows if is_embedding else RowAdapters(rows, [slots.get(name) for _, slots in clients])

@@ -1,12 +1,12 @@
-"""Attention of a joint walk: each row attends to its own tenant's cache.
+"""Attention of a joint walk: each row attends to its own client's cache.
 
-The walk runs the model's own code once, on rows [N, 1, ...] of N tenants. Two extension points of transformers put each
-tenant's cache in its place: the joint model's configuration names an attention implementation of this module, and its
-cache is a :class:`JointCache`. Both call what the tenant's own walk would call, row by row: the tenant's cache, and the
+The walk runs the model's own code once, on rows [N, 1, ...] of N clients. Two extension points of transformers put each
+client's cache in its place: the joint model's configuration names an attention implementation of this module, and its
+cache is a :class:`JointCache`. Both call what the client's own walk would call, row by row: the client's cache, and the
 model's own attention and mask functions. A row thus gets the bits that it would get alone, whatever the lengths of the
 caches, and no cache is copied or pooled (docs/decisions/0026-joint-decoding.md).
 
-Legend: N rows, one of each tenant; H heads; D features of a head; L cached tokens of one tenant.
+Legend: N rows, one of each client; H heads; D features of a head; L cached tokens of one client.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class JointError(Exception):
 
 
 class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
-    """The caches of the tenants of one walk, in the order of its rows.
+    """The caches of the clients of one walk, in the order of its rows.
 
     Args:
-        caches: the tenants' caches, of equal structure (:func:`structure`).
-        inner: the attention implementation of the tenants' models.
+        caches: the clients' caches, of equal structure (:func:`structure`).
+        inner: the attention implementation of the clients' models.
     """
 
     def __init__(self, caches: Sequence[Any], inner: str) -> None:
@@ -48,16 +48,16 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.errors: dict[int, Exception] = {}
         """Errors of single rows."""
         self.was_updated = False
-        """Whether the walk has changed the tenants' caches."""
+        """Whether the walk has changed the clients' caches."""
         self._kept: dict[int, tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
-        """Keys and values of all tenants, by the id of the new keys that the model has in hand."""
+        """Keys and values of all clients, by the id of the new keys that the model has in hand."""
         self._masked_layer = 0
         """The layer whose mask is made."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the new keys and values [N, H, 1, D] to the tenants' caches, and return them as they are."""
+        """Add the new keys and values [N, H, 1, D] to the clients' caches, and return them as they are."""
         self.was_updated = True
         found, count = [], len(self.caches)
         rows = zip(self.caches, key_states.chunk(count), value_states.chunk(count), strict=True)
@@ -67,21 +67,21 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return key_states, value_states
 
     def drop(self, row: int, error: Exception) -> None:
-        """Ignore a failed tenant from now on; the results of its row are discarded."""
+        """Ignore a failed client from now on; the results of its row are discarded."""
         self.errors.setdefault(row, error)
 
     def for_row(self, row: int, do: Callable[..., T], *args: Any, **kwargs: Any) -> T | None:
-        """Do something for one tenant. If it fails, this row has failed and the others go on; the result is None."""
+        """Do something for one client. If it fails, this row has failed and the others go on; the result is None."""
         if row in self.errors:
             return None
         try:
             return do(*args, **kwargs)
-        except Exception as error:  # noqa: BLE001 (a tenant's cache or mask may raise anything)
+        except Exception as error:  # noqa: BLE001 (a client's cache or mask may raise anything)
             self.errors[row] = error
             return None
 
     def of(self, key: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each tenant's keys and values [1, H, L, D], given what :meth:`update` returned last."""
+        """Return each client's keys and values [1, H, L, D], given what :meth:`update` returned last."""
         kept = self._kept.get(id(key))
         if kept is None:
             raise JointError("its attention changes the keys after they were cached")
@@ -98,12 +98,12 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self.caches[0].get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
     def masks(self, make: Callable[..., Any], attention: Sequence[torch.Tensor | None], given: dict[str, Any]) -> Any:
-        """Return each tenant's mask, made as its own walk would make it; None if no tenant needs one.
+        """Return each client's mask, made as its own walk would make it; None if no client needs one.
 
         Args:
             make: the mask function of the inner implementation.
-            attention: the tenants' 2D attention masks, [1, L + 1] each, or None.
-            given: arguments of the mask function for the first tenant.
+            attention: the clients' 2D attention masks, [1, L + 1] each, or None.
+            given: arguments of the mask function for the first client.
         """
         layer = self._masked_layer
         masks: list[torch.Tensor | None] = []
@@ -122,7 +122,7 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
 
 class _Masks:
-    """The masks of all tenants; the model's code hands them on as it would hand on one mask."""
+    """The masks of all clients; the model's code hands them on as it would hand on one mask."""
 
     def __init__(self, masks: Sequence[torch.Tensor | None]) -> None:
         self.masks = masks
@@ -148,7 +148,7 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention of each query [N, H, 1, D] over its tenant's cache: [N, 1, H, D]."""
+    """Return the attention of each query [N, H, 1, D] over its client's cache: [N, 1, H, D]."""
     cache = walk.get().cache
     inner = _attention_of(module, cache.inner)
     masks = attention_mask.masks if isinstance(attention_mask, _Masks) else [None] * len(cache.caches)

@@ -1,12 +1,12 @@
-"""Brings the tenants of a process together before each token, and walks the model for all of them.
+"""Brings the clients of a process together before each token, and walks the model for all of them.
 
-A tenant's *seat* stands before the forward of its top-level model. A call for one token, in evaluation mode, without
+A client's *seat* stands before the forward of its top-level model. A call for one token, in evaluation mode, without
 gradients and with a cache, waits there while another token is under way. When that is done, all who wait are walked
-together if they can be, and a tenant that waits by itself walks its own model. Nothing else changes: ``generate``, its
-logits processors, streamers and stopping criteria, the tenant's random numbers and its cache are the tenant's own.
+together if they can be, and a client that waits by itself walks its own model. Nothing else changes: ``generate``, its
+logits processors, streamers and stopping criteria, the client's random numbers and its cache are the client's own.
 
 A joint walk is a client of the executor like any other. It runs in a fiber of its own, and its requests name its
-tenants.
+clients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from symbiosis.modes import in_modes
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """One tenant's next token, on its way into a walk."""
+    """One client's next token, on its way into a walk."""
 
     seat: Seat
     ids: torch.Tensor
@@ -45,31 +45,31 @@ class _Step:
     structure: tuple[Any, ...]
     reply: asyncio.Future[Any]
     alone: bool = False
-    """Whether the tenant is to walk its own model, and to report the end of the token."""
+    """Whether the client is to walk its own model, and to report the end of the token."""
 
 
 class Seat:
-    """One tenant's place before its model. Made by :meth:`JointDecoder.seat`."""
+    """One client's place before its model. Made by :meth:`JointDecoder.seat`."""
 
     def __init__(self, decoder: JointDecoder, name: str, model: Any) -> None:
         self.name = name
         self.number = 0
-        """The place of its row in walks. Tenants are in the order of their first joint walks, as are stacks' slots."""
+        """The place of its row in walks. Clients are in the order of their first joint walks, as are stacks' slots."""
         self.decoding = False
-        """Whether the running operation of the tenant has decoded a token."""
+        """Whether the running operation of the client has decoded a token."""
         self._checked = False
         """Whether the running operation has looked at the whole model."""
         self.version = 0
         """Changes with the reading."""
         self.slots: dict[str, Slot] = {}
-        """Places of the tenant's adapters in stacks, by layer."""
+        """Places of the client's adapters in stacks, by layer."""
         self._decoder = decoder
         self._model = model
         self._reading: Reading | None = None
         self._step: _Step | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of the tenant's model has no seat: it walks alone."""
+        """A copy of the client's model has no seat: it walks alone."""
         return
 
     @property
@@ -78,7 +78,7 @@ class Seat:
         return self._reading
 
     def leave(self, error: BaseException) -> None:
-        """Have the tenant walk alone from now on. If it waits, its wait ends with ``error``."""
+        """Have the client walk alone from now on. If it waits, its wait ends with ``error``."""
         leave(self._model)
         self._decoder.unseat(self)
         step = self._step
@@ -86,16 +86,16 @@ class Seat:
             step.reply.set_exception(error)
 
     def give_back(self) -> None:
-        """Give the tenant its parameters back. It must not be in an operation."""
+        """Give the client its parameters back. It must not be in an operation."""
         give_back(self.slots.values())
         self.slots = {}
 
     def rest(self) -> None:
-        """Note that the tenant's operation has ended."""
+        """Note that the client's operation has ended."""
         self.decoding = self._checked = False
 
     def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's output for a call, from a joint walk or from the tenant's own."""
+        """Return the model's output for a call, from a joint walk or from the client's own."""
         decoder = self._decoder
         inputs = one_token(self._model, args, kwargs)
         if inputs is None or current_fiber() is None:
@@ -195,7 +195,7 @@ class JointDecoder:
         exact: bool,
     ) -> None:
         self.refusal: str | None = "no joint walk yet"
-        """Why no tenant can be walked jointly, or None."""
+        """Why no client can be walked jointly, or None."""
         self.channel: Channel | None = None
         self.device = torch.device("cpu")
         self._connect = connect
@@ -225,7 +225,7 @@ class JointDecoder:
         return self._numbers
 
     def seat(self, name: str, model: Any) -> Seat:
-        """Give a tenant's skeleton a seat."""
+        """Give a client's skeleton a seat."""
         seat = Seat(self, name, model)
         enter(model, seat)
         self._seats.add(seat)
@@ -239,9 +239,9 @@ class JointDecoder:
             self.model.seat([])
 
     def meets_others(self, seat: Seat) -> bool:
-        """Note that a tenant decodes. Return whether others may do so at the same time.
+        """Note that a client decodes. Return whether others may do so at the same time.
 
-        The joint model is made when two tenants decode at the same time for the first time. From then on a tenant that
+        The joint model is made when two clients decode at the same time for the first time. From then on a client that
         is not the only one gives the others a turn of the event loop to arrive, which takes far less than a token.
         """
         seat.decoding = True
@@ -264,7 +264,7 @@ class JointDecoder:
         self._start_soon()
 
     def withdraw(self, step: _Step, error: BaseException) -> None:
-        """Note that a tenant does not wait for its token any more."""
+        """Note that a client does not wait for its token any more."""
         if step in self._waiting:
             self._waiting.remove(step)
         elif self._cache is not None and step in self._walking:
@@ -299,16 +299,16 @@ class JointDecoder:
             self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps, cache))
 
     async def _run(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> None:
-        """Walk the model for several tenants, and give each its output."""
+        """Walk the model for several clients, and give each its output."""
         assert self._stream is not None
         channel = self.channel
         assert channel is not None
-        self._requester.tenants = tuple([step.seat.name for step in steps])
+        self._requester.joint = tuple([step.seat.name for step in steps])
         channel.begin_walk()
         try:
             outputs = await run_in_fiber(self._stream, channel, self._walk, model, steps, cache)
         except BaseException as error:
-            # One tenant's token or position may have been wrong. In walks of their own, only this tenant sees it.
+            # One client's token or position may have been wrong. In walks of their own, only this client sees it.
             apart = not cache.was_updated and not isinstance(error, SymbiosisError) and isinstance(error, Exception)
             for step in steps:
                 if step.reply.done():
@@ -331,7 +331,7 @@ class JointDecoder:
                     step.reply.set_result(output)
         finally:
             self._walking, self._cache = (), None
-            if not self._seated:  # a tenant has left meanwhile
+            if not self._seated:  # a client has left meanwhile
                 model.seat([])
             self._requester.forget()
             channel.end_walk()
@@ -339,7 +339,7 @@ class JointDecoder:
 
     @torch.no_grad()
     def _walk(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> list[Any]:
-        """Return each tenant's output, or its error."""
+        """Return each client's output, or its error."""
         seated = tuple([(step.seat, step.seat.version) for step in steps])
         if seated != self._seated:
             model.seat([(step.seat.reading.adapted, step.seat.slots) for step in steps])
@@ -375,13 +375,13 @@ class JointDecoder:
             self.model, self.refusal = model, None
         except JointError as error:
             self.refusal = str(error)
-        except Exception as error:  # noqa: BLE001 (tenants walk alone then)
+        except Exception as error:  # noqa: BLE001 (clients walk alone then)
             self.refusal = f"a joint walk failed: {type(error).__name__}: {error}"
         finally:
             self._task = None
 
     async def close(self, error: BaseException) -> None:
-        """End the walk under way, and leave the executor. Tenants that wait get ``error``."""
+        """End the walk under way, and leave the executor. Clients that wait get ``error``."""
         if self._start is not None:
             self._start.cancel()
         for step in [*self._waiting, *self._walking]:
@@ -397,7 +397,7 @@ class JointDecoder:
 
 
 def _copy(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of several tenants."""
+    """Return a copy of an error for one of several clients."""
     if isinstance(error, asyncio.CancelledError):
         return asyncio.CancelledError()
     try:

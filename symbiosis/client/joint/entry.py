@@ -12,7 +12,7 @@ from torch import nn
 from symbiosis.client.parameters import explain_training
 
 _SEAT = "_symbiosis_seat"
-"""Attribute of a tenant's model."""
+"""Attribute of a client's model."""
 _USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
 
 

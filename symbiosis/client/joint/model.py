@@ -1,4 +1,4 @@
-"""The model that a joint walk runs: the skeleton of the base model, with the adapters of all tenants of the walk."""
+"""The model that a joint walk runs: the skeleton of the base model, with the adapters of all clients of the walk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from symbiosis.client.joint.stacks import Slot
 
 
 class JointModel:
-    """A skeleton that serves several tenants in one walk.
+    """A skeleton that serves several clients in one walk.
 
     Args:
-        skeleton: the tenants' model in evaluation mode, for this purpose only.
+        skeleton: the clients' model in evaluation mode, for this purpose only.
 
     Attributes:
-        module: the model. Nothing in it is a tenant's.
-        settings: its configuration, as the tenants' models have it.
+        module: the model. Nothing in it is a client's.
+        settings: its configuration, as the clients' models have it.
 
     Raises:
         JointError: models of this kind cannot be walked jointly.
@@ -39,17 +39,17 @@ class JointModel:
         self._layers = make_joint(skeleton)
 
     def seat(self, adapters: Sequence[tuple[Adapted, dict[str, Slot]]]) -> None:
-        """Take the adapters of the tenants of the next walk, in the order of its rows; none after the last walk."""
+        """Take the adapters of the clients of the next walk, in the order of its rows; none after the last walk."""
         seat_adapters(self._layers, adapters)
 
     def cache(self, caches: Sequence[Any]) -> JointCache:
-        """Return the caches of the tenants of a walk as one."""
+        """Return the caches of the clients of a walk as one."""
         return JointCache(caches, self._inner)
 
     def forward(
         self, cache: JointCache, attention: Sequence[torch.Tensor | None], ids: torch.Tensor, positions: torch.Tensor
     ) -> Any:
-        """Return the model's output for tokens [N, 1] at positions [N, 1], given each tenant's mask [1, L] or None."""
+        """Return the model's output for tokens [N, 1] at positions [N, 1], given each client's mask [1, L] or None."""
         token = walk.set(WalkAttention(cache, attention))
         try:
             return self._model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)

@@ -1,7 +1,7 @@
-"""Reads which adapter a tenant's model has, and notices changes.
+"""Reads which adapter a client's model has, and notices changes.
 
-A tenant takes part in joint walks only if its model is the shared skeleton with one active adapter whose effect on a
-row is known. Everything else walks alone. :meth:`Reading.is_current` is asked before each token, so that a tenant may
+A client takes part in joint walks only if its model is the shared skeleton with one active adapter whose effect on a
+row is known. Everything else walks alone. :meth:`Reading.is_current` is asked before each token, so that a client may
 train, switch or disable its adapter, or add a hook, between two tokens.
 """
 
@@ -33,20 +33,20 @@ from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer, VirtModule
 
 _OURS = {"training", "may_have_siblings"}
-"""Attributes that differ between a tenant's skeleton and the joint one."""
+"""Attributes that differ between a client's skeleton and the joint one."""
 _KINDS = (lora.Linear, lora.Embedding, ia3.Linear)
 
 
 class Reading:
-    """A tenant's model, as it was read.
+    """A client's model, as it was read.
 
     Args:
-        model: the tenant's top-level transformers model.
+        model: the client's top-level transformers model.
         reference: an unchanged skeleton of the same base model.
         settings: its configuration.
 
     Attributes:
-        reason: why the tenant walks alone, or None.
+        reason: why the client walks alone, or None.
         adapted: the tuner layers whose active adapter has an effect, and its name, by the name of the module that they
             wrap.
     """
@@ -234,7 +234,7 @@ class Reading:
 
 
 class _Registrations:
-    """The number of modules and parameters that were registered on modules of tenants that were read."""
+    """The number of modules and parameters that were registered on modules of clients that were read."""
 
     count = 0
     read: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
@@ -252,12 +252,12 @@ register_module_buffer_registration_hook(_Registrations.note)
 
 def _changes() -> tuple[int, int, int]:
     """Return numbers that change when a module, a parameter or a hook is registered, or a shared parameter becomes a
-    tenant's own."""
+    client's own."""
     return _Registrations.count, RemovableHandle.next_id, times_owned()
 
 
 class _WalksAloneError(Exception):
-    """A tenant's model is not one that can be walked jointly; the text says what it has."""
+    """A client's model is not one that can be walked jointly; the text says what it has."""
 
 
 def _place(parameters: dict[str, Any]) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
-"""Stacks of LoRA adapters, so that one batched product serves the rows of several tenants.
+"""Stacks of LoRA adapters, so that one batched product serves the rows of several clients.
 
-A stack holds the A matrices of up to :data:`SLOTS` tenants for one layer and rank, and their B matrices. The tenants'
+A stack holds the A matrices of up to :data:`SLOTS` clients for one layer and rank, and their B matrices. The clients'
 own parameters become windows on the stack: an optimizer step takes effect at once, and nothing is copied for a walk.
-Each window is a storage of its own, so that a tenant that saves or inspects its parameters sees its own numbers alone.
+Each window is a storage of its own, so that a client that saves or inspects its parameters sees its own numbers alone.
 
 Legend: S slots in use; i in_features; o out_features; r rank.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 SLOTS = 8
-"""Tenants of one stack. More tenants have several stacks."""
+"""Clients of one stack. More clients have several stacks."""
 _ALIGNED = 64
 """Bytes that each window starts at a multiple of, as tensors of torch do: results may depend on it in the last bit."""
 
@@ -39,7 +39,7 @@ class _Matrices:
 
 
 class Stack:
-    """A and B of up to SLOTS tenants, for one layer and rank."""
+    """A and B of up to SLOTS clients, for one layer and rank."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self._a, self._b = _Matrices(a), _Matrices(b)
@@ -53,7 +53,7 @@ class Stack:
         return self._a.shape == a.shape and self._b.shape == b.shape
 
     def take(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> Slot:
-        """Move the parameters of a tenant into a free slot."""
+        """Move the parameters of a client into a free slot."""
         slot = min(self.free)
         self.free.remove(slot)
         for parameter, matrices in ((a, self._a), (b, self._b)):
@@ -68,7 +68,7 @@ class Stack:
 
 
 class Slot(NamedTuple):
-    """One tenant's place in a stack."""
+    """One client's place in a stack."""
 
     stack: Stack
     number: int
@@ -84,7 +84,7 @@ class Slot(NamedTuple):
         return a.data_ptr() == self.a_pointer and b.data_ptr() == self.b_pointer
 
     def give_back(self) -> None:
-        """Give the tenant its parameters back, as tensors of its own."""
+        """Give the client its parameters back, as tensors of its own."""
         for parameter, pointer in ((self.a, self.a_pointer), (self.b, self.b_pointer)):
             if parameter.data_ptr() == pointer:
                 parameter.data = parameter.data.clone()
@@ -100,7 +100,7 @@ class Stacks:
     def place(
         self, held: Mapping[str, Slot], adapters: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]
     ) -> dict[str, Slot]:
-        """Return the slots of a tenant's adapters (A and B by layer), given the slots that it has."""
+        """Return the slots of a client's adapters (A and B by layer), given the slots that it has."""
         kept = {name: slot for name, slot in held.items() if name in adapters and slot.holds(*adapters[name])}
         give_back(slot for name, slot in held.items() if name not in kept)
         return {name: kept.get(name) or self._stack(name, a, b).take(a, b) for name, (a, b) in adapters.items()}
@@ -116,7 +116,7 @@ class Stacks:
 
 
 def give_back(slots: Iterable[Slot]) -> None:
-    """Give tenants the parameters in these slots back."""
+    """Give clients the parameters in these slots back."""
     for slot in slots:
         slot.give_back()
 
@@ -160,7 +160,7 @@ class StackRows:
 
 
 def can_be_moved(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has a storage of its own. Otherwise something else of the tenant's, such as the flat
+    """Return whether a parameter has a storage of its own. Otherwise something else of the client's, such as the flat
     buffer of an optimizer, shares its memory."""
     return parameter.is_contiguous() and parameter.untyped_storage().nbytes() < parameter.nbytes + _ALIGNED
 
