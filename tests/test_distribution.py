@@ -73,6 +73,23 @@ def test_the_wheel_runs_the_readme_example(built: Path, tmp_path: Path) -> None:
     assert version == f"symbiosis {symbiosis.__version__}\n"
     (tmp_path / "example.py").write_text(code("README.md")[0])
     assert "bob: loss" in run(str(python), "-W", "ignore", "example.py", folder=tmp_path)
+    failed = run(str(python), "-W", "ignore", "-c", IMPORT_ALL, folder=tmp_path).split()
+    # Kits for tests need pytest and hypothesis; what runs on Ray needs Ray.
+    assert [name for name in failed if not name.startswith(("symbiosis.testing.", "symbiosis.cluster."))] == []
+    assert "symbiosis.testing.compat" not in failed, "a command"
+    run(str(python), str(ROOT / "examples" / "tutorial" / "make.py"), "tutorial", folder=tmp_path)
+    assert (tmp_path / "tutorial" / "llama" / "config.json").exists()
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, symbiosis
+for module in pkgutil.walk_packages(symbiosis.__path__, "symbiosis."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError:
+        print(module.name)
+"""
+"""Imports every module, and prints the names of those that miss a package."""
 
 
 def link_dependencies(site: Path) -> None:

@@ -194,7 +194,10 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
         rows = csv.DictReader(file)
         try:
             for row in rows:
-                yield f"{path}, line {rows.line_num}", {name: value or "" for name, value in row.items() if name}
+                place = f"{path}, line {rows.line_num}"
+                if None in row:  # DictReader's name for fields without one
+                    raise UsageError(f"{place}: more fields than names in line 1; quote fields that have commas")
+                yield place, {name: value or "" for name, value in row.items() if name}
         except csv.Error as error:
             raise UsageError(f"{path}, line {rows.line_num}: not CSV ({error}); {_WANTED}") from error
 

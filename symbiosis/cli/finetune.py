@@ -175,6 +175,11 @@ def finetune(
 
     Example: symbiosis finetune shm:///run/symbiosis.sock --data train.jsonl --lora r=8,alpha=16 --output adapters/alice
     """
+    if resume and overwrite:
+        raise UsageError("--resume continues a run and --overwrite begins one again; give one of them")
+    read = [data.resolve(), *(each.resolve() for each in (peft, sweep, Path(validation or "")) if each is not None)]
+    if json is not None and json.resolve() in read:
+        raise UsageError(f"--json {json}: this file is read; choose another one for the results")
     if sweep is not None:
         from symbiosis.cli.sweep import sweep as run_sweep
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from symbiosis.cli.data import LOG_FILE
+from symbiosis.cli.data import FORMAT_FILE, LOG_FILE
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console
 
 OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
+_WRITTEN = ("adapter_config.json", "adapter_model.safetensors", LOG_FILE, OPTIONS_FILE, FORMAT_FILE, "README.md")
+"""Files that a run writes into its folder, beside checkpoints."""
 
 
 @contextlib.contextmanager
@@ -37,16 +39,17 @@ def owned(folder: Path) -> Iterator[None]:
 
 
 def earlier_in(folder: Path, overwrite: bool) -> list[Path]:
-    """Return what an earlier run has left in a folder.
+    """Return what is in a folder, of an earlier run or another origin, that a new run replaces.
 
     Raises:
         UsageError: there is something, and it may not be overwritten.
     """
-    earlier = [*_checkpoints(folder), *folder.glob("adapter_*"), *folder.glob(LOG_FILE)]
+    earlier = [*_checkpoints(folder), *(folder / name for name in _WRITTEN if (folder / name).is_file())]
     if earlier and not overwrite:
+        names = ", ".join(one.name for one in earlier)
         raise UsageError(
-            f"--output {folder}: there is a {earlier[0].name} of an earlier run; choose another folder, --resume that "
-            "run, or --overwrite it"
+            f"--output {folder}: the run would replace {names}; choose another folder, --resume the run that has made "
+            "them, or --overwrite them"
         )
     return earlier
 

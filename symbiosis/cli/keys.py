@@ -40,13 +40,14 @@ def new(
         new_key(keys, SERVER)
         out.print(f"made the executor's own key in {escape(str(keys))}")
     made = new_key(keys, name)
-    content = made.read_text()
-    try:
-        target.touch(mode=0o600, exist_ok=False)
-        target.write_text(content)
-    except OSError as error:
-        raise UsageError(f"cannot write {target} ({error.strerror}); the secret key is in {made}") from error
-    made.unlink()
+    if made.resolve() != target.resolve():
+        content = made.read_text()
+        try:
+            target.touch(mode=0o600, exist_ok=False)
+            target.write_text(content)
+        except OSError as error:
+            raise UsageError(f"cannot write {target} ({error.strerror}); the secret key is in {made}") from error
+        made.unlink()
     out.print(f"{escape(str(target))}: for {escape(name)} alone; connect with --key {escape(str(target))}")
     out.print(f"{escape(str(keys / f'{name}.public'))}: admits {escape(name)}; delete it to lock {escape(name)} out")
 

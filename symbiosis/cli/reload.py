@@ -34,7 +34,8 @@ def limits_of(given: list[str]) -> Limits:
     for text in given:
         name, _, number = text.partition("=")
         if name not in known or not number.isascii() or not number.isdigit() or not number.strip("0"):
-            raise UsageError(f"--limit {text!r:.300}: write name=number, where name is one of {', '.join(known)}")
+            names = ", ".join(known)
+            raise UsageError(f"--limit {text!r:.300}: write name=number, with a number from 1; the names are {names}")
         if len(number) > 20 or int(number) > MAX_LIMIT:
             raise UsageError(f"--limit {text!r:.300}: at most {MAX_LIMIT}")
         found[name] = int(number)

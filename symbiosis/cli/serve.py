@@ -209,7 +209,8 @@ def serve(
 
 DRAIN_S = 15.0
 """Seconds for which walks may end after the first signal. Service managers wait longer before they kill a process
-(systemd 90 s, Kubernetes 30 s), and a walk that does not end in time loses nothing: its calls are sent again."""
+(systemd 90 s, Kubernetes 30 s; `docker stop` 10 s, unless told more). A walk that does not end in time loses nothing:
+its calls are sent again."""
 
 
 def limit_products() -> None:

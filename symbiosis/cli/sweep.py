@@ -96,14 +96,23 @@ def _problem(output: Path, failed: list[str], total: int) -> str:
 
 def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
     runs = toml_in(file, f"--sweep {file}")
-    known = {str(parameter.name) for parameter in context.command.params} - _OWN - {"help"}
+    options = (each for each in context.command.params if isinstance(each, typer.core.TyperOption))
+    known = {str(each.name): each for each in options if each.name not in _OWN | {"help"}}
     for name, changes in runs.items():
-        if not isinstance(changes, dict) or Path(name).name != name:
+        if not isinstance(changes, dict):
             raise UsageError(f"--sweep {file}: {name!r} is no table; write [{name}] and its options, such as lora")
+        if Path(name).name != name or name.startswith(".") or name.endswith(".log"):
+            raise UsageError(f"--sweep {file}: [{name}] cannot be the name of a folder for its run; choose another one")
         unknown = [key for key in changes if key.replace("-", "_") not in known]
         if unknown:
             names = ", ".join(sorted(one.replace("_", "-") for one in known))
             raise UsageError(f"--sweep {file}: [{name}] has no option {unknown[0]!r}; there are {names}")
+        for key, value in changes.items():
+            option = known[key.replace("-", "_")]
+            try:
+                option.process_value(context, [value] if option.multiple and not isinstance(value, list) else value)
+            except typer.BadParameter as error:
+                raise UsageError(f"--sweep {file}: [{name}] {key} = {value!r}: {error.message}") from error
     if not runs:
         raise UsageError(f"--sweep {file}: there is no run in it; write a table such as [small] for each")
     return {name: {key.replace("-", "_"): value for key, value in runs[name].items()} for name in runs}

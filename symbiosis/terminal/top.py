@@ -146,7 +146,7 @@ def _layers_name(name: str, blocks: float, whole: bool) -> str:
     """Return the name of equal layers of all blocks for people: ``mlp.up_proj in each of 4 blocks, forward``."""
     path, _, pass_ = name.partition(" ")
     _, inside, short = path.partition(".*.")
-    where = f" in each of {blocks:.0f} blocks" if inside else ""
+    where = "" if not inside else " in 1 block" if blocks == 1 else f" in each of {blocks:.0f} blocks"
     return f"{short if inside and not whole else path}{where}, {pass_}"
 
 

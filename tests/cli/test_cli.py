@@ -83,6 +83,10 @@ def test_keys(tmp_path: Path) -> None:
     done = run("keys", "new", "alice", folder=tmp_path)
     assert done.returncode == 1
     assert "alice.secret exists" in done.stderr
+    done = run("keys", "new", "carl", "--keys", ".", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert load_key(tmp_path / "carl.secret").context is not None
+    assert (tmp_path / "carl.public").exists()
     done = run("keys", "list", "--keys", "nowhere", folder=tmp_path)
     assert done.returncode == 1
     assert "symbiosis keys new" in done.stderr
@@ -98,7 +102,7 @@ def test_keys(tmp_path: Path) -> None:
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--policy", "whim"], "unknown policy"),
         (
             ["serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--limit", "arena=5"],
-            "one of calls, rows, arena_bytes",
+            "the names are calls, rows, arena_bytes",
         ),
         (["serve", "nowhere", "--listen", "tcp://127.0.0.1:0", "--keys", "nowhere"], "nowhere"),
         (["serve", "MODEL", "--listen", "shm:///tmp/x.sock", "--device", "nosuch"], "which this machine does not have"),

@@ -122,7 +122,7 @@ def test_the_command_line_wins(tmp_path: Path, served: dict[str, Any]) -> None:
         ("policy = ['fair']", 1, "policy is ['fair']; give a value"),
         ("limits = 3", 1, "limits is a table"),
         ("[policy]\nfair = 1", 1, "policy is a table"),
-        ("[limits]\ncals = 3", 1, "name=number, where name is one of calls"),
+        ("[limits]\ncals = 3", 1, "name=number, with a number from 1; the names are calls"),
         ("max-rows = 0", 2, "max-rows"),
         ("max-rows = true", 2, "max-rows"),
         ("packed = 'maybe'", 2, "packed"),

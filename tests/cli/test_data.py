@@ -154,6 +154,12 @@ def test_csv_has_the_same_fields(tmp_path: Path) -> None:
     assert texts(example) == ("<begin>a, b\nc<end>", "c<end>")
 
 
+def test_csv_with_more_fields_than_names(tmp_path: Path) -> None:
+    file = write(tmp_path, "prompt,completion\nGreet,Hello, how are you?\n", name="pairs.csv")
+    with pytest.raises(UsageError, match="line 2: more fields than names in line 1; quote fields"):
+        read_records(file)
+
+
 def test_parquet_without_datasets_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     file = write(tmp_path, "PAR1", name="pairs.parquet")

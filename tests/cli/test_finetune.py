@@ -132,7 +132,7 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
     weights = (made / "adapter_model.safetensors").read_bytes()
     done = command(*options(service, data, made, "--steps", 2))
     assert done.exit_code == 1
-    assert "of an earlier run" in done.stderr
+    assert "the run would replace checkpoint-1, adapter_config.json" in " ".join(done.stderr.split())
     done = command(*options(service, data, made, "--steps", 2, "--resume", "--batch", 2))
     assert done.exit_code == 1
     assert "batch was 4 and is 2" in done.stderr
@@ -140,6 +140,33 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
     assert command(*options(service, data, made, "--steps", 2, "--overwrite")).exit_code == 0
     assert (made / "adapter_model.safetensors").read_bytes() != weights
     assert not (made / "checkpoint-1").exists()
+
+
+def test_files_of_another_origin_are_not_lost(service: Service, data: Path, tmp_path: Path) -> None:
+    made = tmp_path / "a"
+    (made / "adapter_v1").mkdir(parents=True)
+    (made / "adapter_v1" / "notes").write_text("mine", encoding="utf-8")
+    (made / "README.md").write_text("mine", encoding="utf-8")
+    done = command(*options(service, data, made, "--steps", 1))
+    assert done.exit_code == 1
+    assert "the run would replace README.md; choose another folder" in " ".join(done.stderr.split())
+    assert (made / "README.md").read_text(encoding="utf-8") == "mine"
+    assert command(*options(service, data, made, "--steps", 1, "--overwrite")).exit_code == 0
+    assert (made / "adapter_v1" / "notes").read_text(encoding="utf-8") == "mine", "no run has made this folder"
+
+
+def test_what_is_read_is_not_written(service: Service, data: Path, tmp_path: Path) -> None:
+    before = data.read_bytes()
+    done = command(*options(service, data, tmp_path / "a", "--json", data))
+    assert done.exit_code == 1
+    assert "this file is read; choose another one for the results" in " ".join(done.stderr.split())
+    assert data.read_bytes() == before
+
+
+def test_a_run_is_continued_or_begun_again(service: Service, data: Path, tmp_path: Path) -> None:
+    done = command(*options(service, data, tmp_path / "a", "--resume", "--overwrite"))
+    assert done.exit_code == 1
+    assert "--resume continues a run and --overwrite begins one again" in done.stderr
 
 
 def test_an_earlier_run_stays_until_the_new_one_can_begin(service: Service, data: Path, tmp_path: Path) -> None:
@@ -476,7 +503,7 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     file.write_text('[new]\nlora = "r=2"\n[small]\nlora = "r=4"\n', encoding="utf-8")
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file))
     assert done.exit_code == 1
-    assert f"--output {output}/small: there is a checkpoint-4 of an earlier run" in done.stderr
+    assert f"--output {output}/small: the run would replace checkpoint-4" in done.stderr
     assert (output / "small.log").read_bytes() == log
     assert not (output / "new").exists(), "no run begins if one is refused"
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--resume", "--json", told))
@@ -508,7 +535,12 @@ def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path
         ("lora = 3", "'lora' is no table"),
         ("[a]\nrank = 3", "[a] has no option 'rank'"),
         ("[a]\noutput = 'x'", "[a] has no option 'output'"),
-        ("['../a']\nseed = 3", "is no table"),
+        ("['../a']\nseed = 3", "[../a] cannot be the name of a folder"),
+        ("['..']\nseed = 3", "[..] cannot be the name of a folder"),
+        ("['a.log']\nseed = 3", "[a.log] cannot be the name of a folder"),
+        ("[a]\nlearning-rate = 'abc'", "[a] learning-rate = 'abc': Input should be a valid number"),
+        ("[a]\nbatch = 0", "[a] batch = 0: Input should be greater than or equal to 1"),
+        ("[a]\nschedule = 'linear'\nresume = true", "[a] has no option 'resume'"),
     ],
 )
 def test_wrong_sweeps(data: Path, tmp_path: Path, content: str, complaint: str) -> None:

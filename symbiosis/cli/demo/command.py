@@ -61,7 +61,7 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from symbiosis.cli.demo.base_model import base_model
+    from symbiosis.cli.demo.base_model import LIMIT_S, base_model
     from symbiosis.cli.demo.jobs import make_jobs, run_plain, run_shared
     from symbiosis.cli.demo.results import summarize
     from symbiosis.terminal.loop import run
@@ -70,8 +70,16 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")  # of each other's old names
+    trained: list[int] = []
     with Steps(out) as steps:
-        folder = base_model(lambda done, total, loss: steps("base model", done, total, f"training; loss {loss:.2f}"))
+
+        def progress(done: int, total: int, loss: float) -> None:
+            steps("base model", done, total, f"training; loss {loss:.2f}")
+            trained[:] = done, total
+
+        folder = base_model(progress)
+    if trained and trained[0] < trained[1]:
+        out.print(f"training ended after {LIMIT_S:g} s: this machine made {trained[0]} of {trained[1]} steps")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     jobs = make_jobs(tokenizer, seed)
 
