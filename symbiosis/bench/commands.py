@@ -246,7 +246,7 @@ def coserve(
 @app.command()
 def placement(
     preset: PresetOption = PresetName.M100,
-    rounds: RoundsOption = 3,
+    rounds: RoundsOption = 5,
     policy: PolicyOption = "opportunistic",
     base_layers: LayersOption = "linear",
     transport: Annotated[WireName, typer.Option(help="Transport between executors and tenants: shm or tcp.")] = (

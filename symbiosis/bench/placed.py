@@ -2,7 +2,8 @@
 
 The executor measures its batches by their rows, with one tenant. The costs outside batches come from processor times,
 measured with one tenant and with all of them, because processes that share cores need more time for the same work.
-In the simulation all processes share the cores, and an executor does one thing at a time.
+In the simulation all processes share the cores, and an executor does one thing at a time. It tells how the time
+changes from one executor, where it was measured, to other placements.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class WorkCosts:
     """Cores that a batch uses."""
     slower: float
     """Processor time of a batch while all tenants run, in multiples of its time with one tenant."""
+    together_s: float
+    """Time in which all tenants did their work."""
 
     @classmethod
     def of(cls, alone: Spent, together: Spent, curves: Mapping[Key, Curve]) -> WorkCosts:
@@ -91,6 +94,7 @@ class WorkCosts:
             wait_s=max(wait, 0.0) / alone.requests,
             threads=threads,
             slower=together.batches_s / expected,
+            together_s=together.seconds,
         )
 
 
@@ -110,24 +114,33 @@ class MachineCosts:
     def predicted(
         self, settings: Settings, parts: Sequence[range], routes: Sequence[Sequence[int]]
     ) -> tuple[float, float]:
-        """Return the seconds in which tenants decode the preset's steps, and run its training steps, by simulation.
+        """Return the seconds in which tenants decode the preset's steps, and run its training steps.
 
-        The time of a tenant's own work before a request is random, with an exponential distribution. With equal times
-        all tenants would be in step, and every batch would have a request of each.
+        These are the measured seconds of one executor, times those of these executors over those of one executor by
+        simulation. So what processes that take turns on the cores lose is taken to be the same part everywhere.
 
         Args:
             parts: the blocks of each executor.
             routes: for each tenant, the executors that it uses, which together serve all blocks.
         """
-        preset, rows = settings.preset, settings.preset.batch * settings.preset.sequence
-        decodes, trains = [], []
-        for number, _ in enumerate(routes):
-            decodes.append(self._decodes(preset.decode_steps, _varied(self.decode.tenant_s, number)))
-            own = _varied(self.train.tenant_s, number)
-            trains.append(finetune(self.walk, rows, own, Done(), steps=preset.train_steps, back=self.back))
-        return self._run(settings, parts, routes, decodes, self.decode), self._run(
-            settings, parts, routes, trains, self.train
+        one = [range(settings.preset.layers)], [[0]] * len(routes)
+        decode, train = (
+            costs.together_s * self._run(settings, parts, routes, costs) / self._run(settings, *one, costs)
+            for costs in (self.decode, self.train)
         )
+        return decode, train
+
+    def _client(self, settings: Settings, costs: WorkCosts, number: int) -> SimulatedClient:
+        """Return a tenant that decodes or trains.
+
+        The time of its own work before a request is random, with an exponential distribution. With equal times all
+        tenants would be in step, and every batch would have a request of each.
+        """
+        preset, own = settings.preset, _varied(costs.tenant_s, number)
+        if costs is self.train:
+            rows = preset.batch * preset.sequence
+            return finetune(self.walk, rows, own, Done(), steps=preset.train_steps, back=self.back)
+        return self._decodes(preset.decode_steps, own)
 
     def _decodes(self, steps: int, own: Thinking) -> SimulatedClient:
         for _ in range(steps):
@@ -142,9 +155,9 @@ class MachineCosts:
         settings: Settings,
         parts: Sequence[range],
         routes: Sequence[Sequence[int]],
-        clients: Sequence[SimulatedClient],
         costs: WorkCosts,
     ) -> float:
+        """Return the simulated seconds of some work of all tenants."""
         clock = Clock()
         cores = Cores(clock, os.cpu_count() or 1)
         executors, ways = [], []
@@ -163,11 +176,12 @@ class MachineCosts:
             executors.append(executor)
             ways.append(_Wire(clock, thread, costs.wait_s / 2, costs.request_s / 2))
         cluster = Cluster(clock)
-        for number, (client, route) in enumerate(zip(clients, routes, strict=True)):
+        for number, route in enumerate(routes):
             hops = [Hop(executors[index], ways[index], ways[index]) for index in route]
             places = [
                 next(place for place, index in enumerate(route) if block in parts[index]) for block in self.blocks
             ]
+            client = self._client(settings, costs, number)
             cluster.add(f"tenant-{number}", client, route=Route(hops, places, cores=cores))
         cluster.run()
         return cluster.now

@@ -108,21 +108,21 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         results = await settings.interleaved(f"{tenants} tenants", jobs)
         measured: list[MachineCosts] = results.pop(COSTS)
         layouts: dict[str, tuple[Sequence[range], Sequence[Sequence[int]]]] = {
-            ONE: ([whole], [[0]] * tenants),
             PARTS: (halves, [[0, 1]] * tenants),
             APART: ([whole, whole], [[number % 2] for number in range(tenants)]),
         }
         predicted = {name: [each.predicted(settings, *layout) for each in measured] for name, layout in layouts.items()}
         _fill(report, settings, placements, results, predicted)
     report.notes.append(
-        "Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows costs "
-        "that were measured in the same round on one more executor, with one tenant and with all of them; it covers "
-        "neither shards nor tenants that choose a replica by load. Placements that use the same executor take turns on "
-        f"it, so its memory includes connections of all of them. {tenants} tenants, each a process with its own LoRA "
-        f"(r8, qkvo), decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), then train on "
-        f"{preset.batch} × {preset.sequence}, {preset.train_steps} steps; medians of {settings.rounds} rounds; policy "
-        f"{settings.policy}, base layers {settings.base_layers!r}, {transport}://, all processes on this machine. "
-        "Bytes are those of the loopback interface, in both directions. A process without a model takes some 350 MiB."
+        "Headlines are speeds over one executor, and simulated speeds over measured ones. The simulation knows the "
+        "costs and the time of one more executor, measured in the same round, with one tenant and with all of them; it "
+        "covers neither shards nor tenants that choose a replica by load. Placements that use the same executor take "
+        f"turns on it, so its memory includes connections of all of them. {tenants} tenants, each a process with its "
+        f"own LoRA (r8, qkvo), decode {preset.decode_steps} tokens after a prompt of {preset.prompt} (not timed), and "
+        f"train on {preset.batch} × {preset.sequence}, {preset.train_steps} steps; medians of {settings.rounds} "
+        f"rounds; policy {settings.policy}, base layers {settings.base_layers!r}, {transport}://, all on this machine. "
+        "Bytes are those of the loopback interface, in both directions. A process without a model takes some "
+        "350 MiB."
     )
     return report
 
