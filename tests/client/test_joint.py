@@ -571,8 +571,8 @@ async def test_a_joint_request_has_the_most_urgent_terms_of_its_tenants() -> Non
         seen: ClassVar[list[Any]] = []
 
         def submitted(self, request: Any) -> None:
-            if request.tenants:
-                self.seen.append((request.tenants, request.terms))
+            if request.joint:
+                self.seen.append((request.joint, request.terms))
 
     base = model_of("llama")
     async with Executor(base, policy=Watch()) as executor, contextlib.AsyncExitStack() as stack:
