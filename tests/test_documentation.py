@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from tests.helpers import Conformance
 ROOT = Path(__file__).parent.parent
 
 
+def blocks(file: Path, language: str) -> list[str]:
+    """Return the blocks of code in a Markdown file."""
+    return re.findall(rf"```{language}\n(.*?)```", file.read_text(encoding="utf-8"), re.DOTALL)
+
+
 def code(file: str) -> list[str]:
     """Return the Python blocks of a Markdown file."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.DOTALL)
+    return blocks(ROOT / file, "python")
 
 
 def check_readme_example(folder: Path, *, after: str = "") -> None:
@@ -35,6 +41,12 @@ def check_readme_example(folder: Path, *, after: str = "") -> None:
 
 def test_readme_example(tmp_path: Path) -> None:
     check_readme_example(tmp_path)
+
+
+def test_toml_examples_can_be_read() -> None:
+    found = [text for file in ROOT.glob("docs/**/*.md") for text in blocks(file, "toml")]
+    assert all(tomllib.loads(text) for text in found)
+    assert len(found) > 2
 
 
 class TestContributingPolicy(Conformance):

@@ -195,7 +195,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             for row in rows:
                 place = f"{path}, line {rows.line_num}"
-                if None in row:  # DictReader's name for fields without one
+                if any(row.get(None, ())):  # DictReader's name for fields without one
                     raise UsageError(f"{place}: more fields than names in line 1; quote fields that have commas")
                 yield place, {name: value or "" for name, value in row.items() if name}
         except csv.Error as error:

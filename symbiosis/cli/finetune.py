@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from symbiosis.cli.folder import OPTIONS_FILE, check_same, checkpoint_in, earlier_in, owned
+from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned
 from symbiosis.cli.methods import method_of
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.errors import UsageError
@@ -177,9 +177,8 @@ def finetune(
     """
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite begins one again; give one of them")
-    read = [data.resolve(), *(each.resolve() for each in (peft, sweep, Path(validation or "")) if each is not None)]
-    if json is not None and json.resolve() in read:
-        raise UsageError(f"--json {json}: this file is read; choose another one for the results")
+    read = [data, peft, sweep, key, Path(validation) if validation else None]
+    check_json(json, read, output)
     if sweep is not None:
         from symbiosis.cli.sweep import sweep as run_sweep
 
@@ -213,7 +212,7 @@ def finetune(
     trainer_module = _trainer_module()
     with owned(output):
         checkpoint = checkpoint_in(output) if resume else None
-        earlier = [] if resume else earlier_in(output, overwrite)
+        earlier = [] if resume else earlier_in(output, overwrite, read=read)
         if resume:
             check_same(output, kept)
 
@@ -251,7 +250,7 @@ def finetune(
                 },
             )
             for one in earlier:  # nothing is refused from here on
-                shutil.rmtree(one) if one.is_dir() else one.unlink()
+                shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
             write_json(output / OPTIONS_FILE, kept)
             examples.format.save(output)
             stopped = _train(run, json, {"address": address, "adapter": str(output)})

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,40 @@ def owned(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def earlier_in(folder: Path, overwrite: bool) -> list[Path]:
-    """Return what is in a folder, of an earlier run or another origin, that a new run replaces.
+def check_json(json: Path | None, read: Iterable[Path | None], folder: Path) -> None:
+    """Check that results can be written to a file.
+
+    Args:
+        json: the file, or None.
+        read: files that the command reads.
+        folder: output folder of the run.
 
     Raises:
-        UsageError: there is something, and it may not be overwritten.
+        UsageError: the command reads this file, or the run writes its own files there.
     """
-    earlier = [*_checkpoints(folder), *(folder / name for name in _WRITTEN if (folder / name).is_file())]
+    if json is None:
+        return
+    if any(json.resolve() == file.resolve() for file in read if file is not None):
+        raise UsageError(f"--json {json}: this file is read; choose another one for the results")
+    if json.resolve() in [(folder / name).resolve() for name in _WRITTEN]:
+        raise UsageError(f"--json {json}: the run writes {json.name} itself; choose another file for the results")
+
+
+def earlier_in(folder: Path, overwrite: bool, *others: Path, read: Iterable[Path | None] = ()) -> list[Path]:
+    """Return what is in a folder, of an earlier run or another origin, that a new run replaces.
+
+    Args:
+        others: files that are replaced too.
+        read: files that the command reads.
+
+    Raises:
+        UsageError: there is something, and it may not be overwritten, or is read.
+    """
+    written = [*(folder / name for name in _WRITTEN), *others]
+    earlier = [*checkpoints(folder), *(one for one in written if os.path.lexists(one))]
+    for file in read:
+        if file is not None and any(file.resolve().is_relative_to(one.resolve()) for one in earlier):
+            raise UsageError(f"--output {folder}: the run would replace {file}, which it reads; choose another folder")
     if earlier and not overwrite:
         names = ", ".join(one.name for one in earlier)
         raise UsageError(
@@ -60,13 +88,14 @@ def checkpoint_in(folder: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    found = [one for one in _checkpoints(folder) if _complete(one)]
+    found = [one for one in checkpoints(folder) if _complete(one)]
     if not found:
         raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
     return max(found, key=lambda one: int(one.name.partition("-")[2]))
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, damaged ones too."""
     return [one for one in folder.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal()]
 
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from symbiosis.cli.data import LOG_FILE
-from symbiosis.cli.folder import earlier_in, owned
+from symbiosis.cli.folder import OPTIONS_FILE, check_json, checkpoints, earlier_in, owned
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, is_given, toml_in, visible, writable, write_json
 from symbiosis.terminal.progress import Steps
@@ -26,6 +26,8 @@ RESULTS_FILE = "results.json"
 """File in the folder of each run with its losses and results."""
 _OWN = {"address", "sweep", "output", "json", "resume", "overwrite"}
 """Parameters of the command that a run of the file cannot change."""
+_READ = {"data", "peft", "validation", "key"}
+"""Parameters that name files which a run reads."""
 
 
 def sweep(context: typer.Context, file: Path, output: Path) -> None:
@@ -41,15 +43,18 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
         typer.Exit: a signal has stopped runs.
     """
     runs, told = _read(context, file), context.params["json"]
+    for name, changes in runs.items():
+        check_json(told, (Path(changes[one]) for one in _READ & changes.keys()), output / name)
     resume = context.params["resume"]
     writable(output, folder=True)
     if told is not None:
         writable(told)
     signals: list[int] = []
     with owned(output), heeded(signals.append):
-        if not resume:
-            for name in runs:
-                earlier_in(output / name, context.params["overwrite"])
+        for name in runs:
+            if not (resume and _has_begun(output / name)):
+                log = [] if resume else [output / f"{name}.log"]  # with --resume, the log goes on
+                earlier_in(output / name, context.params["overwrite"], output / name / RESULTS_FILE, *log)
         before = {name: _written(output / name) for name in runs}
         commands = {name: _command(context, changes, output / name) for name, changes in runs.items()}
         codes = _run(commands, output, signals, "ab" if resume else "wb")
@@ -110,7 +115,8 @@ def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
         for key, value in changes.items():
             option = known[key.replace("-", "_")]
             try:
-                option.process_value(context, [value] if option.multiple and not isinstance(value, list) else value)
+                several = option.multiple and not isinstance(value, list)
+                changes[key] = option.process_value(context, [value] if several else value)
             except typer.BadParameter as error:
                 raise UsageError(f"--sweep {file}: [{name}] {key} = {value!r}: {error.message}") from error
     if not runs:
@@ -125,8 +131,8 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
         if is_given(context, name) and name not in ("sweep", "json")
     }
     values |= {**changes, "output": folder, "json": folder / RESULTS_FILE}
-    if values.get("resume") and not [*folder.glob("checkpoint-*"), *folder.glob("adapter_*")]:
-        values |= {"resume": False, "overwrite": True}  # this run was stopped before its first step, so it begins
+    if values.get("resume") and not checkpoints(folder):  # this run is new, or was stopped before its first step
+        values |= {"resume": False, "overwrite": _has_begun(folder)}
     command = [sys.executable, "-m", "symbiosis.cli.main", str(context.info_name)]
     for parameter in context.command.params:
         value = values.get(str(parameter.name))
@@ -138,6 +144,11 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
             elif one is not None and one is not False:
                 command += [parameter.opts[0], str(one)]
     return command
+
+
+def _has_begun(folder: Path) -> bool:
+    """Return whether a run has written to its folder."""
+    return (folder / OPTIONS_FILE).is_file()
 
 
 def _wait(processes: dict[str, subprocess.Popen[bytes]], output: Path, signals: list[int]) -> None:

@@ -101,7 +101,7 @@ class Scheduler:
         self._queues = Queues()
         self._open: dict[int, Request] = {}
         self._joint: tuple[str, ...] = ()
-        """Tenants of the latest joint request."""
+        """Clients of the latest joint request."""
         self._joint_terms = NO_TERMS
 
     @property

@@ -1,4 +1,4 @@
-"""What goes between the shards of an executor: orders, rows, reports and results (:mod:`symbiosis.executor.shards`).
+"""What goes between the shards of an executor: orders, and answers with results (:mod:`symbiosis.executor.shards`).
 
 An order is a header of 64 numbers, which names a key and the rows of its call. An answer is a number, which tells
 whether the shard has computed its part. On CPUs, small matrices go in the same message, and others after it. gloo sends

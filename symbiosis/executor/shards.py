@@ -81,12 +81,13 @@ class Shards:
         group, cut, rows = self._group, self._cut, len(tensors[0])
         others = range(1, group.count)
         parts = [tuple([empty(rows, c, group.device) for c in cut.shapes(key, rank).answer]) for rank in others]
+        calls = [cut.call(key, tensors, rank) for rank in others]
         own: Results | Exception
         try:
             answers = [group.await_answer(rank, part) for rank, part in zip(others, parts, strict=True)]
             under_way = []
-            for rank in others:
-                under_way += group.order(rank, header_of(key, rows), cut.call(key, tensors, rank))
+            for rank, call in zip(others, calls, strict=True):
+                under_way += group.order(rank, header_of(key, rows), call)
             for rank, answer in zip(others, answers, strict=True):  # NCCL's operations run in this order
                 under_way += [group.receive(rank, tensor) for tensor in answer.after]
         except RuntimeError as error:

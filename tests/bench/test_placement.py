@@ -36,7 +36,7 @@ def test_costs_of_one_tenant() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.timeout(400)  # it starts seven processes of executors, and eleven tenants
+@pytest.mark.timeout(400)  # it starts seven processes of executors, and several tenants
 def test_command(tmp_path: Path) -> None:
     result = command(
         *("bench", "placement", "--preset", "tiny", "--rounds", "1", "--tenants", "1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,7 +161,14 @@ def test_what_is_read_is_not_written(service: Service, data: Path, tmp_path: Pat
     done = command(*options(service, data, tmp_path / "a", "--json", data))
     assert done.exit_code == 1
     assert "this file is read; choose another one for the results" in " ".join(done.stderr.split())
-    assert data.read_bytes() == before
+    done = command(*options(service, data, tmp_path / "a", "--json", tmp_path / "a" / "finetune.json"))
+    assert done.exit_code == 1
+    assert "the run writes finetune.json itself" in " ".join(done.stderr.split())
+    own = data.rename(tmp_path / "log.jsonl")
+    done = command(*options(service, own, tmp_path, "--overwrite"))
+    assert done.exit_code == 1
+    assert "log.jsonl, which it reads; choose another folder" in " ".join(done.stderr.split())
+    assert own.read_bytes() == before
 
 
 def test_a_run_is_continued_or_begun_again(service: Service, data: Path, tmp_path: Path) -> None:
@@ -489,7 +497,8 @@ def test_wrong_options_of_generate(given: list[str], complaint: str) -> None:
 
 def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path) -> None:
     file = tmp_path / "sweep.toml"
-    file.write_text('[small]\nlora = "r=2"\n[fast]\nlearning-rate = 0.05\nlog-to = []\n', encoding="utf-8")
+    fast = 'learning-rate = 0.05\nlog-to = []\nbatch = true\nia3 = "false"\n'  # as options take them: 1, and no
+    file.write_text('[small]\nlora = "r=2"\n[fast]\n' + fast, encoding="utf-8")
     output, told = tmp_path / "out", tmp_path / "out.json"
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--json", told))
     assert done.exit_code == 0, done.output
@@ -506,6 +515,17 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     assert f"--output {output}/small: the run would replace checkpoint-4" in done.stderr
     assert (output / "small.log").read_bytes() == log
     assert not (output / "new").exists(), "no run begins if one is refused"
+    (output / "new").mkdir()
+    (output / "new" / "README.md").write_text("mine", encoding="utf-8")
+    (output / "new.log").write_text("mine", encoding="utf-8")
+    for more in ((), ("--resume",)):
+        done = command(*options(service, data, output, "--steps", 4, "--sweep", file, *more))
+        assert done.exit_code == 1
+        found = re.search(r"new: the run would replace README\.md(, new\.log)?;", " ".join(done.stderr.split()))
+        assert found is not None, done.stderr
+        assert found.group(1) == (None if more else ", new.log"), "a run that goes on adds to its log"
+    (output / "new" / "README.md").unlink()
+    (output / "new.log").unlink()
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--resume", "--json", told))
     assert done.exit_code == 1
     assert "1 of 2 runs ended early (small)" in done.stderr

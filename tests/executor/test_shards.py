@@ -278,16 +278,19 @@ class Meeting:
         self.other.join(10)
 
 
-def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [3, 3_000], ids=["in one message", "in messages of their own"])
+def test_a_batch_that_fails_at_one_shard_is_that_batch_alone(rows: int, tmp_path: Path) -> None:
     _, load = saved(tmp_path)
     launch = Meeting(tmp_path, load)
     split = SplitModel(load(), shard=(0, 2))
     shards = Shards(split, launch)  # type: ignore[arg-type]
-    key, x = Key((0,), Pass.FORWARD), torch.randn(3, 32)
+    weight = load().model.layers[0].self_attn.q_proj.weight
+    x, dy = torch.randn(rows, weight.shape[1]), torch.randn(rows, weight.shape[0])
     with pytest.raises(RuntimeError, match="shard 1 of 2 did not compute its part"):
-        shards.run(key, (x,))
-    (found,) = shards.run(key, (x,))
-    torch.testing.assert_close(found, x @ load().model.layers[0].self_attn.q_proj.weight.T, rtol=1e-5, atol=1e-5)
+        shards.run(Key((0,), Pass.FORWARD), (x,))
+    for pass_, given, expected in ((Pass.FORWARD, x, x @ weight.T), (Pass.BACKWARD, dy, dy @ weight)):
+        (found,) = shards.run(Key((0,), pass_), (given,))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     shards.close()
     assert not launch.other.is_alive()
 
