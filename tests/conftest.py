@@ -7,6 +7,7 @@ import copy
 import inspect
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -65,18 +66,35 @@ async def _nothing_left_on_the_loop() -> AsyncIterator[None]:
 
 
 def client_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("symbiosis-")]
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("symbiosis-")]
+    return [name for name in names if name != LANE]
+
+
+LANE = "symbiosis-dist"
+"""Name of the threads of lanes. They end by themselves, within seconds if the other side was killed."""
+
+
+@pytest.fixture(scope="session")
+def lanes_left() -> Iterator[dict[threading.Thread, str]]:
+    """Threads of lanes that have outlived a test, and the test of each. At the end, they must have ended."""
+    left: dict[threading.Thread, str] = {}
+    yield left
+    end = time.monotonic() + 40
+    for thread in left:
+        thread.join(max(end - time.monotonic(), 0))
+    remaining = [test for thread, test in left.items() if thread.is_alive()]
+    assert not remaining, f"lanes left behind by {remaining}"
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def nothing_left_behind(request: pytest.FixtureRequest, lanes_left: dict[threading.Thread, str]) -> Iterator[None]:
     """Check that no task, client thread or torch mode outlives a test, and that the event loop reported no error."""
     if inspect.iscoroutinefunction(getattr(request, "function", None)):
         request.getfixturevalue("_nothing_left_on_the_loop")
     yield
     for thread in threading.enumerate():
-        if thread.name == "symbiosis-dist":  # the thread ends by itself
-            thread.join(40)
+        if thread.name == LANE:
+            lanes_left.setdefault(thread, request.node.nodeid)
     assert not client_threads(), f"threads left behind: {client_threads()}"
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()

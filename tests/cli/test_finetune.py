@@ -508,6 +508,13 @@ def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path)
     assert ranks == [2, 8]
     assert "small" in done.stdout
     assert "fast" in done.stdout
+
+
+@pytest.mark.thorough
+def test_a_sweep_goes_on_and_replaces_nothing(service: Service, data: Path, tmp_path: Path) -> None:
+    file, output, told = tmp_path / "sweep.toml", tmp_path / "out", tmp_path / "out.json"
+    file.write_text("[small]\nlora = 'r=2'\n", encoding="utf-8")
+    assert command(*options(service, data, output, "--steps", 4, "--sweep", file)).exit_code == 0
     log = (output / "small.log").read_bytes()
     file.write_text('[new]\nlora = "r=2"\n[small]\nlora = "r=4"\n', encoding="utf-8")
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file))

@@ -363,7 +363,7 @@ def test_limits_reload_while_a_tenant_trains(checkpoint: Path, tmp_path: Path) -
         assert running.stop() == 0
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_data_loader_workers(service: Service, checkpoint: Path, context: str) -> None:
     """Worker processes make batches while the model is open."""
 

@@ -44,7 +44,10 @@ def saved(folder: Path, name: str = "LlamaForCausalLM", **options: Any) -> tuple
         ("LlamaForCausalLM", 2, lora),
         ("GPT2LMHeadModel", 2, lambda: ia3("gpt2")),
         ("MixtralForCausalLM", 2, METHODS["prefix"]),
-        ("Qwen3MoeForCausalLM", 4, lambda: lora(target_modules=["q_proj", "v_proj"])),
+        pytest.param(
+            *("Qwen3MoeForCausalLM", 4, lambda: lora(target_modules=["q_proj", "v_proj"])),
+            marks=pytest.mark.thorough,  # three processes more
+        ),
     ],
 )
 async def test_plain_pefts_numbers(name: str, count: int, method: Any, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_sigterm_lets_a_step_end(tmp_path: Path) -> None:
         assert "shutting down when all walks have ended" in running.log
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """A client hangs in a walk, so one signal waits for 15 s."""
     model = save_model(tmp_path / "model", num_hidden_layers=2)

@@ -62,6 +62,7 @@ def test_the_options_of_the_policy_are_checked(installed: Path) -> None:
     assert "patience_ms, rows" in done.stderr
 
 
+@pytest.mark.thorough
 def test_the_policy_passes_its_own_tests(installed: Path) -> None:
     """The conformance kit is one of these tests."""
     done = subprocess.run(

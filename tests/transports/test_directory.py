@@ -361,7 +361,7 @@ print(json.dumps({"grown": grown, "served": executor.sharing.served, "dtype": dt
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell memory")
-@pytest.mark.parametrize("dtype", ["", "float32"])
+@pytest.mark.parametrize("dtype", ["", pytest.param("float32", marks=pytest.mark.thorough)])
 def test_the_other_part_is_not_loaded(dtype: str, tmp_path: Path) -> None:
     """Memory, that of mapped files included, grows by little more than the weights that are served."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}

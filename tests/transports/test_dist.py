@@ -30,6 +30,7 @@ from symbiosis.transports.lanes import EXECUTOR, TENANT, Lanes
 from symbiosis.transports.limits import Limits
 from symbiosis.transports.tcp_client import AsyncTcpConnection, join
 from symbiosis.transports.wire import Hello, Type
+from tests.conftest import LANE
 from tests.helpers import BATCH, HANGS, IDS, METHODS, SHORT, adamw, assert_close, crowd, in_thread, lora, restart, until
 from tests.service import Service, free_port, save_model
 from tests.transports.raw import a_call, hello, raw, receive, rows, violate
@@ -225,23 +226,26 @@ async def test_a_client_joins_again_after_a_loss_directly_after_the_welcome(
         await remote.close()
 
 
-def lane_threads() -> int:
-    return sum(thread.name == "symbiosis-dist" for thread in threading.enumerate())
+LeftLanes = dict[threading.Thread, str]
 
 
-async def test_reconnects_leave_no_lanes_behind(base: Any) -> None:
+def lane_threads(left: LeftLanes) -> int:
+    """Return the number of threads of lanes, without those of earlier tests."""
+    return sum(thread.name == LANE and thread not in left for thread in threading.enumerate())
+
+
+async def test_reconnects_leave_no_lanes_behind(base: Any, lanes_left: LeftLanes) -> None:
     """Lanes whose client does not come to the rendezvous end with its connection, before the time limit."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
-        before = lane_threads()
         for number in range(5):
             with raw(listener.address) as absent:
                 absent.send(hello(f"absent-{number}"))
                 assert (await in_thread(receive, absent))[0] is Type.WELCOME
                 absent.send(a_call(1))
                 assert (await in_thread(receive, absent))[0] is Type.RENDEZVOUS
-                assert lane_threads() == before + 2
-            await until(lambda: lane_threads() == before, 5)
+                assert lane_threads(lanes_left) == 2
+            await until(lambda: lane_threads(lanes_left) == 0, 5)
 
 
 SENDS = """
@@ -258,7 +262,7 @@ while True:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
-async def test_a_client_killed_in_the_middle_of_a_matrix(base: Any, delay_s: float) -> None:
+async def test_a_client_killed_in_the_middle_of_a_matrix(base: Any, delay_s: float, lanes_left: LeftLanes) -> None:
     """gloo in the executor's process survives a peer that dies while it sends 50 MB; other clients are served."""
     async with symbiosis.Executor(base) as executor:
         listener = await executor.listen(LOCAL, insecure=True)
@@ -274,7 +278,7 @@ async def test_a_client_killed_in_the_middle_of_a_matrix(base: Any, delay_s: flo
             for _ in range(5):
                 await asyncio.wait_for(alice.forward(input_ids=IDS), 20)
             await until(lambda: executor.status()["clients"] == ["alice"])
-        await until(lambda: lane_threads() == 0, 20)
+        await until(lambda: lane_threads(lanes_left) == 0, 20)
 
 
 async def test_lanes_that_never_open_are_given_up(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:

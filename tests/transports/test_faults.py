@@ -33,8 +33,11 @@ def addresses(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]
 
 @pytest.mark.parametrize(
     "faults",
-    [Faults(latency_s=0.001), Faults(cut=0.02), Faults(latency_s=0.0005, cut=0.01)],
-    ids=["slow", "cut", "both"],
+    [
+        pytest.param(Faults(latency_s=0.001), id="slow", marks=pytest.mark.thorough),
+        pytest.param(Faults(cut=0.02), id="cut", marks=pytest.mark.thorough),
+        pytest.param(Faults(latency_s=0.0005, cut=0.01), id="both"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["coroutines", "synchronous"])
 async def test_jobs_give_the_same_results(base: Any, addresses: tuple[str, str], faults: Faults, kind: str) -> None:

@@ -358,7 +358,7 @@ async def answer(channel: Any, call: Call) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("driver", "seconds"), [pytest.param("asyncio", 10, marks=pytest.mark.slow), ("asyncio", 1), ("blocking", 1)]
+    ("driver", "seconds"), [pytest.param("asyncio", 10, marks=pytest.mark.thorough), ("asyncio", 1), ("blocking", 1)]
 )
 async def test_idle_clients_that_keep_large_arenas_make_room_for_a_newcomer(
     base: Any, driver: str, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -442,7 +442,7 @@ async def test_tenants_that_keep_the_memory_occupied_make_room_for_a_smaller_cal
         channel.close()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("owners")
 async def test_honest_clients_that_want_more_than_there_is_all_get_on(
     base: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
