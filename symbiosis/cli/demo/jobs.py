@@ -22,7 +22,7 @@ from symbiosis import Executor
 from symbiosis.cli.demo.base_model import Batch, make_batches
 from symbiosis.terminal.top import between, read, screen, view
 
-STEPS, BATCH, LENGTH = 50, 2, 48
+STEPS, BATCH, LENGTH = 40, 2, 48
 """Training steps of each tenant, sequences in a batch, and tokens in a sequence."""
 NEW_TOKENS = 64
 WATCH_S = 1.0
@@ -37,7 +37,7 @@ TENANTS: list[tuple[str, str, dict[str, Any], str, float, list[str]]] = [
     ("dave", "prefix tuning", PREFIX, "argparse", 1e-1, ["The argument", "Return"]),
 ]
 """Name, PEFT method, its options, module whose docstrings the tenant learns from, learning rate, and two prompts."""
-PROMPTS = ["A list is", 'The "with" statement', "When an exception is raised"]
+PROMPTS = ["A list is", "A function is", 'The "with" statement', "When an exception is raised"]
 """Further prompts of every tenant."""
 
 Report = Callable[["DemoJob", "JobResult"], None]
