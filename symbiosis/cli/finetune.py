@@ -39,15 +39,15 @@ _METHOD, _TRAINING, _CHECKPOINTS = "PEFT method", "Training", "Evaluation and ch
 def finetune(
     context: typer.Context,
     address: AddressArgument,
+    output: Annotated[Path, typer.Option(help="Folder for adapter, checkpoints and log.", show_default=False)],
     data: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="Training data: .jsonl, .csv or .parquet with prompt and completion, messages, instruction and output "
-            "(Alpaca) or text; or a .txt file.",
+            "(Alpaca) or text; or a .txt file. Required, unless each table of a --sweep has its own.",
             show_default=False,
         ),
-    ],
-    output: Annotated[Path, typer.Option(help="Folder for adapter, checkpoints and log.", show_default=False)],
+    ] = None,
     lora: Annotated[
         str,
         typer.Option(
@@ -186,6 +186,8 @@ def finetune(
         return
     from symbiosis.cli.data import read_records
 
+    if data is None:
+        raise UsageError("--data is missing; give a file with training data")
     if window is not None and accumulate > 1:
         raise UsageError("--window and --accumulate cannot be combined; raise --batch in place of --accumulate")
     if patience is not None and validation is None:

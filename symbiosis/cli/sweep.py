@@ -44,6 +44,8 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
     """
     runs, told = _read(context, file), context.params["json"]
     for name, changes in runs.items():
+        if not (changes.get("data") or context.params["data"]):
+            raise UsageError(f"--sweep {file}: [{name}] has no data; give it data = 'FILE', or --data for all runs")
         check_json(told, (Path(changes[one]) for one in _READ & changes.keys()), output / name)
     resume = context.params["resume"]
     writable(output, folder=True)

@@ -541,6 +541,22 @@ def test_a_sweep_goes_on_and_replaces_nothing(service: Service, data: Path, tmp_
     assert (output / "small.log").read_bytes().startswith(log)
 
 
+def test_runs_of_a_sweep_have_data_of_their_own(service: Service, data: Path, tmp_path: Path) -> None:
+    file, output = tmp_path / "sweep.toml", tmp_path / "out"
+    file.write_text(f"[one]\ndata = '{data}'\n[other]\nlora = 'r=2'\n", encoding="utf-8")
+    given = (*("finetune", service.address, "--output", str(output), "--steps", "1", "--sweep", str(file)),)
+    done = command(*given)
+    assert done.exit_code == 1
+    assert "[other] has no data; give it data = 'FILE'" in " ".join(done.stderr.split())
+    file.write_text(f"[one]\ndata = '{data}'\n", encoding="utf-8")
+    done = command(*given)
+    assert done.exit_code == 0, done.output
+    assert (output / "one" / "adapter_model.safetensors").is_file()
+    done = command("finetune", service.address, "--output", str(output))
+    assert done.exit_code == 1
+    assert "--data is missing" in done.stderr
+
+
 def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
     from filelock import FileLock
 
