@@ -33,6 +33,13 @@ class Preset:
     train_steps: int = 1
     """Training steps in one measurement of a placement."""
 
+    @property
+    def size(self) -> int:
+        """Bytes of the weights."""
+        with torch.device("meta"):
+            weights: int = LlamaForCausalLM(self.config()).num_parameters()
+        return weights * self.dtype.itemsize
+
     def config(self) -> LlamaConfig:
         return LlamaConfig(
             vocab_size=self.vocabulary,

@@ -20,6 +20,8 @@ from symbiosis.bench.service import RECORDED, ServingProcess, TenantProcess, ser
 from symbiosis.bench.settings import Settings
 
 MiB = 1 << 20
+MODELS = 5
+"""Whole models in memory: of the executor whose costs are measured, of both replicas, of both halves, and of shards."""
 COSTS = "costs"
 ONE = "one executor"
 PARTS = "a half of the layers on each of 2"
@@ -79,13 +81,14 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
     preset = settings.preset
     report = Report("placement", preset.name, {}, transport=transport)
     half = preset.layers // 2
+    packed = 2 * MODELS * preset.size < psutil.virtual_memory().available / 2  # packed weights may be there twice
     whole, halves = range(preset.layers), (range(half), range(half, preset.layers))
     async with AsyncExitStack() as stack:
 
         def started(layers: str = "", shards: int = 1, policy: str = settings.policy) -> ServingProcess:
             settings.progress("starting executors and tenants")
             options = preset.name, transport, policy, settings.base_layers
-            return stack.enter_context(served(*options, layers=layers, shards=shards))
+            return stack.enter_context(served(*options, layers=layers, shards=shards, packed=packed))
 
         recorded = started(policy=RECORDED + settings.policy)
         meter = CostMeter(settings, recorded)
@@ -122,7 +125,7 @@ async def placement(settings: Settings, *, transport: str, tenants: int) -> Repo
         f"train on {preset.batch} × {preset.sequence}, {preset.train_steps} steps; medians of {settings.rounds} "
         f"rounds; policy {settings.policy}, base layers {settings.base_layers!r}, {transport}://, all on this machine. "
         "Bytes are those of the loopback interface, in both directions. A process without a model takes some "
-        "350 MiB."
+        f"350 MiB. Weights are {'' if packed else 'not '}packed{'' if packed else ': memory is too small'}."
     )
     return report
 

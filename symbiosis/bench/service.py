@@ -1,8 +1,8 @@
 """An executor and tenants in separate processes, for benchmarks over a transport.
 
-``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS SHARDS LAYERS`` serves a preset until its
-standard input ends. It answers ``gap`` with the largest gap of its event loop since the last one, in milliseconds, and,
-with a policy ``recorded:NAME``, ``notes`` with the batches since the last time.
+``python -m symbiosis.bench.service serve PRESET ADDRESS POLICY BASE_LAYERS SHARDS LAYERS PACKED`` serves a preset until
+its standard input ends. It answers ``gap`` with the largest gap of its event loop since the last one, in milliseconds,
+and, with a policy ``recorded:NAME``, ``notes`` with the batches since the last time.
 ``python -m symbiosis.bench.service tenant PRESET SEED LENGTH ROWS ADDRESS...`` is a tenant that follows commands on
 standard input. It has a model and an adapter for each address.
 """
@@ -95,12 +95,20 @@ def _key(layers: list[int], pass_: int, *rest: Any) -> Key:
 
 @contextlib.contextmanager
 def served(
-    preset: str, transport: str, policy: str, base_layers: str, *, layers: str = "", shards: int = 1
+    preset: str,
+    transport: str,
+    policy: str,
+    base_layers: str,
+    *,
+    layers: str = "",
+    shards: int = 1,
+    packed: bool = True,
 ) -> Iterator[ServingProcess]:
-    """Yield an executor in ``shards`` other processes that serves a preset's model, or ``layers`` of it."""
+    """Yield an executor in ``shards`` other processes that serves a preset's model, or ``layers`` of it, with weights
+    that are packed or not."""
     with address_for(transport) as address:
         command = [sys.executable, "-W", "ignore", "-m", __name__, "serve"]
-        command += [preset, address, policy, base_layers, str(shards), layers]
+        command += [preset, address, policy, base_layers, str(shards), layers, str(packed)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert process.stdout is not None
@@ -169,7 +177,7 @@ async def tenant_processes(
         await asyncio.gather(*(tenant.end() for tenant in tenants))
 
 
-def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str, layers: str) -> None:
+def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str, layers: str, packed: str) -> None:
     import torch
 
     from symbiosis import Executor
@@ -180,13 +188,14 @@ def _serve(preset: str, address: str, policy: str, base_layers: str, shards: str
         recorded = policy.removeprefix(RECORDED)
         recorder = None if policy == recorded else WalkRecorder(make_policy(recorded))
         options: dict[str, Any] = {"policy": recorder or policy, "base_layers": base_layers, "layers": layers or None}
+        options["packed"] = packed == "True"
         if int(shards) > 1:
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 del model
                 executor = Executor.from_pretrained(folder, shards=int(shards), **options)
         else:
-            executor = Executor(model, packed=True, **options)
+            executor = Executor(model, **options)
         async with executor:
             trusting = {"insecure": True} if address.startswith("dist:") else {}
             await executor.listen(address, **trusting)
