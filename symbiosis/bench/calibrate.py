@@ -26,7 +26,8 @@ from symbiosis.simulation.replay import ReplayedLoad
 DECODING = range(8, 1, -1)
 """Numbers of clients that decode together. Each is measured, because cost does not grow evenly with them."""
 MIXED = (0, 3, 1, 2)
-"""The order in which clients get adapters. The first two, which read prompts, adapt an average number of layers."""
+"""The order in which clients get adapters. The first two, which also measure prompts, adapt an average number of
+layers."""
 STEPS = 6
 PROMPTS = (4, 12, 32, 64, 128, 256, 512, 1024)
 TUNING = (32, 128, 512)
@@ -46,10 +47,14 @@ async def calibrate(settings: Settings, load: ReplayedLoad) -> Costs:
 class Calibration:
     """Measures costs with clients on real executors that repeat short parts of a load.
 
-    It measures the seconds of a batch by its rows, for each key, separately for batches that follow one of the same
-    layer, whose weights are in the cache; the seconds of a client's own work before a request, by its rows, for each
-    kind; and the seconds of the executor's work beside a batch. Batches of several decoding clients are those of joint
-    walks.
+    It measures, in seconds:
+
+    * a batch, for each key, by its rows. Batches that follow one of the same layer, whose weights are in the cache, are
+      measured apart;
+    * a client's own work before a request, for each kind, by its rows;
+    * the executor's work beside a batch.
+
+    Batches of several decoding clients are those of joint walks.
 
     Args:
         settings: the model and the device.
@@ -126,7 +131,7 @@ class Calibration:
         if decoders is self._apart:
             await self._time(Kind.DECODE, 1, *work)
         else:
-            seconds, done = await _timed(decoders.executor, *work)  # a batch is a request: that of a joint walk
+            seconds, done = await _timed(decoders.executor, *work)  # each batch has one request, of a joint walk
             self._notes.own[Kind.DECODE].append((count, max(seconds - done.run_s, 0.0) / done.batches, 1.0))
 
     async def _read(self, length: int) -> None:
@@ -179,10 +184,10 @@ class Calibration:
             batch,
             lambda kind, rows: thinking[kind](rows),
             overhead_s,
-            True,
-            True,
-            recorder.alone,
-            f"{self._settings.preset.name}, measured here",
+            local=True,
+            joint=True,
+            last=recorder.alone,
+            text=f"{self._settings.preset.name}, measured here",
         )
 
 

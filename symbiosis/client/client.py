@@ -202,7 +202,7 @@ class Client:
         With a window, the sequence is run in parts of that many tokens: forward from left to right, and backward from
         right to left, with cached keys and values whose gradients are accumulated (FlexLLM, algorithm 2). The gradients
         are those of the whole sequence, up to the order of sums. The client then holds the activations of one window
-        and the keys and values of all, and sends smaller requests. It runs every window but the last forward twice.
+        and the keys and values of all, and sends smaller requests. Each window except the last is run forward twice.
 
         A step that fails, or is cancelled, leaves parameters as they were and no gradients.
 

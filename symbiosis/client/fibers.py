@@ -36,8 +36,8 @@ T = TypeVar("T")
 class RandomStream:
     """One client's random numbers, as if its job had a process of its own. Starts as a copy of torch's generators.
 
-    Entering and leaving together take a microsecond, because the state of torch's CPU generator has 5 kB. One stream is
-    entered at a time in the whole process; a thread that enters waits until the thread before it has left.
+    Entering and leaving copy the state of torch's CPU generator, 5 kB, which takes a microsecond. One stream is entered
+    at a time in the whole process; a thread that enters waits until the thread before it has left.
     """
 
     __slots__ = ("_cuda", "_mine", "_others")
@@ -91,7 +91,7 @@ def numpys_stream(seed: int | None = None) -> Iterator[None]:
 
 
 _cpu = torch.default_generator
-_entered = threading.RLock()  # an abandoned fiber that is collected while another runs enters inside it
+_entered = threading.RLock()  # reentrant: one that is collected enters inside another's
 
 
 class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
@@ -155,7 +155,7 @@ async def run_in_fiber(
     fiber.gr_context = contextvars.copy_context()
     out: Any = fiber.switch(stream, fn, args, kwargs)
     while not fiber.dead:
-        # The fiber empties this list, so that neither a local nor an argument keeps a tenant's rows alive.
+        # The fiber takes the result out of this list, so that no variable here keeps a tenant's rows alive.
         try:
             observer.flush()
             result = [await out]

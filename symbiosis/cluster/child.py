@@ -1,4 +1,4 @@
-"""Commands of symbiosis as child processes that end with their parent, however that ends."""
+"""Commands of symbiosis as child processes that end with their parent, however the parent ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINES = 20
 def start(arguments: Sequence[str], cwd: str | None = None) -> subprocess.Popen[str]:
     """Start ``symbiosis`` with arguments, both outputs in one pipe.
 
-    Linux ends the child when the thread ends that started it, so that thread has to wait for the child.
+    Linux kills the child when the thread that started it ends, so that thread has to wait for the child.
     """
     command = [sys.executable, "-m", __spec__.name, str(os.getpid()), *arguments]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}

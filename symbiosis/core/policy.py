@@ -111,9 +111,9 @@ class Policy(ABC):
     name: str
 
     lone_at_once: bool = False
-    """Whether the scheduler may run a request without asking the policy when nothing else is queued or running and no
-    other client is thinking, and the event loop had its turn (:meth:`Scheduler.offer`). This halves the cost of such a
-    request, and the policy gets no hook for it. A policy that limits rates must say False."""
+    """Whether the scheduler may run a lone request without asking the policy: nothing else is queued or running, no
+    other client is thinking, and the event loop has had a turn (:meth:`Scheduler.offer`). This halves the cost of such
+    a request, and the policy gets no hook for it. A policy that limits rates must say False."""
 
     _bound: bool = False
 

@@ -95,7 +95,7 @@ class Statistics(NamedTuple):
     clients: Mapping[str, ClientStatistics]
     """Counts by client, including up to some thousands of clients that have left."""
     tenants: Mapping[str, ClientStatistics]
-    """Counts by tenant, including all that have left; of too many tenants, under ``"other"``."""
+    """Counts by tenant, including all that have left. Tenants beyond a limit are counted together, as ``"other"``."""
     waits: Mapping[str, float]
     """Seconds that requests were queued, by the policy's reason to run the batch that answered them."""
     wait_times: Mapping[str, Histogram]
@@ -129,7 +129,7 @@ BOUNDS_S = tuple(round(base * 10**power, 6) for power in range(-4, 2) for base i
 OTHER = "other"
 """Stands for the reasons, or the tenants, that are too many to be counted apart."""
 APART_S = 10.0
-"""Seconds between two requests for the same layers from which on their clients are not at work at once."""
+"""Two requests for the same layers that are further apart, in seconds, do not count as work at the same time."""
 _FORWARD = Pass.FORWARD
 _PASSES = [pass_.name.lower().replace("_", " ") + (" fp32" if fp32 else "") for pass_ in Pass for fp32 in (False, True)]
 """Names of a key's pass and precision: ``forward``, ``forward without bias``, ``backward fp32``."""
@@ -258,8 +258,8 @@ class Counters:
     """Counts of one client of the latest joint walk that are not in the clients' own counts yet."""
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float, beside: str = "") -> None:
-        """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests. ``beside`` says
-        what other clients did, if it had one request.
+        """Count a batch that ran from ``started`` to ``ended`` (seconds) and answered these requests. If the
+        batch had one request, ``beside`` says what other clients did.
 
         A request of a joint walk counts as one of each of its clients.
         """
@@ -340,7 +340,7 @@ class Counters:
         return layer
 
     def _joint_client(self, joint: tuple[str, ...]) -> _ClientCounts:
-        """Return where to count for each client of a joint walk, but only once until they change."""
+        """Return the counts that stand for every client of this joint walk until its clients change."""
         if joint is not self._joint:
             self._share_out()
             self._joint = joint

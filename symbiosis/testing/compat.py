@@ -144,7 +144,7 @@ _READS = {
 }
 """What a model of one's own reads, by the end of its class's name."""
 _FITTED = ("pairs", "image", "mel", "wave")
-"""What models of one's own may read besides, if the zoo has their class: its inputs have the sizes that they need."""
+"""Further inputs for a user's model whose class is in the zoo, whose inputs have fitting sizes."""
 _TASKS = {
     "text": "CAUSAL_LM",
     "image and text": "CAUSAL_LM",
@@ -196,7 +196,7 @@ def cells_of(name: str, methods: list[str] | None, transports: list[str]) -> lis
 
 def load(name: str, dtype: torch.dtype | None = torch.float32) -> tuple[Any, str]:
     """Return a model and what it reads: a class of the zoo, also in a format (``LlamaForCausalLM in bf16``), or a model
-    in a folder or at a hub id. Of a configuration without weights, the model is random.
+    in a folder or at a hub id. If only a configuration is given, weights are random.
 
     Args:
         name: the model's name, folder, hub id or configuration.
@@ -340,7 +340,7 @@ def _factor_inputs(inputs: Callable[[int], dict[str, Any]], model: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def _clients(model: Any, transport: str) -> AsyncIterator[Callable[[Any], Client]]:
-    """Yield a function that makes clients, given a PEFT configuration, of an executor with a copy of a model."""
+    """Serve a copy of a model, and yield a function that makes a client for a PEFT configuration."""
     async with Executor(copy.deepcopy(model)) as executor:
         if transport == "inproc":
             yield lambda config: executor.client(config, seed=0)

@@ -49,7 +49,7 @@ def training_step(model: Any, batch: Mapping[str, Any], window: int | None, prun
         model: a model of ``transformers``, with PEFT or without.
         batch: arguments of the model, with ``labels``, on the model's device.
         window: number of tokens in a window; None, or as many as the batch has, for the whole sequence at once.
-        prune: keep fewer activations for backward; by default if there is a window.
+        prune: keep fewer activations for backward. None: True with a window, otherwise False.
 
     Raises:
         UsageError: the window is not a whole number, the model gives no loss, nothing in it is trainable, or it cannot

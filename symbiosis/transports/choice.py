@@ -67,13 +67,13 @@ class Choice:
         """Of a replica that has failed, for how many seconds others are preferred, and until when."""
 
     def candidates(self) -> list[Replica]:
-        """Return the replicas to join, the best one first, those that were lost lately behind the others, and those
-        that did not answer last. Blocks.
+        """Return the replicas to join: preferred ones first, then those that were lost recently, then those that did
+        not answer. Blocks.
 
         Raises:
             RefusedError: all of them serve another model than before.
-            SymbiosisError: no replica answers. Silent replicas are not tried in this case, because another replica may
-                return during the attempt.
+            SymbiosisError: no replica of this model answers. Silent ones are not tried then: look again later, as
+                another replica may return during an attempt.
         """
         if self._replica is not None and not self._moves:
             self.failed(self._replica)

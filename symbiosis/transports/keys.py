@@ -1,12 +1,12 @@
 """Keys for ``tcp://``: a folder of key files on the executor's side, one file on each tenant's side.
 
 A key is an Ed25519 key pair with a self-signed certificate, for TLS 1.3. ``server.secret`` and ``server.public`` are
-the executor's own. Every other ``name.public`` in the folder admits one tenant: its certificate identifies the tenant,
-and ``name`` appears in logs. A tenant's ``name.secret`` also contains the executor's certificate, so a tenant needs
-only this file. A tenant that wants to keep its secret to itself makes the pair and gives the provider the public file.
+the executor's own. Every other ``name.public`` in the folder admits the tenant of that name, whom its certificate
+identifies. A tenant's ``name.secret`` also contains the executor's certificate, so a tenant needs only this file. A
+tenant that wants to keep its secret to itself makes the pair and gives the provider the public file.
 
-Each side admits the certificates in its files only, and none that they sign. Names and dates in certificates have no
-meaning here.
+Each side admits the certificates in its files only. A certificate that one of them has signed is not accepted. Names
+and dates in certificates have no meaning here.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _write(path: Path, mode: int, text: str) -> Path:
 
 
 def load_key(path: str | Path) -> KeyPair:
-    """Return the pair in a ``.secret`` file. Raises UsageError if the file is no such file, or other users can read it.
-    No message shows a secret."""
+    """Return the pair in a ``.secret`` file. Raises UsageError if it is no ``.secret`` file, or other users can read
+    it. No message shows a secret."""
     path = Path(path)
     secrets = [text for kind, text in _blocks(path) if kind == "PRIVATE KEY"]
     if len(secrets) != 1:

@@ -34,8 +34,8 @@ class Stream(NamedTuple):
     request: torch.Tensor
     """[n] number of the request that brought each row, counted at this place."""
     noise: torch.Tensor
-    """[m, w] rows that were sent for their effects only. A provider can tell them by their pass, number and size; the
-    audit tells it."""
+    """[m, w] rows that were sent for their effects only. A provider could recognize them by their pass, number and
+    size; the audit gives it this knowledge."""
 
 
 Evidence = dict[Place, Stream]

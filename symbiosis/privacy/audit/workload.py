@@ -126,7 +126,7 @@ class Truth:
     texts: torch.Tensor
     """[prompts, tokens] token ids of the prompts."""
     sent: list[torch.Tensor]
-    """The matrices that rows were sent as, to all executors."""
+    """The matrices that were sent in place of bare rows, to all executors."""
 
     def by_operation(self, place: Place, x: torch.Tensor, operations: Iterable[int]) -> list[torch.Tensor]:
         """Return the rows of x [n, …] that belong to each of some operations at a place."""
@@ -137,7 +137,7 @@ class Truth:
         return self.by_operation(place, x, self.prompts)
 
     def main_place(self, layer: int) -> Place:
-        """Return the forward place of a layer with the most rows.
+        """Return, of the forward places of a layer, the one with the most rows.
 
         A layer has two places: alone, and together with its siblings once the client knows them.
         """
@@ -155,7 +155,7 @@ class Recorder:
         self.calls: list[tuple[Place, torch.Tensor, int]] = []
         """Place, bare rows and operation of each call."""
         self.sent: list[torch.Tensor] = []
-        """The matrices that rows were sent as: of each executor, if rows are masked."""
+        """The matrices that were sent in place of bare rows: to each executor, if rows are masked."""
         self._mask: Any = getattr(channel, "mask", None)
         if self._mask is not None:
             mask = self._mask.mask
