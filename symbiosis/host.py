@@ -250,7 +250,7 @@ class Executor:
         Args:
             address: the address.
             keep_weights: refuse to hand out weights that are not served, apart from embeddings, heads and small
-                tensors; see :attr:`sharing`. By default only for ``tcp://``.
+                tensors; see :attr:`sharing`. By default for all but ``shm://`` and ``dist://``.
             **options: those of the address's transport.
 
         Raises:

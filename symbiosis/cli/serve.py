@@ -120,7 +120,7 @@ def serve(
     keep_weights: Annotated[
         bool | None,
         typer.Option(
-            help="Hand out no weights but embeddings, heads and small tensors. By default for tcp:// only.",
+            help="Hand out no weights but embeddings, heads and small tensors. By default for all but shm:// and dist://.",
             show_default=False,
         ),
     ] = None,

@@ -37,6 +37,9 @@ ACTIVITY_EVERY_S = 0.2
 """Seconds between two activities that are put together: with thousands of tenants each takes milliseconds, and a peer
 may ask at any rate."""
 
+TRUSTED = ("inproc:", "shm:", "dist:")
+"""Schemes of addresses that are for the same process, the same user, and hosts that trust each other."""
+
 DRAIN_EVERY_S = 0.02
 """Seconds between two looks at whether all walks have ended."""
 
@@ -114,7 +117,7 @@ class ExecutorService:
         """Open one more address; see :meth:`symbiosis.Executor.listen`."""
         if not self.is_open:
             raise UsageError("start the executor first: `async with executor:`")
-        if address.startswith("tcp:") if keep_weights is None else keep_weights:
+        if not address.startswith(TRUSTED) if keep_weights is None else keep_weights:
             self._check_leaving(address)
         listener = await make_transport(address, **options).listen(address, self)
         self.listeners.append(listener)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from torch import nn
 
 import symbiosis
-from symbiosis.errors import PlaceholderError, ShareError, SplitError
+from symbiosis.errors import PlaceholderError, ShareError, SplitError, UnknownNameError
 from symbiosis.executor.sharing import Sharing, Unserved, describe, sharing_of, size_text
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.testing import Comparison, Job, run_job, run_job_plain, tiny_model
@@ -55,6 +55,18 @@ def test_large_tensors_of_any_kind_are_listed() -> None:
     model.waves = nn.Conv1d(64, 64, 64)
     sharing = sharing_of(SplitModel(model))
     assert {one.name for one in sharing.leaving()} == {"vector", "waves.weight"}
+
+
+async def test_no_weight_leaves_over_an_unknown_transport_by_default() -> None:
+    """It may be for other hosts, as tcp:// is."""
+    model = tiny_model()
+    model.vector = nn.Parameter(torch.zeros(1 << 16))
+    async with symbiosis.Executor(model) as executor:
+        for address in ("tcp://127.0.0.1:0", "mine://x"):
+            with pytest.raises(ShareError, match="vector"):
+                await executor.listen(address)
+        with pytest.raises(UnknownNameError):
+            await executor.listen("mine://x", keep_weights=False)
 
 
 def test_executors_that_allow_other_weights_have_other_fingerprints() -> None:
