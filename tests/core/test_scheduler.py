@@ -326,7 +326,7 @@ def test_validate_detects_an_error() -> None:
 
 @pytest.mark.parametrize("policy", [NoLockstep, Lockstep, Opportunistic])
 def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep]) -> None:
-    """A request takes about as long with 1000 clients as with 10. A factor of 8 leaves room for a busy machine."""
+    """A request takes about as much processor time with 1000 clients as with 10, within a factor of 8."""
 
     def seconds_a_request(clients: int) -> float:
         scheduler = Scheduler(policy(), layers=32, max_rows=4096)
@@ -337,13 +337,13 @@ def test_cost_does_not_grow_with_the_number_of_clients(policy: type[NoLockstep])
         ids = iter(range(10**9))
         best = math.inf
         for layer in range(12):
-            started = time.perf_counter()
+            started = time.thread_time()
             for name in names:
                 scheduler.submit(Request(next(ids), name, Key((layer,), Pass.FORWARD), 1, Kind.DECODE, 0.0))
             while not isinstance(batch := scheduler.next_action(0.0), Idle):
                 assert isinstance(batch, Batch)
                 scheduler.completed(batch, 1e-3, 0.0)
-            best = min(best, (time.perf_counter() - started) / clients)
+            best = min(best, (time.thread_time() - started) / clients)
         return best
 
     assert seconds_a_request(1000) < 8 * seconds_a_request(10)
