@@ -191,8 +191,10 @@ _LONGEST_FIELD = 1 << 30
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         csv.field_size_limit(_LONGEST_FIELD)
-        rows = csv.DictReader(file)
+        rows = csv.DictReader(file, strict=True)  # not strict, an open quote would take the rest of the file
         try:
+            if len(set(names := rows.fieldnames or ())) < len(names):
+                raise UsageError(f"{path}, line 1: a name stands twice; give each field a name of its own")
             for row in rows:
                 place = f"{path}, line {rows.line_num}"
                 if any(row.get(None, ())):  # DictReader's name for fields without one
@@ -287,7 +289,8 @@ def _check(place: str, record: Any, name: str) -> None:
         if not any(one["role"] == "assistant" for one in messages):
             raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
         return
-    for one in _FIELDS[name]:
+    optional = ("input",) if name == "alpaca" and record.get("input") else ()
+    for one in (*_FIELDS[name], *optional):
         if not isinstance(record[one], str):
             raise UsageError(f"{place}: {one!r} is a {type(record[one]).__name__}, not a string")
         if not record[one].strip():

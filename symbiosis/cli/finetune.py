@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_module
 import math
-import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned
+from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned, replaced
 from symbiosis.cli.methods import method_of
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.errors import UsageError
@@ -243,6 +242,7 @@ def finetune(
                 patience=patience,
                 arguments={
                     **{argument: settings[name] for name, argument in _TRAINER.items()},
+                    "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" and warmup else schedule,
                     "num_train_epochs": epochs,
                     "max_steps": steps or -1,
                     "per_device_eval_batch_size": batch,
@@ -251,11 +251,10 @@ def finetune(
                     "report_to": log_to or [],
                 },
             )
-            for one in earlier:  # nothing is refused from here on
-                shutil.rmtree(one) if one.is_dir() and not one.is_symlink() else one.unlink()
-            write_json(output / OPTIONS_FILE, kept)
-            examples.format.save(output)
-            stopped = _train(run, json, {"address": address, "adapter": str(output)})
+            with replaced(output, earlier):
+                write_json(output / OPTIONS_FILE, kept)
+                examples.format.save(output)
+                stopped = _train(run, json, {"address": address, "adapter": str(output)})
     if stopped:
         raise typer.Exit(128 + stopped)
 

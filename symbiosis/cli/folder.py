@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,26 @@ OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
 _WRITTEN = ("adapter_config.json", "adapter_model.safetensors", LOG_FILE, OPTIONS_FILE, FORMAT_FILE, "README.md")
 """Files that a run writes into its folder, beside checkpoints."""
+_LOCK = ".lock"
+_ASIDE = ".replaced"
+"""Folder with what a new run replaces, until it has saved something itself."""
 
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
     """Keep other runs out of a folder."""
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / _LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
     for left in folder.glob(".partial-*"):  # of a run that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
+    _settle(folder)  # the same
     try:
         yield
     finally:
-        (folder / ".lock").unlink(missing_ok=True)
+        (folder / _LOCK).unlink(missing_ok=True)
         lock.release()
 
 
@@ -54,7 +59,7 @@ def check_json(json: Path | None, read: Iterable[Path | None], folder: Path) -> 
         return
     if any(json.resolve() == file.resolve() for file in read if file is not None):
         raise UsageError(f"--json {json}: this file is read; choose another one for the results")
-    if json.resolve() in [(folder / name).resolve() for name in _WRITTEN]:
+    if json.resolve() in [(folder / name).resolve() for name in (*_WRITTEN, _LOCK)]:
         raise UsageError(f"--json {json}: the run writes {json.name} itself; choose another file for the results")
 
 
@@ -82,6 +87,35 @@ def earlier_in(folder: Path, overwrite: bool, *others: Path, read: Iterable[Path
     return earlier
 
 
+@contextlib.contextmanager
+def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
+    """Move what is in a folder aside while a new run begins. It is deleted once the run has saved a checkpoint or its
+    adapter. If the run ends without, everything is as it was."""
+    if earlier := list(earlier):
+        (folder / _ASIDE).mkdir()
+        for one in earlier:
+            one.rename(folder / _ASIDE / one.name)
+    try:
+        yield
+    finally:
+        _settle(folder)
+
+
+def _settle(folder: Path) -> None:
+    aside = folder / _ASIDE
+    if not aside.is_dir():
+        return
+    saved = [*folder.glob("checkpoint-*/trainer_state.json"), *folder.glob("adapter_model.safetensors")]
+    if not saved:
+        for one in checkpoints(folder):
+            shutil.rmtree(one)
+        for name in _WRITTEN:
+            (folder / name).unlink(missing_ok=True)
+        for one in aside.iterdir():
+            one.rename(folder / one.name)
+    shutil.rmtree(aside)
+
+
 def checkpoint_in(folder: Path) -> Path:
     """Return the last complete checkpoint in a folder.
 
@@ -100,10 +134,19 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end. The trainer's state is written last."""
+    """Return whether a checkpoint was written to its end, and can be read. The trainer's state is written last."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        json.loads((checkpoint / "trainer_state.json").read_bytes())
-    except (OSError, ValueError) as error:
+        if not isinstance(json.loads((checkpoint / "trainer_state.json").read_bytes()), dict):
+            raise ValueError("trainer_state.json is no object")
+        for file in checkpoint.glob("*.safetensors"):
+            with safe_open(file, "pt"):  # checks the size
+                pass
+        for file in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]:
+            if not zipfile.is_zipfile(file):
+                raise ValueError(f"{file.name} has no end")
+    except (OSError, ValueError, SafetensorError) as error:
         console(stderr=True).print(f"{checkpoint} is damaged and is passed over ({error})", soft_wrap=True)
         return False
     return True
@@ -116,8 +159,8 @@ def check_same(folder: Path, kept: dict[str, Any]) -> None:
         UsageError: some differ, or they cannot be read.
     """
     try:
-        before = json.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        before = dict(json.loads((folder / OPTIONS_FILE).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
     different = [name for name in kept if kept[name] != before.get(name)]
     for name, what in (("data", "the examples"), ("model", "the weights of the model at this address")):

@@ -255,7 +255,9 @@ def _with_adapter(base: Any, folder: Path) -> Any:
     if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise UsageError(f"--adapter {folder}: there are no weights in it (adapter_model.safetensors)")
     try:
-        return PeftModel.from_pretrained(base, str(folder))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(base, str(folder))
     except SymbiosisError:
         raise
     except Exception as error:  # PEFT, safetensors and json raise various errors for a broken file

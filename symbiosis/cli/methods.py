@@ -54,7 +54,7 @@ def read_config(file: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Unexpected keyword arguments")  # PEFT only warns of a misspelt option
-            return PeftConfig.from_peft_type(**{"task_type": "CAUSAL_LM", **values})
+            return PeftConfig.from_peft_type(**{"task_type": "CAUSAL_LM", **values, "inference_mode": False})
     except (KeyError, TypeError, ValueError, UserWarning) as error:
         raise UsageError(f"--peft {file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
 

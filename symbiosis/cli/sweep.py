@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, checkpoints, earlier_in, owned
+from symbiosis.cluster import child
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, is_given, toml_in, visible, writable, write_json
 from symbiosis.terminal.progress import Steps
@@ -46,6 +47,9 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
     for name, changes in runs.items():
         if not (changes.get("data") or context.params["data"]):
             raise UsageError(f"--sweep {file}: [{name}] has no data; give it data = 'FILE', or --data for all runs")
+        own = output / name / RESULTS_FILE, output / f"{name}.log"
+        if told is not None and told.resolve() in [one.resolve() for one in own]:
+            raise UsageError(f"--json {told}: run {name} writes this file itself; choose another one")
         check_json(told, (Path(changes[one]) for one in _READ & changes.keys()), output / name)
     resume = context.params["resume"]
     writable(output, folder=True)
@@ -108,7 +112,7 @@ def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
     for name, changes in runs.items():
         if not isinstance(changes, dict):
             raise UsageError(f"--sweep {file}: {name!r} is no table; write [{name}] and its options, such as lora")
-        if Path(name).name != name or name.startswith(".") or name.endswith(".log"):
+        if not re.fullmatch(r"\w[\w .+=,-]{0,99}", name) or name.endswith(".log"):
             raise UsageError(f"--sweep {file}: [{name}] cannot be the name of a folder for its run; choose another one")
         unknown = [key for key in changes if key.replace("-", "_") not in known]
         if unknown:
@@ -135,7 +139,7 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
     values |= {**changes, "output": folder, "json": folder / RESULTS_FILE}
     if values.get("resume") and not checkpoints(folder):  # this run is new, or was stopped before its first step
         values |= {"resume": False, "overwrite": _has_begun(folder)}
-    command = [sys.executable, "-m", "symbiosis.cli.main", str(context.info_name)]
+    command = [str(context.info_name)]
     for parameter in context.command.params:
         value = values.get(str(parameter.name))
         for one in value if isinstance(value, list | tuple) else [value]:
@@ -145,7 +149,7 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
                 command.append(parameter.opts[0])
             elif one is not None and one is not False:
                 command += [parameter.opts[0], str(one)]
-    return command
+    return child.command(command)
 
 
 def _has_begun(folder: Path) -> bool:

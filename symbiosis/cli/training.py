@@ -62,11 +62,12 @@ class Training:
     ) -> None:
         logging.set_verbosity_error()
         self._output = output
+        self._option = option
         self._checkpoint = checkpoint
         torch.manual_seed(seed)
         try:
             model: Any = get_peft_model(base, config)
-        except (ValueError, TypeError) as error:  # the model has no such layers
+        except (IndexError, TypeError, ValueError) as error:  # the model has no such layers
             raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
         self._model = model
         self._watch = _Watch(output)
@@ -110,6 +111,14 @@ class Training:
         except SymbiosisError:
             self._keep()
             raise
+        except (IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            if not self._watch.losses:
+                raise UsageError(f"{self._option}: the first step failed ({reason})") from error
+            raise UsageError(
+                f"{self._output}: training ended after step {self._trainer.state.global_step} ({reason}); --resume "
+                "continues from the last checkpoint"
+            ) from error
         state = self._trainer.state
         if self._watch.stopped:
             out.print(

@@ -16,15 +16,19 @@ LINES = 20
 """Lines of the output that are kept."""
 
 
-def start(arguments: Sequence[str], cwd: str | None = None) -> subprocess.Popen[str]:
-    """Start ``symbiosis`` with arguments, both outputs in one pipe.
+def command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of a child of this process that runs ``symbiosis`` with arguments.
 
     Linux kills the child when the thread that started it ends, so that thread has to wait for the child.
     """
-    command = [sys.executable, "-m", __spec__.name, str(os.getpid()), *arguments]
+    return [sys.executable, "-m", __spec__.name, str(os.getpid()), *arguments]
+
+
+def start(arguments: Sequence[str], cwd: str | None = None) -> subprocess.Popen[str]:
+    """Start ``symbiosis`` with arguments, both outputs in one pipe."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     return subprocess.Popen(
-        command,
+        command(arguments),
         cwd=cwd,
         env=environment,
         stdin=subprocess.DEVNULL,

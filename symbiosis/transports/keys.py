@@ -12,6 +12,7 @@ and dates in certificates have no meaning here.
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import os
 import re
@@ -82,6 +83,8 @@ def new_key(folder: str | Path, name: str) -> Path:
     secret = key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()).decode()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (folder / f"{name}.public").exists():  # before a secret is written
+            raise FileExistsError(errno.EEXIST, "", str(folder / f"{name}.public"))
         text = f"# The SECRET key of {name}: keep it private.\n{secret}{public}{server}"
         path = _write(folder / f"{name}.secret", 0o600, text)
         _write(folder / f"{name}.public", 0o644, f"# The public key of {name}.\n{public}")

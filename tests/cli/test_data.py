@@ -156,6 +156,15 @@ def test_csv_has_the_same_fields(tmp_path: Path) -> None:
     assert read_records(ended) == [{"prompt": "a", "completion": "b"}]
 
 
+def test_csv_that_would_lose_something(tmp_path: Path) -> None:
+    quoted = write(tmp_path, 'prompt,completion\na,b\nc,"d\ne,f\n', name="quoted.csv")
+    with pytest.raises(UsageError, match=r"quoted\.csv, line \d: not CSV"):
+        read_records(quoted)
+    twice = write(tmp_path, "prompt,prompt,completion\na,b,c\n", name="twice.csv")
+    with pytest.raises(UsageError, match="a name stands twice"):
+        read_records(twice)
+
+
 def test_csv_with_more_fields_than_names(tmp_path: Path) -> None:
     file = write(tmp_path, "prompt,completion\nGreet,Hello, how are you?\n", name="pairs.csv")
     with pytest.raises(UsageError, match="line 2: more fields than names in line 1; quote fields"):

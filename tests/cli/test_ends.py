@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from symbiosis.cli import finetune, training
@@ -264,6 +265,18 @@ def test_sighup_saves_a_checkpoint(service: Service, data: Path, tmp_path: Path)
     assert process.returncode == 128 + signal.SIGHUP, text
     steps = json.loads(told.read_text(encoding="utf-8"))["steps"]
     assert (made / f"checkpoint-{steps}" / "trainer_state.json").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills the children of a killed process")
+def test_the_runs_of_a_sweep_end_with_it(service: Service, data: Path, tmp_path: Path) -> None:
+    made, file = tmp_path / "made", tmp_path / "sweep.toml"
+    file.write_text(f"[long]\nsteps = {LONG}\n", encoding="utf-8")
+    process = start(*options(service, data, made, "--sweep", file))
+    wait(lambda: losses_in(made / "long") or process.poll() is not None)
+    (run,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate(timeout=60)
+    run.wait(10)
 
 
 def test_a_sweep_that_is_stopped_keeps_what_its_runs_have_done(service: Service, data: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from symbiosis.cli.data import PromptFormat
@@ -243,6 +245,40 @@ def test_early_stopping_waits_no_longer_after_a_resume(service: Service, data: P
     assert max(entry["step"] for entry in log_of(made)) == 2 * (1 + 3)
 
 
+@pytest.mark.parametrize("file", ["optimizer.pt", "adapter_model.safetensors"])
+def test_a_checkpoint_that_is_cut_off_is_passed_over(service: Service, data: Path, tmp_path: Path, file: str) -> None:
+    made = tmp_path / "a"
+    assert command(*options(service, data, made, "--steps", 4, "--every", 2)).exit_code == 0
+    os.truncate(made / "checkpoint-4" / file, 100)
+    done = command(*options(service, data, made, "--steps", 5, "--every", 2, "--resume"))
+    assert done.exit_code == 0, done.stderr
+    assert "checkpoint-4 is damaged and is passed over" in " ".join(done.stderr.split())
+    assert len([entry for entry in log_of(made) if "loss" in entry]) == 5
+
+
+@pytest.mark.parametrize(
+    "peft", [{"peft_type": "POLY", "r": 4}, {"peft_type": "LORA", "trainable_token_indices": [100_000]}]
+)
+def test_an_earlier_run_is_there_again_if_the_new_one_cannot_train(
+    service: Service, data: Path, tmp_path: Path, peft: dict[str, Any]
+) -> None:
+    made, file = tmp_path / "a", tmp_path / "peft.json"
+    file.write_text(json.dumps(peft), encoding="utf-8")
+    assert command(*options(service, data, made, "--steps", 1)).exit_code == 0
+    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    done = command(*options(service, data, made, "--steps", 1, "--overwrite", "--peft", file))
+    assert done.exit_code == 1
+    assert f"error: --peft {file}: " in " ".join(done.stderr.split())
+    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+
+
+def test_warming_up_to_a_constant_rate(service: Service, data: Path, tmp_path: Path) -> None:
+    rate = "--learning-rate", 0.1, "--schedule", "constant", "--warmup", 4
+    assert command(*options(service, data, tmp_path / "a", "--steps", 6, *rate)).exit_code == 0
+    rates = [entry["learning_rate"] for entry in log_of(tmp_path / "a") if "loss" in entry]
+    assert rates == pytest.approx([0.0, 0.025, 0.05, 0.075, 0.1, 0.1])
+
+
 def test_two_runs_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
     from filelock import FileLock
 
@@ -394,6 +430,17 @@ def test_an_adapter_answers_as_it_has_learned(service: Service, adapter: Path, c
     ids = torch.tensor([PromptFormat.load(adapter).prompt(tokenizer, {"prompt": "thing 1"})])
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0)
     assert tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True) == "green"
+
+
+def test_an_adapter_of_a_deeper_model_is_refused(service: Service, adapter: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(adapter, tmp_path / "other")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, other / "adapter_model.safetensors")
+    done = command("generate", service.address, "--adapter", str(other), "--prompt", "thing 1")
+    assert done.exit_code == 1
+    assert "cannot be loaded onto this model" in " ".join(done.stderr.split())
 
 
 def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Path) -> None:
@@ -581,6 +628,9 @@ def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path
         ("['../a']\nseed = 3", "[../a] cannot be the name of a folder"),
         ("['..']\nseed = 3", "[..] cannot be the name of a folder"),
         ("['a.log']\nseed = 3", "[a.log] cannot be the name of a folder"),
+        ('["a\\u0000b"]\nseed = 3', "cannot be the name of a folder"),
+        ("['']\nseed = 3", "[] cannot be the name of a folder"),
+        (f"[{'a' * 300}]\nseed = 3", "cannot be the name of a folder"),
         ("[a]\nlearning-rate = 'abc'", "[a] learning-rate = 'abc': Input should be a valid number"),
         ("[a]\nbatch = 0", "[a] batch = 0: Input should be greater than or equal to 1"),
         ("[a]\nschedule = 'linear'\nresume = true", "[a] has no option 'resume'"),
