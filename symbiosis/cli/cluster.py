@@ -160,6 +160,8 @@ def submit(
     parser = typer.Typer()
     parser.command()(finetune)
     parsed: Any = typer.main.get_command(parser).make_context("finetune", command[1:])
+    if parsed.params["data"] is None and parsed.params["sweep"] is None:
+        raise UsageError("--data is missing; give a file with training data")
     with _cluster(ray) as cluster:
         dashboard = f"http://{cluster.context.address_info['webui_url']}"
     from symbiosis.cluster import jobs

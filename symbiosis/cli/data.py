@@ -297,17 +297,21 @@ def _check(place: str, record: Any, name: str) -> None:
             raise UsageError(f"{place}: {one!r} is empty; fill it in or delete the record")
 
 
-def tokenize(records: list[Record], tokenizer: Any, length: int, source: str) -> Data:
+def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, form: PromptFormat | None = None) -> Data:
     """Return the examples of records. The loss is on completions, or on what the assistant says; of texts on all.
 
     Pairs end with the end token. Texts are joined, with the end token between them, and cut into sequences.
 
+    Prompts of validation data are made as those of the training data, whose format is ``form``.
+
     Raises:
-        UsageError: the tokenizer has no chat template, or nothing is left to train on.
+        UsageError: the tokenizer has no chat template, nothing is left to train on, or ``form`` has other fields.
     """
     name = _format_name(source, records[0])
+    if form is not None and form.name != name:
+        raise UsageError(f"{source}: the fields differ from those of the training data; give both the same fields")
     separator = "" if name != "pairs" or all(one["completion"][:1].isspace() for one in records) else "\n"
-    data = Data(PromptFormat(name, separator))
+    data = Data(form or PromptFormat(name, separator))
     if name == "text":
         ids = [token for one in records for token in (*_encode(tokenizer, one["text"]), *_end(tokenizer))]
         for start in range(0, len(ids), length):

@@ -232,7 +232,7 @@ def finetune(
             positions = positions_of(base, config)
             length = sequence if positions is None else min(sequence, positions)
             examples = tokenize(records, tokenizer, length, str(data))
-            test = None if others is None else tokenize(others, tokenizer, length, str(validation))
+            test = None if others is None else tokenize(others, tokenizer, length, str(validation), examples.format)
             if held_out is not None:
                 test = _split(examples, held_out, seed, data)
             _tell(examples, test, "--sequence" if length == sequence else f"the model's {length} positions")

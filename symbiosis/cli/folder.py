@@ -80,9 +80,9 @@ def earlier_in(folder: Path, overwrite: bool, *others: Path, read: Iterable[Path
             raise UsageError(f"--output {folder}: the run would replace {file}, which it reads; choose another folder")
     if earlier and not overwrite:
         names = ", ".join(one.name for one in earlier)
+        resume = "--resume the run that has made them, " if checkpoints(folder) else ""
         raise UsageError(
-            f"--output {folder}: the run would replace {names}; choose another folder, --resume the run that has made "
-            "them, or --overwrite them"
+            f"--output {folder}: the run would replace {names}; choose another folder, {resume}or --overwrite them"
         )
     return earlier
 
@@ -125,7 +125,22 @@ def checkpoint_in(folder: Path) -> Path:
     found = [one for one in checkpoints(folder) if _complete(one)]
     if not found:
         raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
-    return max(found, key=lambda one: int(one.name.partition("-")[2]))
+    return max(found, key=_step)
+
+
+def rotate(folder: Path, best: str | None) -> None:
+    """Delete all checkpoints of the run but the last one, and the one before it or the ``best`` one (its path).
+
+    Transformers would delete any folder whose name begins with ``checkpoint-``, copies of checkpoints too.
+    """
+    found = sorted(checkpoints(folder), key=_step)
+    others = [one for one in found[:-1] if best is None or one.name != Path(best).name]
+    for one in others[: max(len(found) - 2, 0)]:
+        shutil.rmtree(one)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2])
 
 
 def checkpoints(folder: Path) -> list[Path]:

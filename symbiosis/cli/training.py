@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from symbiosis import backward_in_windows
 from symbiosis.cli.data import IGNORED, LOG_FILE, Data
+from symbiosis.cli.folder import rotate
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
@@ -217,7 +218,6 @@ def _arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingA
         eval_strategy="steps" if tested else "no",
         load_best_model_at_end=tested,
         metric_for_best_model="loss" if tested else None,
-        save_total_limit=2,
         restore_callback_states_from_checkpoint=True,  # how long early stopping has waited
         logging_steps=1,
         logging_nan_inf_filter=False,  # it would show a loss that is no number as 0
@@ -301,6 +301,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         """State after the last whole step."""
         self.steps: Steps | None = None
         """Where progress is shown."""
+        self._output = output
         self._file = output / LOG_FILE
         self._note = ""
 
@@ -332,6 +333,9 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         if self.signal:
             self.stopped = self.signal
             control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        rotate(self._output, state.best_model_checkpoint)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.random = _Random.now()

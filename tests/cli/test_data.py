@@ -156,6 +156,17 @@ def test_csv_has_the_same_fields(tmp_path: Path) -> None:
     assert read_records(ended) == [{"prompt": "a", "completion": "b"}]
 
 
+def test_validation_data_have_the_prompts_of_the_training_data(tmp_path: Path) -> None:
+    one = read_records(write(tmp_path, '{"prompt": "a", "completion": "b"}', name="one.jsonl"))
+    other = read_records(write(tmp_path, '{"prompt": "a", "completion": " b"}', name="other.jsonl"))
+    form = tokenize(one, TOKENIZER, 32, "one").format
+    (example,) = tokenize(other, TOKENIZER, 32, "other", form).examples
+    assert texts(example) == ("<begin>a\n b<end>", " b<end>")
+    text = read_records(write(tmp_path, '{"text": "a b c"}', name="text.jsonl"))
+    with pytest.raises(UsageError, match="text: the fields differ from those of the training data"):
+        tokenize(text, TOKENIZER, 32, "text", form)
+
+
 def test_csv_that_would_lose_something(tmp_path: Path) -> None:
     quoted = write(tmp_path, 'prompt,completion\na,b\nc,"d\ne,f\n', name="quoted.csv")
     with pytest.raises(UsageError, match=r"quoted\.csv, line \d: not CSV"):

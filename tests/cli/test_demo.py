@@ -59,7 +59,7 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     results = tmp_path / "results" / "demo.json"
     result = demo("--json", results, "--policy", "lockstep", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    for words in ("alice", "rsLoRA", "IA3", "prefix tuning", "all 10 equal", "four tenants at once", "took"):
+    for words in ("alice", "rsLoRA", "IA3", "prefix tuning", "all 12 equal", "four tenants at once", "took"):
         assert words in result.stdout
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     told = json.loads(results.read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "WATCH_S", 0.2)
     result = demo("--watch", "--policy", "lockstep", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    for words in ("policy Lockstep()", "1 block", "of the requests shared a batch", "all 10 equal"):
+    for words in ("policy Lockstep()", "1 block", "of the requests shared a batch", "all 12 equal"):
         assert words in result.stdout
 
 
@@ -131,7 +131,7 @@ def test_a_wrong_text_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 1
     assert "carol (rsLoRA): 'Return the" in result.stderr
     assert "dave" not in result.stderr, "two tied tokens are not an error"
-    assert "9 equal, 1 with tied tokens" in result.stdout
+    assert "11 equal, 1 with tied tokens" in result.stdout
 
 
 def test_the_gap_is_at_the_first_difference() -> None:

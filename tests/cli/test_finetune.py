@@ -149,13 +149,17 @@ def test_files_of_another_origin_are_not_lost(service: Service, data: Path, tmp_
     made = tmp_path / "a"
     (made / "adapter_v1").mkdir(parents=True)
     (made / "adapter_v1" / "notes").write_text("mine", encoding="utf-8")
+    (made / "checkpoint-5.bak").mkdir()
+    (made / "checkpoint-best").mkdir()
     (made / "README.md").write_text("mine", encoding="utf-8")
     done = command(*options(service, data, made, "--steps", 1))
     assert done.exit_code == 1
     assert "the run would replace README.md; choose another folder" in " ".join(done.stderr.split())
     assert (made / "README.md").read_text(encoding="utf-8") == "mine"
-    assert command(*options(service, data, made, "--steps", 1, "--overwrite")).exit_code == 0
+    assert command(*options(service, data, made, "--steps", 6, "--every", 1, "--overwrite")).exit_code == 0
     assert (made / "adapter_v1" / "notes").read_text(encoding="utf-8") == "mine", "no run has made this folder"
+    found = sorted(one.name for one in made.glob("checkpoint-*"))
+    assert found == ["checkpoint-5", "checkpoint-5.bak", "checkpoint-6", "checkpoint-best"]
 
 
 def test_what_is_read_is_not_written(service: Service, data: Path, tmp_path: Path) -> None:

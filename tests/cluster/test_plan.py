@@ -79,5 +79,6 @@ def test_without_ray(monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]) 
 def test_what_cannot_be_submitted(tmp_path: Path) -> None:
     other = run_command("submit", "generate", "tcp://a:1")
     assert (other.exit_code, "'generate' cannot be submitted" in other.stderr) == (1, True)
-    assert run_command("submit", "finetune", "tcp://a:1", "--output", "o").exit_code == 2
+    no_data = run_command("submit", "finetune", "tcp://a:1", "--output", "o")
+    assert (no_data.exit_code, "--data is missing" in no_data.stderr) == (1, True)
     assert run_command("submit", "finetune", "tcp://a:1", "--no-such-option").exit_code == 2
