@@ -141,14 +141,14 @@ def test_a_run_that_stopped_early_has_ended(service: Service, data: Path, tmp_pa
 
 
 def test_a_resumed_run_saves_as_often_as_it_is_told(service: Service, data: Path, tmp_path: Path) -> None:
-    """A copy of a checkpoint with another name is no obstacle."""
+    """A copy of a checkpoint with another name is no obstacle, and stays."""
     given = options(service, data, tmp_path / "a")
     assert command(*given, "--steps", "4", "--every", "4").exit_code == 0
     shutil.copytree(tmp_path / "a" / "checkpoint-4", tmp_path / "a" / "checkpoint-4-copy")
     done = command(*given, "--steps", "8", "--every", "1", "--resume")
     assert done.exit_code == 0, done.output
     names = sorted(one.name for one in (tmp_path / "a").glob("checkpoint-*"))
-    assert names == ["checkpoint-7", "checkpoint-8"]  # transformers keeps the last two, and no copies
+    assert names == ["checkpoint-4-copy", "checkpoint-7", "checkpoint-8"], "the last two are kept, and the copy"
     lines = [json.loads(line) for line in (tmp_path / "a" / "log.jsonl").read_text().splitlines()]
     assert all(line["max_steps"] == 8 for line in lines)
 
