@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from symbiosis import backward_in_windows
 from symbiosis.cli.data import IGNORED, LOG_FILE, Data
-from symbiosis.cli.folder import rotate
+from symbiosis.cli.folder import checkpoints, rotate
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
@@ -116,10 +116,9 @@ class Training:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if not self._watch.losses:
                 raise UsageError(f"{self._option}: the first step failed ({reason})") from error
-            raise UsageError(
-                f"{self._output}: training ended after step {self._trainer.state.global_step} ({reason}); --resume "
-                "continues from the last checkpoint"
-            ) from error
+            again = "--resume continues from the last checkpoint" if checkpoints(self._output) else "nothing was saved"
+            step = self._trainer.state.global_step
+            raise UsageError(f"{self._output}: training ended after step {step} ({reason}); {again}") from error
         state = self._trainer.state
         if self._watch.stopped:
             out.print(

@@ -276,7 +276,8 @@ def test_the_runs_of_a_sweep_end_with_it(service: Service, data: Path, tmp_path:
     (run,) = psutil.Process(process.pid).children()
     process.kill()
     process.communicate(timeout=60)
-    run.wait(10)
+    gone, _ = psutil.wait_procs([run], 10)
+    assert gone == [run]
 
 
 def test_a_sweep_that_is_stopped_keeps_what_its_runs_have_done(service: Service, data: Path, tmp_path: Path) -> None:
