@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,10 @@ class Data:
             self.examples.append({"input_ids": ids, "labels": labels})
 
 
-def read_records(path: Path) -> list[Record]:
+def read_records(path: Path, option: str = "--data") -> list[Record]:
     """Return the records of a ``.jsonl``, ``.csv``, ``.parquet`` or ``.txt`` file, all of one format.
+
+    Errors name the ``option`` with the file.
 
     Raises:
         UsageError: the file cannot be read, or a record is wrong. The message says which, and what to do.
@@ -140,7 +143,7 @@ def read_records(path: Path) -> list[Record]:
     readers = {".jsonl": _json_lines, ".csv": _csv_rows, ".parquet": _parquet_rows, ".txt": _whole_text}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path}: --data takes a file that ends in {', '.join(readers)}")
+        raise UsageError(f"{option} {path}: give a file that ends in {', '.join(readers)}")
     try:
         numbered = list(reader(path))
     except UnicodeDecodeError as error:
@@ -337,19 +340,24 @@ def _completed(form: PromptFormat, tokenizer: Any, record: Record) -> tuple[list
 
 def _conversation(tokenizer: Any, messages: list[dict[str, str]], source: str) -> tuple[list[int], list[int]]:
     """Return ids and labels of a conversation. Only what the assistant says has labels."""
-    ids = chat_prompt(tokenizer, messages, False)
-    labels = [IGNORED] * len(ids)
+    text, cuts = _chat_text(tokenizer, messages, False), [0]
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = chat_prompt(tokenizer, messages[:index], True)
-            through = chat_prompt(tokenizer, messages[: index + 1], False)
-            if ids[: len(before)] != before or ids[: len(through)] != through:
-                raise UsageError(
-                    f"{source}: the model's chat template changes earlier messages of a conversation, so what the "
-                    "assistant says cannot be found; give conversations with one answer each"
-                )
-            labels[len(before) : len(through)] = ids[len(before) : len(through)]
-    return ids, labels
+            for part, answer in ((messages[:index], True), (messages[: index + 1], False)):
+                before = _chat_text(tokenizer, part, answer)
+                if not text.startswith(before):
+                    raise UsageError(
+                        f"{source}: the model's chat template changes earlier messages of a conversation, so what the "
+                        "assistant says cannot be found; give conversations with one answer each"
+                    )
+                cuts.append(len(before))
+    ids, heads = _encode(tokenizer, text), [_encode(tokenizer, text[:cut]) for cut in cuts]
+    if all(ids[: len(head)] == head for head in heads):
+        parts = [ids[len(first) : len(second)] for first, second in pairwise([*heads, ids])]
+    else:  # a token would begin in a prompt and end in the answer, as when prompts end in a space
+        parts = [_encode(tokenizer, text[first:second]) for first, second in pairwise([*cuts, len(text)])]
+    labels = [token if number % 2 else IGNORED for number, part in enumerate(parts) for token in part]
+    return [token for part in parts for token in part], labels
 
 
 def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], answer: bool = True) -> list[int]:
@@ -358,14 +366,18 @@ def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], answer: bool = T
     Raises:
         UsageError: the tokenizer has no chat template, or that fails.
     """
+    return _encode(tokenizer, _chat_text(tokenizer, messages, answer))
+
+
+def _chat_text(tokenizer: Any, messages: list[dict[str, str]], answer: bool) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("the model's tokenizer has no chat template; give prompts and completions, not messages")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
     except Exception as error:  # a template is a program of the provider's
         reason = " ".join(str(error).split())[:300]
         raise UsageError(f"the model's chat template fails: {type(error).__name__}: {reason}") from error
-    return _encode(tokenizer, text)
+    return text
 
 
 def _encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:

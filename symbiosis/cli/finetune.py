@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
 import math
 import warnings
@@ -192,7 +193,7 @@ def finetune(
     if patience is not None and validation is None:
         raise UsageError("--patience needs --validation")
     records, held_out = read_records(data), _part(validation)
-    others = None if validation is None or held_out is not None else read_records(Path(validation))
+    others = None if validation is None or held_out is not None else read_records(Path(validation), "--validation")
     config, option = method_of(lora, ia3, prefix, peft, is_given(context, "lora"))
     if (config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False)) and (resume or validation):
         raise UsageError(
@@ -267,13 +268,16 @@ def _train(run: Any, json: Path | None, told: dict[str, Any]) -> int:
     """
     with run.stoppable():
         try:
-            return int(run.train())
+            stopped = int(run.train())
         except BaseException as error:
             told["error"] = str(error) or type(error).__name__
-            raise
-        finally:
             if json is not None:
-                write_json(json, {**told, **run.results()})
+                with contextlib.suppress(OSError):  # the disk is perhaps full
+                    write_json(json, {**told, **run.results()})
+            raise
+        if json is not None:
+            write_json(json, {**told, **run.results()})
+        return stopped
 
 
 def _trainer_module() -> Any:

@@ -24,6 +24,8 @@ _WRITTEN = ("adapter_config.json", "adapter_model.safetensors", LOG_FILE, OPTION
 _LOCK = ".lock"
 _ASIDE = ".replaced"
 """Folder with what a new run replaces, until it has saved something itself."""
+_MOVING = ".moving"
+"""The same folder while files are moved into it or back."""
 
 
 @contextlib.contextmanager
@@ -34,6 +36,8 @@ def owned(folder: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise UsageError(f"--output {folder}: another run writes to it; choose another folder") from error
+    except OSError as error:
+        raise UsageError(f"--output {folder}: {_LOCK} in it cannot be locked ({error.strerror})") from error
     for left in folder.glob(".partial-*"):  # of a run that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
     _settle(folder)  # the same
@@ -92,9 +96,10 @@ def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
     """Move what is in a folder aside while a new run begins. It is deleted once the run has saved a checkpoint or its
     adapter. If the run ends without, everything is as it was."""
     if earlier := list(earlier):
-        (folder / _ASIDE).mkdir()
+        (folder / _MOVING).mkdir()
         for one in earlier:
-            one.rename(folder / _ASIDE / one.name)
+            one.rename(folder / _MOVING / one.name)
+        (folder / _MOVING).rename(folder / _ASIDE)
     try:
         yield
     finally:
@@ -102,18 +107,20 @@ def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
 
 
 def _settle(folder: Path) -> None:
-    aside = folder / _ASIDE
-    if not aside.is_dir():
-        return
-    saved = [*folder.glob("checkpoint-*/trainer_state.json"), *folder.glob("adapter_model.safetensors")]
-    if not saved:
-        for one in checkpoints(folder):
-            shutil.rmtree(one)
-        for name in _WRITTEN:
-            (folder / name).unlink(missing_ok=True)
-        for one in aside.iterdir():
+    aside, moving = folder / _ASIDE, folder / _MOVING
+    if aside.is_dir():
+        if [*folder.glob("checkpoint-*/trainer_state.json"), *folder.glob("adapter_model.safetensors")]:
+            shutil.rmtree(aside)
+        else:
+            for checkpoint in checkpoints(folder):
+                shutil.rmtree(checkpoint)
+            for name in _WRITTEN:
+                (folder / name).unlink(missing_ok=True)
+            aside.rename(moving)
+    if moving.is_dir():
+        for one in moving.iterdir():
             one.rename(folder / one.name)
-    shutil.rmtree(aside)
+        moving.rmdir()
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -124,7 +131,7 @@ def checkpoint_in(folder: Path) -> Path:
     """
     found = [one for one in checkpoints(folder) if _complete(one)]
     if not found:
-        raise UsageError(f"--resume: there is no checkpoint in {folder}; leave --resume out to begin")
+        raise UsageError(f"--resume: there is no whole checkpoint in {folder}; begin again with --overwrite")
     return max(found, key=_step)
 
 

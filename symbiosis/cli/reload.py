@@ -35,9 +35,9 @@ def limits_of(given: list[str]) -> Limits:
         name, _, number = text.partition("=")
         if name not in known or not number.isascii() or not number.isdigit() or not number.strip("0"):
             names = ", ".join(known)
-            raise UsageError(f"--limit {text!r:.300}: write name=number, with a number from 1; the names are {names}")
+            raise UsageError(f"limit {text!r:.300}: write name=number, with a number from 1; the names are {names}")
         if len(number) > 20 or int(number) > MAX_LIMIT:
-            raise UsageError(f"--limit {text!r:.300}: at most {MAX_LIMIT}")
+            raise UsageError(f"limit {text!r:.300}: at most {MAX_LIMIT}")
         found[name] = int(number)
     return Limits(**found)
 

@@ -7,7 +7,7 @@ import gc
 import json as json_module
 import os
 import signal
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -169,42 +169,43 @@ def serve(
         return
     allow_descriptors()
     make_policy(policy)
+    from symbiosis.cli.metrics import MetricsServer
     from symbiosis.cli.reload import Reloader, limits_of
 
     limits = {"limits": limits_of(limit or [])}
     network: dict[str, Any] = {**limits, "keys": keys, "insecure": insecure}
     options = {"shm": limits, "tcp": network, "dist": {**network, "backend": dist_backend}}
     addresses = {address: options_of(**options.get(address.partition(":")[0], {})) for address in listen}
-    for address, given in addresses.items():
-        make_transport(address, **given).check(address)
-    if trace is not None:
-        writable(trace)
-    from symbiosis.cli.metrics import MetricsServer
-    from symbiosis.log import render
+    # The first port that is opened, so that no address has the same one.
+    with nullcontext() if metrics is None else closing(MetricsServer(metrics)) as server:
+        for address, given in addresses.items():
+            make_transport(address, **given).check(address)
+        if trace is not None:
+            writable(trace)
+        from symbiosis.log import render
 
-    server = None if metrics is None else MetricsServer(metrics)
-    render(log_format is LogFormat.JSON)
-    run(
-        _serve(
-            model,
-            addresses,
-            keep_weights,
-            trace,
-            server,
-            None if config is None else Reloader(context, early),
-            policy=policy,
-            base_layers=base_layers,
-            device=device,
-            dtype=dtype,
-            max_rows=max_rows,
-            max_bytes=max_bytes,
-            packed=packed,
-            allow_weights=allow_weights or (),
-            layers=layers,
-            shards=shards,
-            model_name=name,
+        render(log_format is LogFormat.JSON)
+        run(
+            _serve(
+                model,
+                addresses,
+                keep_weights,
+                trace,
+                server,
+                None if config is None else Reloader(context, early),
+                policy=policy,
+                base_layers=base_layers,
+                device=device,
+                dtype=dtype,
+                max_rows=max_rows,
+                max_bytes=max_bytes,
+                packed=packed,
+                allow_weights=allow_weights or (),
+                layers=layers,
+                shards=shards,
+                model_name=name,
+            )
         )
-    )
 
 
 DRAIN_S = 15.0
@@ -259,7 +260,6 @@ async def _serve(
             await executor.listen(address, keep_weights=keep_weights, **options)
         if metrics is not None:
             metrics.serve(executor)
-            stack.callback(metrics.close)
         if reloader is not None:
             loop.add_signal_handler(signal.SIGHUP, reloader.apply, executor)
             if reloader.early:

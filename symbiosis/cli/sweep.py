@@ -17,8 +17,8 @@ from rich.table import Table
 
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, checkpoints, earlier_in, owned
-from symbiosis.cluster import child
 from symbiosis.errors import UsageError
+from symbiosis.terminal import child
 from symbiosis.terminal.console import console, is_given, toml_in, visible, writable, write_json
 from symbiosis.terminal.progress import Steps
 from symbiosis.terminal.signals import heeded
@@ -121,6 +121,8 @@ def _read(context: typer.Context, file: Path) -> dict[str, dict[str, Any]]:
         for key, value in changes.items():
             option = known[key.replace("-", "_")]
             try:
+                if isinstance(value, bool) is not bool(option.is_flag):
+                    raise typer.BadParameter("give true or false" if option.is_flag else "give a value")
                 several = option.multiple and not isinstance(value, list)
                 changes[key] = option.process_value(context, [value] if several else value)
             except typer.BadParameter as error:

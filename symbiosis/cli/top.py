@@ -59,7 +59,7 @@ def top(
     with contextlib.suppress(KeyboardInterrupt), nullcontext(print_all) if once or json else screen(out) as show:
         states, before = look(), States()
         if out.is_terminal and not once and not json:
-            show(_shown(_done(states, before)))  # what was done since the start, until there is something newer
+            show(_shown(_done(states, before), once))  # what was done since the start, until there is something newer
         while True:
             time.sleep(interval)
             states, before = look(), states
@@ -67,7 +67,7 @@ def top(
             if json:
                 typer.echo(json_module.dumps(done))
             else:
-                show(_shown(done))
+                show(_shown(done, once))
             if once:
                 break
     if once and any("error" in state for state in states.values()):
@@ -79,10 +79,11 @@ def _done(states: States, before: States) -> States:
     return {each: state if "error" in state else between(state, before.get(each)) for each, state in states.items()}
 
 
-def _shown(done: States) -> RenderableType:
+def _shown(done: States, once: bool) -> RenderableType:
+    away = "is away" if once else "is away; trying again"
     return Group(
         *(
-            Text(f"{each} is away; trying again: {past['error']}") if "error" in past else view(past, each)
+            Text(f"{each} {away}: {past['error']}") if "error" in past else view(past, each)
             for each, past in done.items()
         )
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import signal
 import tempfile
 import warnings
@@ -14,17 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model
+from safetensors import SafetensorError
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 from symbiosis import backward_in_windows
 from symbiosis.cli.data import IGNORED, LOG_FILE, Data
-from symbiosis.cli.folder import checkpoints, rotate
+from symbiosis.cli.folder import rotate
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
 from symbiosis.terminal.signals import heeded
+
+FULL = 1 << 20
+"""Free bytes below which a disk counts as full. Errors of torch and safetensors do not say so."""
 
 
 class Training:
@@ -107,18 +112,24 @@ class Training:
         try:
             with Steps(out) as self._watch.steps, _quiet_saves():
                 self._trainer.train(resume_from_checkpoint=None if self._checkpoint is None else str(self._checkpoint))
+            self._save()
         except _DivergedError:
             raise
         except SymbiosisError:
             self._keep()
             raise
-        except (IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        except (IndexError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+            full = shutil.disk_usage(self._output).free < FULL
+            reason = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if not self._watch.losses:
                 raise UsageError(f"{self._option}: the first step failed ({reason})") from error
-            again = "--resume continues from the last checkpoint" if checkpoints(self._output) else "nothing was saved"
-            step = self._trainer.state.global_step
-            raise UsageError(f"{self._output}: training ended after step {step} ({reason}); {again}") from error
+            saved = any(self._output.glob("checkpoint-*/trainer_state.json"))
+            again = "--resume continues from the last checkpoint" if saved else "nothing was saved"
+            ended = f"{self._output}: training ended after step {self._trainer.state.global_step}"
+            if isinstance(error, IndexError | TypeError | ValueError):  # perhaps a bug, which needs its traceback
+                error.add_note(f"{ended}; {again}")
+                raise
+            raise UsageError(f"{ended} ({reason}); {again}") from error
         state = self._trainer.state
         if self._watch.stopped:
             out.print(
@@ -126,7 +137,6 @@ class Training:
                 f"{self._output / f'checkpoint-{state.global_step}'}; the same command with --resume continues",
                 soft_wrap=True,
             )
-        self._save()
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         text = f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {state.global_step} steps"
         if state.best_metric is not None:

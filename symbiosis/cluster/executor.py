@@ -14,8 +14,8 @@ from typing import Any
 
 import ray
 
-from symbiosis.cluster import child
 from symbiosis.cluster.plan import reason
+from symbiosis.terminal import child
 
 REPORT_EVERY_S = 0.5
 """Seconds between two reports to the directory."""

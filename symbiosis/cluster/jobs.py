@@ -18,9 +18,9 @@ from typing import Any
 
 import ray
 
-from symbiosis.cluster import child
 from symbiosis.cluster.plan import with_resume
 from symbiosis.errors import UsageError
+from symbiosis.terminal import child
 
 RESTARTS = 10
 """Times that a run may be lost before the job fails."""
@@ -33,8 +33,9 @@ class FineTuning:
     def run(self, arguments: list[str], output: str, folder: str) -> tuple[int, str]:
         """Return the exit status and the last lines of the run. ``folder`` is where relative paths begin."""
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            complete = (Path(folder) / output).glob("checkpoint-*/trainer_state.json")
-            arguments = with_resume(arguments, any(complete))
+            found = Path(folder) / output
+            has_checkpoint = any(found.glob("checkpoint-*/trainer_state.json"))
+            arguments = with_resume(arguments, has_checkpoint, (found / "adapter_model.safetensors").exists())
         status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
         if status < 0:  # a signal ended it
             os._exit(1)  # Ray starts the actor again

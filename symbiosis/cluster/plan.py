@@ -104,8 +104,10 @@ def reason(output: str, status: int) -> str:
     return (errors or lines)[-1]
 
 
-def with_resume(arguments: Sequence[str], has_checkpoint: bool) -> list[str]:
+def with_resume(arguments: Sequence[str], has_checkpoint: bool, has_adapter: bool) -> list[str]:
     """Return the arguments of ``symbiosis finetune`` for a run that was lost: it resumes, or begins again where it has
-    no checkpoint yet."""
+    no checkpoint yet. An adapter without a checkpoint is not this run's, and is replaced only if it was to be."""
+    if has_adapter and not has_checkpoint:
+        return list(arguments)
     rest = [each for each in arguments if each not in ("--resume", "--overwrite")]
     return [*rest, "--resume" if has_checkpoint else "--overwrite"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -110,6 +111,11 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except SymbiosisError as error:
+            console(stderr=True).print(f"[bold red]error:[/] [red]{escape(visible(error))}[/]", soft_wrap=True)
+            raise typer.Exit(1) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
             console(stderr=True).print(f"[bold red]error:[/] [red]{escape(visible(error))}[/]", soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as interrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -248,6 +249,12 @@ def test_an_error_of_symbiosis_is_one_line(runner: CliRunner) -> None:
     assert result.exit_code == 1
     assert result.stderr == "error: no [such] thing; do that\n"
     assert result.stdout == ""
+
+
+def test_a_full_disk_is_one_line(runner: CliRunner) -> None:
+    result = runner.invoke(_app_that(OSError(errno.ENOSPC, "No space left on device", "log.jsonl")), ["work"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: [Errno 28] No space left on device: 'log.jsonl'\n"
 
 
 def test_ctrl_c_ends_quietly(runner: CliRunner) -> None:

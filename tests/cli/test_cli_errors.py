@@ -49,7 +49,7 @@ def test_results_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", ["arena_bytes=99999999999999999999", "calls=0", "calls", "patience=3"])
 def test_invalid_limits(limit: str) -> None:
-    assert "--limit" in _error("serve", "model", "--listen", "shm:///nowhere.sock", "--limit", limit)
+    assert f"limit {limit!r}" in _error("serve", "model", "--listen", "shm:///nowhere.sock", "--limit", limit)
 
 
 async def test_unusable_adapters(tmp_path: Path) -> None:

@@ -20,6 +20,13 @@ from tests.service import Service, free_port, save_model
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "deploy" / "serve.toml"
 
 
+class Metrics(str):
+    """Stands for the server of an address."""
+
+    def close(self) -> None:
+        pass
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What ``symbiosis serve`` would serve, in place of serving it."""
@@ -38,7 +45,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(metrics=metrics, reloader=reloader)
 
     monkeypatch.setattr(serve_command, "_serve", serve)
-    monkeypatch.setattr("symbiosis.cli.metrics.MetricsServer", lambda address: address)
+    monkeypatch.setattr("symbiosis.cli.metrics.MetricsServer", Metrics)
     monkeypatch.setattr("symbiosis.log.render", lambda json: None)
     monkeypatch.setattr(logging.getLogger("symbiosis"), "propagate", True)  # another test may have called it
     monkeypatch.setenv("COLUMNS", "200")
@@ -227,6 +234,7 @@ def test_the_example_is_valid(tmp_path: Path, served: dict[str, Any]) -> None:
         (["--dtype", "float33"], "dtype is 'float33'"),
         (["--name", "x" * 300], "at most 256"),
         (["--policy", "whim"], "unknown policy"),
+        (["--listen", "tcp://127.0.0.1:FREE", "--insecure", "--metrics", "127.0.0.1:FREE"], "Address already in use"),
     ],
 )
 def test_mistakes_are_reported_before_the_model_is_loaded(
@@ -238,7 +246,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(
     monkeypatch.setattr(loaded, "load_model", load)
     (tmp_path / "file").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        names = {"BUSY": str(busy.getsockname()[1]), "FOLDER": str(tmp_path)}
+        names = {"BUSY": str(busy.getsockname()[1]), "FOLDER": str(tmp_path), "FREE": str(free_port())}
         for name, value in names.items():
             arguments = [each.replace(name, value) for each in arguments]
         if "--listen" not in arguments:

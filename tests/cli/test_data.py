@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from symbiosis.cli.data import (
     FORMAT_FILE,
@@ -80,7 +82,7 @@ def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> N
     ("name", "content", "complaint"),
     [
         ("missing.jsonl", None, "cannot be read (No such file or directory)"),
-        ("data.json", b"{}", "--data takes a file that ends in .jsonl, .csv, .parquet, .txt"),
+        ("data.json", b"{}", "give a file that ends in .jsonl, .csv, .parquet, .txt"),
         ("latin.txt", b"one\ntwo caf\xe9\n", "line 2: not UTF-8"),
         ("empty.jsonl", b"\n", "there is nothing in it"),
         ("empty.txt", b"\n", "there is nothing in it"),
@@ -234,6 +236,31 @@ def test_a_template_that_changes_earlier_messages_is_refused() -> None:
     tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
     with pytest.raises(UsageError, match="changes earlier messages"):
         tokenize([{"messages": CHAT}], tokenizer, 200, "chat")
+
+
+def test_prompts_of_a_chat_template_may_end_in_a_space() -> None:
+    """A space and the answer's first letters are one token, and the answer is learned as it is generated."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merged = {token: number for number, token in enumerate(["<end>", *alphabet, "Ġh"])}
+    inner = Tokenizer(models.BPE(vocab=merged, merges=[("Ġ", "h")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for one in messages %}{{ one.role }}: {{ one.content }}"
+        "{% if one.role == 'assistant' %}{{ eos_token }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (example,) = tokenize([{"messages": CHAT}], tokenizer, 200, "chat").examples
+    prompt = chat_prompt(tokenizer, CHAT[:2])
+    assert example["input_ids"][: len(prompt)] == prompt
+    learned = [label for label in example["labels"] if label != IGNORED]
+    assert tokenizer.decode(learned) == "hello<end>no<end>"
+
+
+def test_validation_data_of_another_kind_names_its_option(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--validation 10%: give a file that ends in .jsonl"):
+        read_records(Path("10%"), "--validation")
 
 
 def test_what_is_too_long_is_cut_and_counted() -> None:

@@ -19,7 +19,9 @@ from typer.testing import CliRunner, Result
 from symbiosis.cli.commands import app
 from symbiosis.cli.demo import base_model, jobs
 from symbiosis.cli.demo.base_model import cache_folder
+from symbiosis.cli.demo.results import BUSY
 from symbiosis.errors import UsageError
+from symbiosis.terminal.machine import OtherLoad
 from symbiosis.testing import tiny_model
 
 TINY = {
@@ -116,6 +118,14 @@ def test_a_wrong_loss_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "alice" not in result.stderr
     assert json.loads(results.read_text(encoding="utf-8"))["agrees"] is False
     assert (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.parametrize("others", [0.05, 0.4])
+def test_a_busy_machine_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: float) -> None:
+    monkeypatch.setattr(OtherLoad, "part", lambda self: others)
+    result = demo("--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert ("other programs used 40% of the processors" in result.stdout) is (others > BUSY)
 
 
 def test_a_wrong_text_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

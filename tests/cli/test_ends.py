@@ -113,6 +113,34 @@ def test_what_is_refused_costs_no_earlier_run(
     assert (tmp_path / "a" / "adapter_config.json").exists()
 
 
+@pytest.mark.parametrize("saved", [1, 0])
+def test_a_full_disk_ends_a_run_that_can_go_on(
+    saved: int, service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = training._Trainer._save_checkpoint
+
+    def fill(trainer: Any, *given: Any, **named: Any) -> None:
+        if trainer.state.global_step <= saved:
+            save(trainer, *given, **named)
+            return
+        (tmp_path / "a" / f"checkpoint-{trainer.state.global_step}").mkdir()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 8, 8))
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    given = options(service, data, tmp_path / "a", "--steps", 3, "--every", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(training._Trainer, "_save_checkpoint", fill)
+        done = command(*given)
+    assert done.exit_code == 1
+    again = "--resume continues from the last checkpoint" if saved else "nothing was saved"
+    assert f"training ended after step {saved + 1} (the disk is full); {again}" in " ".join(done.output.split())
+    done = command(*given, "--resume")
+    if not saved:
+        assert "no whole checkpoint in" in done.output
+        done = command(*given, "--overwrite")
+    assert done.exit_code == 0, done.output
+
+
 def test_checkpoints_without_an_encoder_are_refused(service: Service, data: Path, tmp_path: Path) -> None:
     peft = tmp_path / "peft.json"
     peft.write_text(json.dumps({"peft_type": "P_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}))

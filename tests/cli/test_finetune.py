@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 from symbiosis.cli.data import PromptFormat
+from symbiosis.cli.folder import owned
 from tests.cli.chat_model import save_chat_model
 from tests.helpers import command
 from tests.service import Service
@@ -160,6 +161,31 @@ def test_files_of_another_origin_are_not_lost(service: Service, data: Path, tmp_
     assert (made / "adapter_v1" / "notes").read_text(encoding="utf-8") == "mine", "no run has made this folder"
     found = sorted(one.name for one in made.glob("checkpoint-*"))
     assert found == ["checkpoint-5", "checkpoint-5.bak", "checkpoint-6", "checkpoint-best"]
+
+
+def test_a_lock_that_is_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "a" / ".lock").mkdir(parents=True)
+    done = command(*options(service, data, tmp_path / "a", "--steps", 1))
+    assert done.exit_code == 1
+    assert ".lock in it cannot be locked (Is a directory)" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("killed", ["while it moves", "after it has moved", "while it moves back"])
+def test_a_run_that_is_killed_as_it_begins_loses_no_earlier_one(killed: str, tmp_path: Path) -> None:
+    """The next run in the folder finds the adapter and the checkpoint of the earlier one."""
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    aside = tmp_path / (".replaced" if killed == "after it has moved" else ".moving")
+    aside.mkdir()
+    (tmp_path / "adapter_config.json").rename(aside / "adapter_config.json")
+    if killed == "after it has moved":
+        (tmp_path / "checkpoint-3").rename(aside / "checkpoint-3")
+        (tmp_path / "finetune.json").write_text("of the killed run")
+    with owned(tmp_path):
+        assert sorted(each for each in tmp_path.rglob("*") if each.name != ".lock") == before
+    assert (tmp_path / "adapter_config.json").read_text() == "mine"
 
 
 def test_what_is_read_is_not_written(service: Service, data: Path, tmp_path: Path) -> None:
@@ -348,7 +374,7 @@ def test_short_options_of_other_methods(
         (["--validation", "0.001"], "too few for this"),
         (["--validation", "absent.jsonl"], "cannot be read"),
         (["--peft", "absent.json"], "cannot be read as JSON"),
-        (["--resume"], "there is no checkpoint"),
+        (["--resume"], "there is no whole checkpoint"),
         (["--lora", "targets=absent"], "--lora targets=absent"),
         (["--log-to", "absent"], "training options (--schedule, --log-to, …): absent is not supported"),
     ],
@@ -548,7 +574,7 @@ def test_wrong_options_of_generate(given: list[str], complaint: str) -> None:
 
 def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path) -> None:
     file = tmp_path / "sweep.toml"
-    fast = 'learning-rate = 0.05\nlog-to = []\nbatch = true\nia3 = "false"\n'  # as options take them: 1, and no
+    fast = 'learning-rate = 0.05\nlog-to = []\nbatch = "2"\nia3 = false\n'
     file.write_text('[small]\nlora = "r=2"\n[fast]\n' + fast, encoding="utf-8")
     output, told = tmp_path / "out", tmp_path / "out.json"
     done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--json", told))
@@ -636,6 +662,8 @@ def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path
         ("['']\nseed = 3", "[] cannot be the name of a folder"),
         (f"[{'a' * 300}]\nseed = 3", "cannot be the name of a folder"),
         ("[a]\nlearning-rate = 'abc'", "[a] learning-rate = 'abc': Input should be a valid number"),
+        ("[a]\nsteps = true", "[a] steps = True: give a value"),
+        ("[a]\nia3 = 1", "[a] ia3 = 1: give true or false"),
         ("[a]\nbatch = 0", "[a] batch = 0: Input should be greater than or equal to 1"),
         ("[a]\nschedule = 'linear'\nresume = true", "[a] has no option 'resume'"),
     ],

@@ -97,7 +97,7 @@ def test_once_fails_where_an_executor_is_away(service: Service, tmp_path: Path) 
     absent = f"shm://{tmp_path}/absent.sock"
     done = command("top", absent, "--once", "--interval", "0.5")
     assert done.exit_code == 1
-    assert "is away" in done.stdout
+    assert "is away: " in done.stdout
     both = command("top", f"{service.address},{absent}", "--once", "--interval", "0.5", "--json")
     assert both.exit_code == 1
     found = json.loads(both.stdout)

@@ -91,7 +91,7 @@ MODEL = '[[model]]\nname = "a"\nmodel = "b"\n'
         (MODEL + "max-rows = 0", "model 1: .*max-rows.*greater than or equal to 1"),
         (MODEL + 'max-rows = "many"', "model 1: .*max-rows.*valid integer"),
         (MODEL + 'policy = "nothing"', "unknown policy 'nothing'"),
-        (MODEL + "[model.limits]\ncall = 1", "--limit 'call=1'"),
+        (MODEL + "[model.limits]\ncall = 1", "limit 'call=1'"),
         (MODEL + "keys = { a = 1 }", "keys is a table; give a value"),
         (MODEL + MODEL, "two models are called a"),
         ('[[model]]\nmodel = "b"', "give model, a folder or hub id, and name"),

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from symbiosis.cluster import child
 from symbiosis.cluster.directory import DirectoryActor
 from symbiosis.cluster.plan import ClusterPlan, Model
+from symbiosis.terminal import child
 from tests.cluster.nodes import until
 from tests.service import free_port, save_model
 
@@ -67,7 +67,8 @@ def test_other_requests_change_nothing(directory: DirectoryActor) -> None:
 def test_a_child_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     model, address = save_model(tmp_path / "model"), f"tcp://127.0.0.1:{free_port()}"
     code = (
-        f"from symbiosis.cluster import child; child.follow(child.start(['serve', '{model}', '--listen', '{address}']))"
+        "from symbiosis.terminal import child; "
+        f"child.follow(child.start(['serve', '{model}', '--listen', '{address}']))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as parent:
         assert parent.stderr is not None

@@ -63,9 +63,11 @@ def test_the_reason_is_the_error() -> None:
 
 
 def test_a_lost_run_resumes_or_begins_again() -> None:
-    assert with_resume(["tcp://a:1", "--every", "5"], True) == ["tcp://a:1", "--every", "5", "--resume"]
-    assert with_resume(["tcp://a:1", "--overwrite"], True) == ["tcp://a:1", "--resume"]
-    assert with_resume(["tcp://a:1", "--overwrite"], False) == ["tcp://a:1", "--overwrite"]
+    assert with_resume(["tcp://a:1", "--every", "5"], True, True) == ["tcp://a:1", "--every", "5", "--resume"]
+    assert with_resume(["tcp://a:1", "--overwrite"], True, False) == ["tcp://a:1", "--resume"]
+    assert with_resume(["tcp://a:1"], False, False) == ["tcp://a:1", "--overwrite"]
+    assert with_resume(["tcp://a:1", "--overwrite"], False, True) == ["tcp://a:1", "--overwrite"]
+    assert with_resume(["tcp://a:1"], False, True) == ["tcp://a:1"], "the adapter is an earlier run's"
 
 
 @pytest.mark.parametrize("command", [("status",), ("drain", "n1"), ("scale", "llama", "2"), ("down",)])

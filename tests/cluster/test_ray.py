@@ -156,11 +156,11 @@ def test_a_job_resumes_at_another_node(nodes: Nodes, tmp_path: Path) -> None:
         )
         with job:
             until(lambda: (tmp_path / "lost" / "checkpoint-10" / "trainer_state.json").exists(), 60)
-            (process,) = processes("symbiosis.cluster.child", "finetune")
+            (process,) = processes("symbiosis.terminal.child", "finetune")
             before = nodes.of(process)
             nodes.kill(before)
             assert not process.is_running()
-            found = until(lambda: processes("symbiosis.cluster.child", "finetune"), 60)
+            found = until(lambda: processes("symbiosis.terminal.child", "finetune"), 60)
             assert nodes.of(found[0]) is not before
             out, _ = job.communicate(timeout=100)
         assert job.returncode == 0, out

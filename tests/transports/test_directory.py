@@ -47,7 +47,7 @@ MODELS = {
 
 @asynccontextmanager
 async def divided(
-    folder: Path, model: nn.Module, parts: Sequence[str] = ("0", "1-9,lm_head"), **options: Any
+    folder: Path, model: nn.Module, parts: Sequence[str] = ("0", "1,lm_head"), **options: Any
 ) -> AsyncIterator[tuple[list[symbiosis.Executor], str]]:
     """Executors of parts of a model, by turns at ``shm://`` and ``tcp://``, and their addresses."""
     if not any("lm_head" in name and isinstance(module, nn.Linear) for name, module in model.named_modules()):
@@ -111,7 +111,7 @@ def test_precision_is_that_of_a_whole_model(name: str, saved: torch.dtype, dtype
     zoo_model(name).to(saved).save_pretrained(tmp_path)
     whole, one, other = [
         symbiosis.Executor.from_pretrained(tmp_path, dtype=dtype, layers=layers).service.share()
-        for layers in (None, "0", "1-9,*lm_head,*multi_modal*" if "Llava" in name else "1-9,lm_head")
+        for layers in (None, "0", "1-2,*lm_head,*multi_modal*" if "Llava" in name else "1,lm_head")
     ]
     assert merge({"one": one.description, "other": other.description}) == whole.description
     for tensor, expected in zip(one.tensors.values(), whole.tensors.values(), strict=True):
@@ -202,7 +202,7 @@ async def test_joint_decoding(tmp_path: Path) -> None:
 async def test_masked_rows(tmp_path: Path) -> None:
     model = tiny_model()
     expected = model(IDS).logits
-    async with divided(tmp_path, model, ("0", "1-9,lm_head", "0", "1-9,lm_head")) as (executors, addresses):
+    async with divided(tmp_path, model, ("0", "1,lm_head", "0", "1,lm_head")) as (executors, addresses):
         one, other, *further = addresses_in(addresses)
         first, second = f"{one},{other}", ",".join(further)
         for privacy in (LocalPads(copy.deepcopy(model)), SecretShares(with_=second, model=copy.deepcopy(model))):
@@ -217,7 +217,7 @@ async def test_masked_rows(tmp_path: Path) -> None:
 
 async def test_another_replica_of_a_part_goes_on(tmp_path: Path) -> None:
     """The addresses of replicas and parts are in one list; which is which follows from what they serve."""
-    parts = ("0", "1-9,lm_head", "1-9,lm_head", "0")
+    parts = ("0", "1,lm_head", "1,lm_head", "0")
     async with divided(tmp_path, tiny_model(), parts) as (executors, addresses), symbiosis.connect(addresses) as base:
         async with base.client(lora(), seed=0) as client:
             job = asyncio.create_task(run_job(client, Job(steps=12)))
@@ -321,7 +321,8 @@ async def test_the_address_of_one_part_is_not_enough(connects: bool, tmp_path: P
 
 async def test_wrong_use() -> None:
     model = tiny_model()
-    for wrong, why in (("7", "no base layer belongs to '7'; there are blocks 0 to 1, and lm_head"), ("nose", "'nose'")):
+    none = "no base layer belongs to '{}'; there are blocks 0 to 1, and lm_head"
+    for wrong, why in (("7", none.format("7")), ("0-2", none.format("0-2")), ("nose", "'nose'")):
         with pytest.raises(SplitError, match=why):
             symbiosis.Executor(model, layers=wrong)
     for divided_ in ("*.mlp.*", "0,model.layers.1.mlp.up_proj"):

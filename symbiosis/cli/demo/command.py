@@ -65,6 +65,7 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     from symbiosis.cli.demo.jobs import make_jobs, run_plain, run_shared
     from symbiosis.cli.demo.results import summarize
     from symbiosis.terminal.loop import run
+    from symbiosis.terminal.machine import OtherLoad
     from symbiosis.terminal.progress import Steps
 
     logging.set_verbosity_error()
@@ -88,6 +89,7 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
         done = len(run.losses) + len(run.before) + len(run.after)
         steps(f"{job.name:<5} {job.method:<13}", done, total, f"loss {run.losses[-1]:.2f}" if run.losses else "")
 
+    others = OtherLoad()
     out.print("\nfour tenants at once on one executor", style="bold")
     if watch:
         base, mean_batch = run(run_shared(folder, policy, jobs, lambda job, run: None, out))
@@ -97,4 +99,4 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     out.print("\nthe same jobs with plain transformers + PEFT, in turn", style="bold")
     with Steps(out) as steps:
         plain_base = sum(run_plain(folder, job, show) for job in jobs)
-    return summarize(policy, tokenizer, jobs, mean_batch, {"shared": base, "plain": plain_base})
+    return summarize(policy, tokenizer, jobs, mean_batch, {"shared": base, "plain": plain_base}, others.part())

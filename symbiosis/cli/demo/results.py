@@ -20,6 +20,8 @@ TOLERANCE = 1e-3
 """Largest relative difference of two losses that counts as equal."""
 TIE = 1e-2
 """Largest difference of two tokens' logits at which either may follow."""
+BUSY = 0.1
+"""Part of the processors' time in other programs from which the throughput of both ways cannot be compared."""
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # readers with colour blindness can tell them apart
 WAYS = {"shared": "four tenants at once", "plain": "plain jobs in turn; memory: side by side"}
 """The two ways in which the jobs ran, and their names in the table."""
@@ -27,8 +29,11 @@ WAYS = {"shared": "four tenants at once", "plain": "plain jobs in turn; memory: 
 Data = dict[str, Any]
 
 
-def summarize(policy: str, tokenizer: Any, jobs: list[DemoJob], mean_batch: float, bases: dict[str, int]) -> Data:
-    """Return all results, given the bytes of the executor's base model and of all plain jobs' base models.
+def summarize(
+    policy: str, tokenizer: Any, jobs: list[DemoJob], mean_batch: float, bases: dict[str, int], others: float
+) -> Data:
+    """Return all results, given the bytes of the executor's base model and of all plain jobs' base models, and the part
+    of the processors' time that other programs used.
 
     Times are in seconds, sizes in bytes.
     """
@@ -45,6 +50,7 @@ def summarize(policy: str, tokenizer: Any, jobs: list[DemoJob], mean_batch: floa
         "bytes": sizes,
         "base_bytes": bases,
         "mean_batch": mean_batch,
+        "used_by_others": others,
         "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
         "tenants": tenants,
     }
@@ -89,6 +95,11 @@ def show(out: Console, results: Data) -> None:
     ratios = [f"{results[name]:.2f}×" for name in ("throughput_ratio", "memory_ratio")]
     table.add_row("ratio", "", ratios[0], "", ratios[1], style="bold")
     out.print(table)
+    if (others := results["used_by_others"]) > BUSY:
+        out.print(
+            f"other programs used {others:.0%} of the processors, so throughput means little; try on an idle machine",
+            style="yellow",
+        )
 
 
 def plot(results: Data, file: Path) -> None:
