@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from symbiosis.cli.chats import IGNORED, chat_prompt, conversation, encode, end_of_answers
 from symbiosis.errors import UsageError
 
-IGNORED = -100
-"""Label of a token that does not count in the loss."""
 LOG_FILE = "log.jsonl"
 """File in the output folder of a run with a line for each step and each evaluation."""
 FORMAT_FILE = "prompt_format.json"
@@ -43,10 +42,12 @@ class PromptFormat:
     Attributes:
         name: ``"pairs"``, ``"alpaca"``, ``"chat"`` or ``"text"``; empty for what the tokenizer does with a plain text.
         separator: what is between prompt and completion of pairs, unless the prompt ends in white space.
+        end: what follows an answer in conversations.
     """
 
     name: str = ""
     separator: str = ""
+    end: str = ""
 
     def prompt(self, tokenizer: Any, asked: Record) -> list[int]:
         """Return the token ids of a prompt, to which a completion is appended.
@@ -68,12 +69,12 @@ class PromptFormat:
         elif self.name == "pairs":
             prompt += "" if prompt[-1:].isspace() else self.separator
         else:
-            return _encode(tokenizer, prompt, special=not self.name)
-        return [*_beginning(tokenizer), *_encode(tokenizer, prompt)]
+            return encode(tokenizer, prompt, special=not self.name)
+        return [*_beginning(tokenizer), *encode(tokenizer, prompt)]
 
     def save(self, folder: Path) -> None:
         """Write it to a folder of an adapter."""
-        values = {"format": self.name, "separator": self.separator}
+        values = {"format": self.name, "separator": self.separator, "end": self.end}
         (folder / FORMAT_FILE).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
     @classmethod
@@ -88,7 +89,7 @@ class PromptFormat:
             return cls()
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-            made = cls(str(values["format"]), str(values["separator"]))
+            made = cls(str(values["format"]), str(values["separator"]), str(values.get("end", "")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{file}: cannot be read ({error}); delete it to use prompts as they are") from error
         if made.name not in _FIELDS:
@@ -192,19 +193,20 @@ _LONGEST_FIELD = 1 << 30
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        csv.field_size_limit(_LONGEST_FIELD)
-        rows = csv.DictReader(file, strict=True)  # not strict, an open quote would take the rest of the file
-        try:
-            if len(set(names := rows.fieldnames or ())) < len(names):
-                raise UsageError(f"{path}, line 1: a name stands twice; give each field a name of its own")
-            for row in rows:
-                place = f"{path}, line {rows.line_num}"
-                if any(row.get(None, ())):  # DictReader's name for fields without one
-                    raise UsageError(f"{place}: more fields than names in line 1; quote fields that have commas")
-                yield place, {name: value or "" for name, value in row.items() if name}
-        except csv.Error as error:
-            raise UsageError(f"{path}, line {rows.line_num}: not CSV ({error}); {_WANTED}") from error
+    text = path.read_bytes().decode("utf-8-sig")
+    csv.field_size_limit(_LONGEST_FIELD)
+    # Not strict, an open quote would take the rest of the file.
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        if len(set(names := rows.fieldnames or ())) < len(names):
+            raise UsageError(f"{path}, line 1: a name stands twice; give each field a name of its own")
+        for row in rows:
+            place = f"{path}, line {rows.line_num}"
+            if any(row.get(None, ())):  # DictReader's name for fields without one
+                raise UsageError(f"{place}: more fields than names in line 1; quote fields that have commas")
+            yield place, {name: value or "" for name, value in row.items() if name}
+    except csv.Error as error:
+        raise UsageError(f"{path}, line {rows.line_num}: not CSV ({error}); {_WANTED}") from error
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -316,16 +318,23 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
     separator = "" if name != "pairs" or all(one["completion"][:1].isspace() for one in records) else "\n"
     data = Data(form or PromptFormat(name, separator))
     if name == "text":
-        ids = [token for one in records for token in (*_encode(tokenizer, one["text"]), *_end(tokenizer))]
+        ids = [token for one in records for token in (*encode(tokenizer, one["text"]), *_end(tokenizer))]
         for start in range(0, len(ids), length):
             part = ids[start : start + length]
             data.add(part, part, length)
-    elif name == "chat":
-        for one in records:
-            data.add(*_conversation(tokenizer, one["messages"], source), length)
     else:
-        for one in records:
-            data.add(*_completed(data.format, tokenizer, one), length)
+        for number, one in enumerate(records, 1):
+            try:
+                if name != "chat":
+                    examples = [_completed(data.format, tokenizer, one)]
+                else:
+                    examples = conversation(tokenizer, one["messages"])
+                    end = data.format.end or end_of_answers(tokenizer, one["messages"])
+                    data.format = replace(data.format, end=end)
+            except UsageError as error:
+                raise UsageError(f"{source}, record {number}: {error}") from error
+            for example in examples:
+                data.add(*example, length)
     if not data.examples:
         raise UsageError(f"{source}: nothing is left to train on with --sequence {length}; give more or longer texts")
     return data
@@ -334,55 +343,8 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
 def _completed(form: PromptFormat, tokenizer: Any, record: Record) -> tuple[list[int], list[int]]:
     """Return ids and labels of a pair, or of a record with Alpaca's fields. Only the completion has labels."""
     before, completion = form.prompt(tokenizer, record), record["output" if form.name == "alpaca" else "completion"]
-    after = [*_encode(tokenizer, completion), *_end(tokenizer)]
+    after = [*encode(tokenizer, completion), *_end(tokenizer)]
     return [*before, *after], [IGNORED] * len(before) + after
-
-
-def _conversation(tokenizer: Any, messages: list[dict[str, str]], source: str) -> tuple[list[int], list[int]]:
-    """Return ids and labels of a conversation. Only what the assistant says has labels."""
-    text, cuts = _chat_text(tokenizer, messages, False), [0]
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            for part, answer in ((messages[:index], True), (messages[: index + 1], False)):
-                before = _chat_text(tokenizer, part, answer)
-                if not text.startswith(before):
-                    raise UsageError(
-                        f"{source}: the model's chat template changes earlier messages of a conversation, so what the "
-                        "assistant says cannot be found; give conversations with one answer each"
-                    )
-                cuts.append(len(before))
-    ids, heads = _encode(tokenizer, text), [_encode(tokenizer, text[:cut]) for cut in cuts]
-    if all(ids[: len(head)] == head for head in heads):
-        parts = [ids[len(first) : len(second)] for first, second in pairwise([*heads, ids])]
-    else:  # a token would begin in a prompt and end in the answer, as when prompts end in a space
-        parts = [_encode(tokenizer, text[first:second]) for first, second in pairwise([*cuts, len(text)])]
-    labels = [token if number % 2 else IGNORED for number, part in enumerate(parts) for token in part]
-    return [token for part in parts for token in part], labels
-
-
-def chat_prompt(tokenizer: Any, messages: list[dict[str, str]], answer: bool = True) -> list[int]:
-    """Return the token ids of a conversation, by default with the beginning of the assistant's next message.
-
-    Raises:
-        UsageError: the tokenizer has no chat template, or that fails.
-    """
-    return _encode(tokenizer, _chat_text(tokenizer, messages, answer))
-
-
-def _chat_text(tokenizer: Any, messages: list[dict[str, str]], answer: bool) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("the model's tokenizer has no chat template; give prompts and completions, not messages")
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
-    except Exception as error:  # a template is a program of the provider's
-        reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"the model's chat template fails: {type(error).__name__}: {reason}") from error
-    return text
-
-
-def _encode(tokenizer: Any, text: str, special: bool = False) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-    return ids
 
 
 def _beginning(tokenizer: Any) -> list[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned, replaced
-from symbiosis.cli.methods import method_of
+from symbiosis.cli.methods import lacks_encoder, method_of
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, is_given, writable, write_json
@@ -195,7 +195,7 @@ def finetune(
     records, held_out = read_records(data), _part(validation)
     others = None if validation is None or held_out is not None else read_records(Path(validation), "--validation")
     config, option = method_of(lora, ia3, prefix, peft, is_given(context, "lora"))
-    if (config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False)) and (resume or validation):
+    if lacks_encoder(config) and (resume or validation):
         raise UsageError(
             f"{option}: PEFT's checkpoints of this method lack its encoder; leave --resume and --validation out"
         )

@@ -61,6 +61,8 @@ def check_json(json: Path | None, read: Iterable[Path | None], folder: Path) -> 
     """
     if json is None:
         return
+    if json.resolve().parent.parent == folder.resolve() and json.parent.name.startswith("checkpoint-"):
+        raise UsageError(f"--json {json}: the run writes its checkpoints there; choose another file for the results")
     if any(json.resolve() == file.resolve() for file in read if file is not None):
         raise UsageError(f"--json {json}: this file is read; choose another one for the results")
     if json.resolve() in [(folder / name).resolve() for name in (*_WRITTEN, _LOCK)]:
@@ -109,7 +111,7 @@ def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
 def _settle(folder: Path) -> None:
     aside, moving = folder / _ASIDE, folder / _MOVING
     if aside.is_dir():
-        if [*folder.glob("checkpoint-*/trainer_state.json"), *folder.glob("adapter_model.safetensors")]:
+        if has_checkpoint(folder) or (folder / "adapter_model.safetensors").exists():
             shutil.rmtree(aside)
         else:
             for checkpoint in checkpoints(folder):
@@ -135,12 +137,13 @@ def checkpoint_in(folder: Path) -> Path:
     return max(found, key=_step)
 
 
-def rotate(folder: Path, best: str | None) -> None:
-    """Delete all checkpoints of the run but the last one, and the one before it or the ``best`` one (its path).
+def rotate(folder: Path, step: int, best: str | None) -> None:
+    """Delete all checkpoints of the run but that of the present ``step``, and the one before it or the ``best`` one
+    (its path). Those of later steps are of a run that has gone back to an earlier one, and are written again.
 
     Transformers would delete any folder whose name begins with ``checkpoint-``, copies of checkpoints too.
     """
-    found = sorted(checkpoints(folder), key=_step)
+    found = sorted((one for one in checkpoints(folder) if _step(one) <= step), key=_step)
     others = [one for one in found[:-1] if best is None or one.name != Path(best).name]
     for one in others[: max(len(found) - 2, 0)]:
         shutil.rmtree(one)
@@ -151,12 +154,18 @@ def _step(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, damaged ones too."""
-    return [one for one in folder.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal()]
+    """Return the checkpoints in a folder, damaged ones too. Links and copies with other names are none of the run."""
+    found = (one for one in folder.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal())
+    return [one for one in found if one.is_dir() and not one.is_symlink()]
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a run has written a checkpoint to its end. The trainer's state is written last."""
+    return any((one / "trainer_state.json").is_file() for one in checkpoints(folder))
 
 
 def _complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end, and can be read. The trainer's state is written last."""
+    """Return whether a checkpoint was written to its end, and can be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -98,7 +98,9 @@ def generate(
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
         options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
         positions = positions_of(base, None if adapter is None else model.active_peft_config)
-        writer = _Writer(model, base.symbiosis.tokenizer(), positions, {**options, "stop_strings": stop or None})
+        writer = _Writer(
+            model, base.symbiosis.tokenizer(), positions, {**options, "stop_strings": stop or None}, form.end
+        )
         if chat:
             _chat(writer, before)
             return
@@ -168,17 +170,26 @@ class _Writer:
     Args:
         positions: largest number of tokens that the model can read, or None.
         options: arguments of the model's ``generate``.
+        end: text with which the adapter has learned to end answers.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, positions: int | None, options: dict[str, Any]) -> None:
+    def __init__(self, model: Any, tokenizer: Any, positions: int | None, options: dict[str, Any], end: str) -> None:
         self.tokenizer = tokenizer
         self._model = model
         self._positions = positions
-        ends = tokenizer.pad_token_id, tokenizer.eos_token_id
+        pads = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._options = {name: value for name, value in options.items() if value is not None}
-        self._options["pad_token_id"] = next((one for one in ends if one is not None), None)
+        self._options["pad_token_id"] = next((one for one in pads if one is not None), None)
+        ids = tokenizer(end, add_special_tokens=False)["input_ids"] if end else []
+        self._end = end if len(ids) > 1 else ""
+        """What to cut off at the end of an answer, if it is no token of its own."""
+        if self._end:
+            self._options["stop_strings"] = [*(self._options.get("stop_strings") or []), end]
         if "stop_strings" in self._options:
             self._options["tokenizer"] = tokenizer
+        stated = model.generation_config.eos_token_id
+        ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated]), *ids[: len(ids) == 1]}
+        self._options["eos_token_id"] = sorted(ends - {None}) or None
 
     def check(self, ids: list[int], what: str) -> None:
         """Raise UsageError if a prompt, which the text ``what`` names, is empty or leaves no room for a token."""
@@ -209,7 +220,8 @@ class _Writer:
         )
         if made.shape[1] - len(ids) == most < wanted:
             console(stderr=True).print(f"the text ends where the model's {self._positions} positions end")
-        return str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
+        text = str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
+        return text.removesuffix(self._end)
 
 
 def _to_file(
@@ -229,7 +241,7 @@ def _to_file(
 
 def _chat(writer: _Writer, messages: list[dict[str, str]]) -> None:
     """Answer the lines of standard input, in a conversation that begins with these messages."""
-    from symbiosis.cli.data import chat_prompt
+    from symbiosis.cli.chats import chat_prompt
 
     out = console(stderr=True)
     while True:

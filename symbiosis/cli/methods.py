@@ -37,6 +37,11 @@ def method_of(lora: str, ia3: bool, prefix: int | None, file: Path | None, lora_
     return lora_config(lora), f"--lora {lora}"
 
 
+def lacks_encoder(config: Any) -> bool:
+    """Return whether PEFT's checkpoints of this method lack the encoder that it trains, so that no run can go on."""
+    return config.peft_type == "P_TUNING" or bool(getattr(config, "prefix_projection", False))
+
+
 def read_config(file: Path) -> Any:
     """Return the PEFT configuration of a JSON file.
 

@@ -167,9 +167,9 @@ def _wait(processes: dict[str, subprocess.Popen[bytes]], output: Path, signals: 
             ended = all(process.poll() is not None for process in processes.values())
             for number in signals[passed:]:
                 passed += 1
-                console(stderr=True).print("\nstopping the runs after their steps; again to stop at once")
                 for process in processes.values():
                     process.send_signal(number)
+                console(stderr=True).print("\nstopping the runs after their steps; again to stop at once")
             for name in processes:
                 entry = _last_step(output / name / LOG_FILE)
                 if entry is not None and shown.get(name) != entry["step"]:

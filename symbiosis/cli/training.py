@@ -21,8 +21,10 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
 
 from symbiosis import backward_in_windows
-from symbiosis.cli.data import IGNORED, LOG_FILE, Data
-from symbiosis.cli.folder import rotate
+from symbiosis.cli.chats import IGNORED
+from symbiosis.cli.data import LOG_FILE, Data, PromptFormat
+from symbiosis.cli.folder import has_checkpoint, rotate
+from symbiosis.cli.methods import lacks_encoder
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
@@ -81,6 +83,7 @@ class Training:
         try:
             self._trainer = _Trainer(
                 window,
+                train.format,
                 model=model,
                 args=_arguments(output, test is not None, arguments),
                 train_dataset=train.examples,
@@ -123,8 +126,8 @@ class Training:
             reason = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             if not self._watch.losses:
                 raise UsageError(f"{self._option}: the first step failed ({reason})") from error
-            saved = any(self._output.glob("checkpoint-*/trainer_state.json"))
-            again = "--resume continues from the last checkpoint" if saved else "nothing was saved"
+            saved = has_checkpoint(self._output)
+            again = self._goes_on("--resume continues from the last checkpoint") if saved else "nothing was saved"
             ended = f"{self._output}: training ended after step {self._trainer.state.global_step}"
             if isinstance(error, IndexError | TypeError | ValueError):  # perhaps a bug, which needs its traceback
                 error.add_note(f"{ended}; {again}")
@@ -132,11 +135,9 @@ class Training:
             raise UsageError(f"{ended} ({reason}); {again}") from error
         state = self._trainer.state
         if self._watch.stopped:
-            out.print(
-                f"stopped after step {state.global_step}; checkpoint in "
-                f"{self._output / f'checkpoint-{state.global_step}'}; the same command with --resume continues",
-                soft_wrap=True,
-            )
+            checkpoint = self._output / f"checkpoint-{state.global_step}"
+            again = f"checkpoint in {checkpoint}; the same command with --resume continues"
+            out.print(f"stopped after step {state.global_step}; {self._goes_on(again)}", soft_wrap=True)
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
         text = f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {state.global_step} steps"
         if state.best_metric is not None:
@@ -156,6 +157,12 @@ class Training:
         with heeded(stop):
             yield
 
+    def _goes_on(self, how: str) -> str:
+        """Return how the run can go on, or why it cannot."""
+        if lacks_encoder(self._model.active_peft_config):
+            return "a run of this PEFT method cannot be resumed"
+        return how
+
     def _keep(self) -> None:
         """Save a checkpoint and the adapter after an error in a step. The executor has no part in either."""
         out, step = console(stderr=True), self._trainer.state.global_step
@@ -164,7 +171,7 @@ class Training:
             again = "--overwrite begins again" if self._checkpoint is None else "--resume continues"
             out.print(f"ended in an error {text}; the same command with {again}", soft_wrap=True)
             return
-        if self._trainer.control.should_evaluate and any(self._output.glob("checkpoint-*")):
+        if self._trainer.control.should_evaluate and has_checkpoint(self._output):
             # A checkpoint of this step would lack its evaluation.
             text = f"ended in an error while step {step} was evaluated; the same command with --resume continues"
             out.print(text, soft_wrap=True)
@@ -175,8 +182,8 @@ class Training:
                 self._trainer.save_checkpoint(self._watch.random)
         self._save()
         out.print(
-            f"ended in an error after step {step}; adapter in {self._output}, checkpoint in {checkpoint}; the same "
-            "command with --resume continues",
+            f"ended in an error after step {step}; adapter in {self._output}; "
+            + self._goes_on(f"checkpoint in {checkpoint}; the same command with --resume continues"),
             soft_wrap=True,
         )
 
@@ -240,11 +247,16 @@ def _arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingA
 
 
 class _Trainer(Trainer):  # type: ignore[misc]  # transformers is not typed
-    """Trains in windows, if there is one."""
+    """Trains in windows, if there is one, and saves with each checkpoint how its prompts are made."""
 
-    def __init__(self, window: int | None, **options: Any) -> None:
+    def __init__(self, window: int | None, form: PromptFormat, **options: Any) -> None:
         super().__init__(**options)
         self._window = window
+        self._form = form
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        self._form.save(Path(output_dir or self.args.output_dir))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run forward and backward of one batch, and return the loss."""
@@ -344,7 +356,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        rotate(self._output, state.best_model_checkpoint)
+        rotate(self._output, state.global_step, state.best_model_checkpoint)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.random = _Random.now()

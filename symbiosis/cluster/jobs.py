@@ -34,8 +34,8 @@ class FineTuning:
         """Return the exit status and the last lines of the run. ``folder`` is where relative paths begin."""
         if ray.get_runtime_context().was_current_actor_reconstructed:
             found = Path(folder) / output
-            has_checkpoint = any(found.glob("checkpoint-*/trainer_state.json"))
-            arguments = with_resume(arguments, has_checkpoint, (found / "adapter_model.safetensors").exists())
+            complete = any(found.glob("checkpoint-*/trainer_state.json"))
+            arguments = with_resume(arguments, complete, (found / "adapter_model.safetensors").exists())
         status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
         if status < 0:  # a signal ended it
             os._exit(1)  # Ray starts the actor again

@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,25 @@ PLOTS = (".png", ".svg", ".pdf")
 """Formats of plots, by the end of a file's name."""
 
 
+class _Messages(Console):
+    """Goes on without output when nobody reads it any more, where rich ends the process: at Ctrl-C, a ``tee`` that gets
+    the messages ends at once, and a run still has to be saved."""
+
+    def on_broken_pipe(self) -> None:
+        discard([self.file.fileno()])
+
+
+def discard(descriptors: Iterable[int]) -> None:
+    """Let writes to these file descriptors have no effect."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
 def console(*, stderr: bool = False) -> Console:
     """Return a console on the present standard output (or error)."""
-    made = Console(stderr=stderr, highlight=False)
+    made = _Messages(stderr=True, highlight=False) if stderr else Console(highlight=False)
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = 110  # rich assumes 80 columns for files and logs
     return made

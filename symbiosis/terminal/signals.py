@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from symbiosis.terminal.console import discard
+
 
 @contextlib.contextmanager
 def heeded(stop: Callable[[int], object]) -> Iterator[None]:
@@ -19,7 +21,7 @@ def heeded(stop: Callable[[int], object]) -> Iterator[None]:
 
     def heed(number: int, frame: Any) -> None:
         if number not in (signal.SIGINT, signal.SIGTERM):
-            _discard(terminals)
+            discard(terminals)
         stop(number)
 
     numbers = [signal.SIGINT, signal.SIGTERM]
@@ -32,11 +34,3 @@ def heeded(stop: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _discard(descriptors: list[int]) -> None:
-    """Let writes to these descriptors have no effect."""
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in descriptors:
-        os.dup2(nothing, descriptor)
-    os.close(nothing)

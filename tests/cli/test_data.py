@@ -10,18 +10,17 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from symbiosis.cli.chats import IGNORED, chat_prompt
 from symbiosis.cli.data import (
     FORMAT_FILE,
-    IGNORED,
     PromptFormat,
     alpaca,
-    chat_prompt,
     read_prompts,
     read_records,
     tokenize,
 )
 from symbiosis.errors import UsageError
-from tests.cli.chat_model import chat_tokenizer
+from tests.cli.chat_model import TEMPLATE, chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
 CHAT = [
@@ -87,6 +86,11 @@ def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> N
         ("empty.jsonl", b"\n", "there is nothing in it"),
         ("empty.txt", b"\n", "there is nothing in it"),
         ("fields.csv", b"a,b\n1,2\n", "line 2: only 'a', 'b'"),
+        (
+            "latin.csv",
+            b"prompt,completion\n" + 2000 * b"some words,more words\n" + b"caf\xe9,b\n",
+            "line 2002: not UTF-8",
+        ),
         ("number.jsonl", b'{"prompt": ' + b"9" * 5_000 + b"}", "line 1: Exceeds the limit"),
         ("deep.jsonl", b'{"prompt": ' + b"[" * 100_000, "line 1: nested too deeply"),
     ],
@@ -231,11 +235,68 @@ def test_a_tokenizer_without_chat_template_is_refused() -> None:
         tokenize([{"messages": CHAT}], tokenizer, 200, "chat")
 
 
-def test_a_template_that_changes_earlier_messages_is_refused() -> None:
+def templated(template: str) -> PreTrainedTokenizerFast:
     tokenizer = chat_tokenizer()
-    tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
-    with pytest.raises(UsageError, match="changes earlier messages"):
-        tokenize([{"messages": CHAT}], tokenizer, 200, "chat")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+EACH = "{% for one in messages %}<{{ one.role }}>{{ one.content }}{% if one.role == 'assistant' %}<end>{% endif %}"
+LATEST_SYSTEM = (
+    "{% for one in messages %}{% if one.role == 'user' %}[{% if loop.last %}{{ messages[0].content }} {% endif %}"
+    "{{ one.content }}]{% elif one.role == 'assistant' %}{{ one.content }}<end>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompts", "answers"),
+    [
+        (  # a thought that is left out of answers, as DeepSeek-R1 and QwQ do
+            EACH + "{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}",
+            ["<system>Be brief.<user>hi<assistant><think>"],
+            ["hello<end>", "no<end>"],
+        ),
+        (LATEST_SYSTEM, ["[Be brief. hi]", "[hi]hello<end>[Be brief. more]"], ["hello<end>", "no<end>"]),  # as Mistral
+    ],
+)
+def test_templates_that_change_earlier_messages(template: str, prompts: list[str], answers: list[str]) -> None:
+    """There is an example for each answer, whose prompt is that of generation."""
+    tokenizer = templated(template)
+    examples = tokenize([{"messages": CHAT}], tokenizer, 200, "chat").examples
+    assert [texts(one)[1] for one in examples] == answers
+    for one, messages in zip(examples, (CHAT[:2], CHAT[:4]), strict=True):
+        prompt = chat_prompt(tokenizer, messages)
+        assert one["input_ids"][: len(prompt)] == prompt
+    for one, prompt in zip(examples, prompts, strict=False):
+        assert texts(one)[0].startswith(prompt)
+
+
+def test_a_conversation_may_begin_with_the_assistant() -> None:
+    """Many templates refuse an empty conversation."""
+    tokenizer = templated(
+        "{{ messages[0].role[:0] or raise_exception('empty') if not messages }}" + EACH + "{% endfor %}"
+    )
+    assert not tokenizer.apply_chat_template(CHAT[1:2], tokenize=False).startswith("None")
+    (example,) = tokenize([{"messages": CHAT[2:4]}], tokenizer, 200, "chat").examples
+    assert texts(example) == ("<assistant>hello<end><user>more", "<assistant>hello<end>")
+
+
+def test_errors_of_a_template_name_the_record() -> None:
+    tokenizer = templated(
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    )
+    with pytest.raises(UsageError, match="chat, record 2: the model's chat template fails: TemplateError: no system"):
+        tokenize([{"messages": CHAT[1:]}, {"messages": CHAT}], tokenizer, 200, "chat")
+
+
+def test_what_ends_an_answer_is_kept(tmp_path: Path) -> None:
+    """`generate` ends there, whatever ends texts of the model."""
+    form = tokenize(
+        [{"messages": CHAT}], templated(EACH.replace("<end>", " </turn> ") + "{% endfor %}"), 200, "chat"
+    ).format
+    assert form.end == "</turn>"
+    form.save(tmp_path)
+    assert PromptFormat.load(tmp_path) == form
 
 
 def test_prompts_of_a_chat_template_may_end_in_a_space() -> None:
@@ -256,6 +317,8 @@ def test_prompts_of_a_chat_template_may_end_in_a_space() -> None:
     assert example["input_ids"][: len(prompt)] == prompt
     learned = [label for label in example["labels"] if label != IGNORED]
     assert tokenizer.decode(learned) == "hello<end>no<end>"
+    later = chat_prompt(tokenizer, CHAT[:4])
+    assert example["input_ids"][: len(later)] == later, "with an answer in its middle"
 
 
 def test_validation_data_of_another_kind_names_its_option(tmp_path: Path) -> None:

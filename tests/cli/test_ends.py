@@ -295,6 +295,47 @@ def test_sighup_saves_a_checkpoint(service: Service, data: Path, tmp_path: Path)
     assert (made / f"checkpoint-{steps}" / "trainer_state.json").is_file()
 
 
+def test_ctrl_c_ends_the_reader_of_messages_first(service: Service, data: Path, tmp_path: Path) -> None:
+    """As with `2>&1 | tee log`: a terminal's Ctrl-C ends both."""
+    made, told = tmp_path / "a", tmp_path / "a.json"
+    process = start(*options(service, data, made, "--steps", LONG, "--json", told))
+    wait(lambda: len(losses_in(made)) >= 3 or process.poll() is not None)
+    assert process.stderr is not None
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    steps = json.loads(told.read_text(encoding="utf-8"))["steps"]
+    assert (made / f"checkpoint-{steps}" / "trainer_state.json").is_file()
+    assert (made / "adapter_model.safetensors").is_file()
+
+
+def test_a_run_that_went_back_keeps_its_new_checkpoints(service: Service, data: Path, tmp_path: Path) -> None:
+    """The last checkpoint is damaged. Its step is still to come for the resumed run."""
+    made = tmp_path / "a"
+    given = options(service, data, made, "--every", 2)
+    assert command(*given, "--steps", "6").exit_code == 0
+    (made / "checkpoint-6" / "trainer_state.json").unlink()
+    (made / "checkpoint-1").symlink_to("checkpoint-4")
+    done = command(*given, "--steps", "5", "--resume", "--every", "1")
+    assert done.exit_code == 0, done.output
+    assert {"checkpoint-4", "checkpoint-5"} <= {one.name for one in made.glob("checkpoint-*")}
+
+
+def test_a_run_that_cannot_be_resumed_says_so(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft, made = tmp_path / "peft.json", tmp_path / "a"
+    peft.write_text(json.dumps({"peft_type": "P_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 4}))
+    given = ["finetune", service.address, "--data", str(data), "--output", str(made), "--peft", str(peft)]
+    process = start(*given, "--steps", str(LONG))
+    wait(lambda: len(losses_in(made)) >= 3 or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, text
+    assert "a run of this PEFT method cannot be resumed" in text
+    assert "--resume" not in text
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills the children of a killed process")
 def test_the_runs_of_a_sweep_end_with_it(service: Service, data: Path, tmp_path: Path) -> None:
     made, file = tmp_path / "made", tmp_path / "sweep.toml"

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
+from symbiosis.cli import generate
 from symbiosis.cli.data import PromptFormat
 from symbiosis.cli.folder import owned
 from tests.cli.chat_model import save_chat_model
@@ -173,8 +175,9 @@ def test_a_lock_that_is_a_folder(service: Service, data: Path, tmp_path: Path) -
 @pytest.mark.parametrize("killed", ["while it moves", "after it has moved", "while it moves back"])
 def test_a_run_that_is_killed_as_it_begins_loses_no_earlier_one(killed: str, tmp_path: Path) -> None:
     """The next run in the folder finds the adapter and the checkpoint of the earlier one."""
-    (tmp_path / "checkpoint-3").mkdir()
-    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    for name in ("checkpoint-3", "checkpoint-best"):  # the second one is a copy, and stays where it is
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.json").write_text("{}")
     (tmp_path / "adapter_config.json").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     aside = tmp_path / (".replaced" if killed == "after it has moved" else ".moving")
@@ -196,6 +199,10 @@ def test_what_is_read_is_not_written(service: Service, data: Path, tmp_path: Pat
     done = command(*options(service, data, tmp_path / "a", "--json", tmp_path / "a" / "finetune.json"))
     assert done.exit_code == 1
     assert "the run writes finetune.json itself" in " ".join(done.stderr.split())
+    done = command(*options(service, data, tmp_path / "a", "--json", tmp_path / "a" / "checkpoint-1" / "a.json"))
+    assert done.exit_code == 1
+    assert "the run writes its checkpoints there" in " ".join(done.stderr.split())
+    assert not (tmp_path / "a").exists()
     own = data.rename(tmp_path / "log.jsonl")
     done = command(*options(service, own, tmp_path, "--overwrite"))
     assert done.exit_code == 1
@@ -493,6 +500,33 @@ def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Pa
     assert done.stdout.strip() == "re"
 
 
+def test_texts_end_where_the_adapter_has_learned_to_end_them(
+    service: Service, adapter: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The end of an answer may be several tokens, and the tokenizer's end token need not be the model's."""
+    made = shutil.copytree(adapter, tmp_path / "a")
+    form = json.loads((made / "prompt_format.json").read_text(encoding="utf-8"))
+    (made / "prompt_format.json").write_text(json.dumps({**form, "end": "ed"}), encoding="utf-8")
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    prompts.write_text("thing 0", encoding="utf-8")
+    done = command(
+        *("generate", service.address, "--adapter", str(made), "--prompts", str(prompts), "--output", str(output))
+    )
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(output.read_text(encoding="utf-8"))["completion"] == "r"
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7]))
+    writer = generate._Writer(model, AutoTokenizer.from_pretrained(checkpoint), None, {}, "d")
+    assert {0, 7} < set(writer._options["eos_token_id"])
+
+
+def test_a_checkpoint_is_an_adapter(service: Service, data: Path, tmp_path: Path) -> None:
+    made = tmp_path / "a"
+    assert command(*options(service, data, made, "--steps", 1)).exit_code == 0
+    form = PromptFormat.load(made)
+    assert form.name == "pairs"
+    assert PromptFormat.load(made / "checkpoint-1") == form
+
+
 def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = watch_prompts(monkeypatch)
     done = chat(service, "hi\nmore\n\n", "--max-new-tokens", "3")
@@ -526,8 +560,6 @@ def test_an_adapter_chats_as_it_has_learned(
 def watch_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Return a list to which the prompts of texts are added as they are generated."""
     seen: list[list[int]] = []
-    from symbiosis.cli import generate
-
     write = generate._Writer.write
 
     def watched(self: Any, ids: list[int], shown: bool) -> str:
