@@ -31,6 +31,11 @@ def read(context: typer.Context, file: Path | None) -> Path | None:
     content = toml_in(file, f"--config {file}")
     parameters = parameters_of(context.command)
     values = checked(f"--config {file}", content, parameters, parameters.keys() - {"limit", "config", "help"})
+    for key, value in values.items():
+        try:
+            parameters[key].process_value(context, value)
+        except typer.BadParameter as error:
+            raise UsageError(f"--config {file}: {key} = {value!r}: {error.format_message()}") from error
     context.default_map = {parameters[key].name: value for key, value in values.items()}
     return file
 

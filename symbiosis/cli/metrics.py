@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -40,7 +40,7 @@ REQUEST_WITHIN_S = 10.0
 ANSWER_S = 5.0
 """Seconds within which the event loop has to answer."""
 MAX_TENANTS = 100
-"""Number of tenants, in the order in which scrapes have seen them, that have labels of their own."""
+"""Number of tenants without keys, in the order in which scrapes have seen them, that have labels of their own."""
 OTHER = "other"
 """Label of all further tenants together."""
 _GAUGES = {
@@ -70,18 +70,19 @@ class ExecutorCollector(Collector):
     """Makes metrics of an executor's status and statistics when they are scraped.
 
     Args:
-        read: returns both. It is called on the thread of the scrape.
+        read: returns both, and the names of tenants with keys. It is called on the thread of the scrape.
     """
 
-    def __init__(self, read: Callable[[], tuple[Mapping[str, Any], Any]]) -> None:
+    def __init__(self, read: Callable[[], tuple[Mapping[str, Any], Any, Container[str]]]) -> None:
         self._read = read
         self._tenants: set[str] = set()
-        """Tenants with labels of their own."""
+        """Tenants without keys that have labels of their own."""
 
     def collect(self) -> Iterator[Metric]:
-        status, counts = self._read()
-        info = _family(GaugeMetricFamily, "executor_info", "The model and the policy.", "model", "policy")
-        info.add_metric((status["model"], status["policy"]), 1)
+        status, counts, keyed = self._read()
+        about = "name", "model", "policy"
+        info = _family(GaugeMetricFamily, "executor_info", "The model's name and class, and the policy.", *about)
+        info.add_metric([status[label] for label in about], 1)
         yield info
         for field, (name, meaning) in _GAUGES.items():
             yield _gauge(name, meaning, status[field])
@@ -105,15 +106,15 @@ class ExecutorCollector(Collector):
                 unshared[beside,] += sum(reasons.values())
         meaning = "Requests that had a batch to themselves, by what other clients did: alone, thinking, …"
         yield _counter("unshared_requests", meaning, unshared, "beside")
-        yield from self._of_tenants(counts.tenants)
+        yield from self._of_tenants(counts.tenants, keyed)
 
-    def _of_tenants(self, tenants: Mapping[str, Any]) -> Iterator[Metric]:
+    def _of_tenants(self, tenants: Mapping[str, Any], keyed: Container[str]) -> Iterator[Metric]:
         for name in tenants:
-            if len(self._tenants) < MAX_TENANTS:
+            if len(self._tenants) < MAX_TENANTS and name not in keyed:
                 self._tenants.add(name)
         sums: dict[str, dict[tuple[str, ...], float]] = {name: defaultdict(float) for name in _OF_TENANTS}
         for name, counts in tenants.items():
-            tenant = name if name in self._tenants else OTHER
+            tenant = name if name in self._tenants or name in keyed else OTHER
             sums["tenant_requests"][tenant,] += counts.requests
             sums["tenant_rows"][tenant,] += counts.rows
             sums["tenant_wait_seconds"][tenant,] += counts.wait_s
@@ -168,7 +169,7 @@ class MetricsServer:
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        if not host or "/" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise UsageError(f"--metrics {address!r}: write HOST:PORT, such as 127.0.0.1:9100")
         self._executor: Executor | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -191,9 +192,9 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def _counts(self) -> tuple[Mapping[str, Any], Any]:
+    def _counts(self) -> tuple[Mapping[str, Any], Any, Container[str]]:
         assert self._executor is not None
-        return self._executor.status(), self._executor.statistics()
+        return self._executor.status(), self._executor.statistics(), self._executor.service.keyed_tenants
 
     def _ask(self, what: Callable[[], T]) -> T:
         """Return what a function returns that runs on the event loop.

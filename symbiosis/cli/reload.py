@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from symbiosis.cli.config import read, value_of
+from symbiosis.core.registry import make_policy
 from symbiosis.errors import UsageError
 from symbiosis.log import get_logger
 
@@ -53,6 +54,8 @@ class Reloader:
     def __init__(self, context: typer.Context, early: Sequence[int] = ()) -> None:
         self.early = early
         self._context = context
+        self._started: dict[str, Any] = dict(context.default_map or {})
+        """The values of the file with which the command runs, but for limits."""
         self._limits, self._max_bytes = self._wanted()
 
     def apply(self, executor: Executor) -> None:
@@ -62,6 +65,7 @@ class Reloader:
             read(self._context, self._context.params["config"])
             if before and not self._context.default_map:  # it is perhaps being written
                 raise UsageError("the file is empty")
+            make_policy(value_of(self._context, "policy"))
             limits, max_bytes = self._wanted()
             executor.limit(limits, max_bytes)
         except UsageError as error:
@@ -69,7 +73,8 @@ class Reloader:
             log.error("limits not reloaded", why=str(error))
             return
         now: dict[str, Any] = dict(self._context.default_map or {})
-        others = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+        known = sorted(self._started.keys() | now.keys())
+        others = [key for key in known if self._started.get(key) != now.get(key)]
         if restart := [key for key in others if key not in ("limit", "max_bytes")]:
             log.warning("changes need a restart", keys=", ".join(restart))
         old = {**asdict(self._limits), "max_bytes": self._max_bytes}

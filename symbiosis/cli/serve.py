@@ -7,7 +7,7 @@ import gc
 import json as json_module
 import os
 import signal
-from contextlib import AsyncExitStack, closing, nullcontext
+from contextlib import AsyncExitStack, ExitStack, closing, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -157,6 +157,8 @@ def serve(
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
+    # Without this, a process that is the first of a container would ignore it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     early: list[int] = []
     if config is not None:
         signal.signal(signal.SIGHUP, lambda number, _: early.append(number))  # until it can be obeyed
@@ -178,13 +180,16 @@ def serve(
     addresses = {address: options_of(**options.get(address.partition(":")[0], {})) for address in listen}
     # The first port that is opened, so that no address has the same one.
     with nullcontext() if metrics is None else closing(MetricsServer(metrics)) as server:
-        for address, given in addresses.items():
-            make_transport(address, **given).check(address)
+        with ExitStack() as checked:
+            for address, given in addresses.items():
+                checked.enter_context(make_transport(address, **given).check(address))
         if trace is not None:
             writable(trace)
         from symbiosis.log import render
 
         render(log_format is LogFormat.JSON)
+        if not os.path.lexists(model):
+            console(stderr=True).print(f"there is no folder {escape(model)}, so a hub is asked for it", soft_wrap=True)
         run(
             _serve(
                 model,
@@ -256,8 +261,10 @@ async def _serve(
     async with executor, AsyncExitStack() as stack:
         if trace is not None:
             stack.enter_context(executor.trace(trace))
-        for address, options in addresses.items():
-            await executor.listen(address, keep_weights=keep_weights, **options)
+        opened = [
+            (await executor.listen(address, keep_weights=keep_weights, **options)).address
+            for address, options in addresses.items()
+        ]
         if metrics is not None:
             metrics.serve(executor)
         if reloader is not None:
@@ -266,7 +273,7 @@ async def _serve(
                 reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         served = escape(executor.status()["served_layers"])
-        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {', '.join(addresses)}", soft_wrap=True)
+        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {', '.join(opened)}", soft_wrap=True)
         for line in executor.sharing.lines():
             out.print(escape(line), soft_wrap=True)
         asked, closed = asyncio.create_task(stop.wait()), asyncio.create_task(executor.wait_closed())

@@ -10,11 +10,11 @@ from contextlib import nullcontext
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, options_of
-from symbiosis.core.registry import is_several, make_transport
+from symbiosis.core.registry import addresses_in, is_several, make_transport
 from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
 from symbiosis.terminal.console import console, visible
 from symbiosis.terminal.top import between, read, screen, view
@@ -48,7 +48,7 @@ def top(
         try:
             shown = transport.look(address).status
         except AWAY as error:
-            return {address: {"error": visible(error)}}
+            return {each: {"error": visible(error)} for each in addresses_in(address)}
         states = shown["replicas"] if several else {address: shown}
         return {
             each: {"error": visible(state["error"])} if "error" in state else read(state)
@@ -59,7 +59,8 @@ def top(
     with contextlib.suppress(KeyboardInterrupt), nullcontext(print_all) if once or json else screen(out) as show:
         states, before = look(), States()
         if out.is_terminal and not once and not json:
-            show(_shown(_done(states, before), once))  # what was done since the start, until there is something newer
+            # What was done since the start, until there is something newer.
+            show(_shown(_done(states, before), out, once))
         while True:
             time.sleep(interval)
             states, before = look(), states
@@ -67,7 +68,7 @@ def top(
             if json:
                 typer.echo(json_module.dumps(done))
             else:
-                show(_shown(done, once))
+                show(_shown(done, out, once))
             if once:
                 break
     if once and any("error" in state for state in states.values()):
@@ -79,11 +80,12 @@ def _done(states: States, before: States) -> States:
     return {each: state if "error" in state else between(state, before.get(each)) for each, state in states.items()}
 
 
-def _shown(done: States, once: bool) -> RenderableType:
+def _shown(done: States, out: Console, once: bool) -> RenderableType:
     away = "is away" if once else "is away; trying again"
+    size = (out.width, out.height // len(done)) if out.is_terminal and not once else None
     return Group(
         *(
-            Text(f"{each} {away}: {past['error']}") if "error" in past else view(past, each)
+            Text(f"{each} {away}: {past['error']}") if "error" in past else view(past, each, size)
             for each, past in done.items()
         )
     )

@@ -7,7 +7,8 @@ back. A :class:`Listener` is an open address of an executor.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Container, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from symbiosis.core.budget import Budget
@@ -110,7 +111,7 @@ class Service(Protocol):
             ExecutorClosedError: the executor was closed.
         """
 
-    def reserve(self, tenants: Callable[[], Container[str]]) -> None:
+    def reserve(self, tenants: Callable[[], Collection[str]]) -> None:
         """Reserve the names of tenants whom a listener authenticates. ``tenants`` returns the names at the time of the
         call."""
 
@@ -218,10 +219,11 @@ class Look(NamedTuple):
 class Transport(Protocol):
     """One address scheme. Options of a transport are arguments of its constructor."""
 
-    def check(self, address: str) -> None:
+    def check(self, address: str) -> AbstractContextManager[object]:
         """Raise UsageError if :meth:`listen` cannot open the address, as far as that shows without an executor.
 
-        Commands call it before they load a model. Blocks.
+        Commands call it before they load a model. While the context manager that it returns is entered, the address is
+        in use, so that two that exclude each other are found. Blocks.
         """
 
     async def listen(self, address: str, service: Service) -> Listener: ...

@@ -30,6 +30,8 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
 
     options.setdefault("trust_remote_code", False)  # transformers would ask on standard input
     folder = Path(model)
+    if not str(model):
+        raise UsageError("the model is empty; give a folder or hub id")
     if folder.is_dir():
         if not (folder / str(options.get("subfolder", "")) / "config.json").is_file():
             raise UsageError(f"{model} has no config.json; give a folder that save_pretrained of a model has written")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from symbiosis.errors import ExecutorClosedError, RefusedError, ShareError, Symb
 from symbiosis.executor.activity import activity_of, layers_text
 from symbiosis.executor.engine import Engine, now
 from symbiosis.executor.session import ExecutorSession
-from symbiosis.executor.share import share_of
+from symbiosis.executor.share import name_of, share_of
 from symbiosis.executor.sharing import Sharing, describe, sharing_of
 from symbiosis.executor.splitting import SplitModel
 from symbiosis.executor.statistics import Statistics
@@ -82,7 +82,7 @@ class ExecutorService:
         self.taps: list[Callable[[Session], Session]] = []
         self._share: Share | None = None
         self._identity: Identity | None = None
-        self._reserved: list[Callable[[], Container[str]]] = []
+        self._reserved: list[Callable[[], Collection[str]]] = []
         """Each returns names of tenants that are authenticated."""
         self._activity: dict[str, Any] = {}
         self._activity_until = 0.0
@@ -176,8 +176,13 @@ class ExecutorService:
             tapped = tap(tapped)
         return tapped
 
-    def reserve(self, tenants: Callable[[], Container[str]]) -> None:
+    def reserve(self, tenants: Callable[[], Collection[str]]) -> None:
         self._reserved.append(tenants)
+
+    @property
+    def keyed_tenants(self) -> set[str]:
+        """Names of the tenants that have keys."""
+        return {name for tenants in self._reserved for name in tenants()}
 
     def check_name(self, client: str) -> None:
         tenant = client.partition("/")[0]
@@ -238,6 +243,7 @@ class ExecutorService:
     def status(self) -> dict[str, Any]:
         counters = self._engine.counters
         return {
+            "name": name_of(self._split.model, self._model_name),
             "model": type(self._split.model).__name__,
             "policy": repr(self._engine.scheduler.policy),
             "layers": len(self._split.layers),

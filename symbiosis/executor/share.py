@@ -67,8 +67,14 @@ def share_of(split: SplitModel, source: str | Path | None = None, name: str | No
     if (quantization := quantization_of(model.modules())) is not None:
         description["quantization"] = quantization
     description["fingerprint"] = fingerprint_of(description)
-    description["name"] = public_name(config._name_or_path) if name is None else name
+    description["name"] = name_of(model, name)
     return Share(description, tensors, _tokenizer_files(source))
+
+
+def name_of(model: Any, name: str | None) -> str:
+    """Return a model's name for clients and operators: ``name``, or its hub id, or the last part of its folder, or an
+    empty text."""
+    return public_name(str(getattr(getattr(model, "config", None), "_name_or_path", ""))) if name is None else name
 
 
 def public_name(source: str) -> str:

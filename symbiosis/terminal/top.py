@@ -27,6 +27,8 @@ LONGEST = 300
 """Characters of a text of an executor that are shown."""
 SHOWN = 40
 """Tenants and groups of layers that are shown, the busiest first."""
+_TABLE_LINES = 5
+"""Lines of a table besides its rows."""
 
 _EACH = "each name"
 _TENANT: dict[str, Any] = {
@@ -42,7 +44,7 @@ _ACTIVITY = {
     "layers": {_EACH: _LAYERS},
     "apart": {_EACH: float},
 }
-_STATUS = {**dict.fromkeys(("model", "policy", "served_layers"), str), "load": float, "activity": _ACTIVITY}
+_STATUS = {**dict.fromkeys(("name", "model", "policy", "served_layers"), str), "load": float, "activity": _ACTIVITY}
 
 _BESIDE = {
     "alone": "no other client was at work",
@@ -133,7 +135,7 @@ def between(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> dict[st
         if layer["batches"]
     }
     return {
-        **{name: now[name] for name in ("model", "served_layers", "policy", "load")},
+        **{name: now[name] for name in ("name", "model", "served_layers", "policy", "load")},
         "seconds": past["at"],
         "requests_per_batch": _part(past["members"], past["batches"]),
         "why": why_unshared(past),
@@ -212,21 +214,26 @@ def _how_far_apart(apart: Mapping[str, float], tenants: Mapping[str, Any]) -> st
     return f"Of the requests for the same layers, a quarter came {quarter} or less after another client's, half {half}."
 
 
-def view(past: Mapping[str, Any], title: str = "") -> RenderableType:
-    """Return what to show of an executor, from :func:`between`."""
-    parts: list[RenderableType] = [Text(title, "bold")] if title else []
+def view(past: Mapping[str, Any], title: str = "", size: tuple[int, int] | None = None) -> RenderableType:
+    """Return what to show of an executor, from :func:`between`.
+
+    Args:
+        past: what it did.
+        title: its name, in a line of its own.
+        size: characters in a line, and lines, of the part of a screen that this may take. Tables are cut to it.
+    """
     batch = past["requests_per_batch"]
-    parts.append(
-        Text(
-            f"{past['model']}: {past['served_layers']}\npolicy {past['policy']}\n"
-            f"load {past['load']:.2f}, {'no batches' if batch is None else f'{batch:.2f} requests per batch'}, "
-            f"in the last {past['seconds']:.3g} s"
-        )
-    )
-    rows = []
-    for name, tenant in sorted(past["tenants"].items(), key=lambda item: -item[1]["rows_per_s"])[:SHOWN]:
+    about = [
+        f"{past['name']} {past['model']}: {past['served_layers']}".lstrip(),
+        f"policy {past['policy']}",
+        f"load {past['load']:.2f}, {'no batches' if batch is None else f'{batch:.2f} requests per batch'}, "
+        f"in the last {past['seconds']:.3g} s",
+        *past["why"],
+    ]
+    tenants = []
+    for name, tenant in sorted(past["tenants"].items(), key=lambda item: -item[1]["rows_per_s"]):
         shared = None if tenant["unshared"] is None else 1 - tenant["unshared"]
-        rows.append(
+        tenants.append(
             {
                 "tenant": name,
                 "tokens/s": _largest(tenant["tokens_per_s"], _number),
@@ -239,9 +246,7 @@ def view(past: Mapping[str, Any], title: str = "") -> RenderableType:
                 "memory": f"{tenant['held_bytes'] / 2**20:.3g} MiB" if tenant["held_bytes"] else "",
             }
         )
-    parts += [_table(rows), *map(Text, past["why"])]
-    busiest = sorted(past["layers"].values(), key=lambda layers: -layers["batches_per_s"])
-    rows = [
+    layers = [
         {
             "layers": layers["name"],
             "batches/s": _number(layers["batches_per_s"]),
@@ -249,9 +254,19 @@ def view(past: Mapping[str, Any], title: str = "") -> RenderableType:
             "rows per batch": _number(layers["rows_per_batch"]),
             "wait in ms": _number(layers["wait_ms"]),
         }
-        for layers in busiest[:SHOWN]
+        for layers in sorted(past["layers"].values(), key=lambda layers: -layers["batches_per_s"])
     ]
-    return Group(*parts, _table(rows))
+    most = [SHOWN, SHOWN]
+    if size is not None:
+        width, height = size
+        left = height - bool(title) - sum(-(-len(line) // width) for line in about) - 2 * _TABLE_LINES
+        most[0] = min(SHOWN, max(left - len(layers), left // 2, 1))
+        most[1] = min(SHOWN, max(left - min(len(tenants), most[0]), 1))
+    tables = [
+        _table(tenants[: most[0]], len(tenants) - most[0], "tenants"),
+        _table(layers[: most[1]], len(layers) - most[1], "groups of layers"),
+    ]
+    return Group(*([Text(title, "bold")] if title else []), *map(Text, about), *tables)
 
 
 @contextlib.contextmanager
@@ -264,15 +279,18 @@ def screen(console: Console) -> Iterator[Callable[[RenderableType], object]]:
         yield partial(live.update, refresh=True)
 
 
-def _table(rows: list[dict[str, str]]) -> RenderableType:
-    """Return a table of the columns that have content."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = [heading for heading in (rows[0] if rows else ()) if any(row[heading] for row in rows)]
+def _table(rows: list[dict[str, str]], more: int, what: str) -> RenderableType:
+    """Return a table of the columns that have content, and how many rows more there are."""
+    if not rows:
+        return Text()
+    rest = f"… and {more} {what} more" if more > 0 else None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=rest, caption_justify="left")
+    shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     for heading in shown:
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for row in rows:
         table.add_row(*(Text(row[heading]) for heading in shown))
-    return table if rows else Text()
+    return table
 
 
 def _largest(parts: Mapping[str, float], form: Callable[[float], str]) -> str:

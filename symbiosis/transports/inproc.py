@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 import torch
@@ -22,9 +23,10 @@ _listeners: dict[str, InProcListener] = {}
 class InProcTransport:
     """Listen on, or connect to, a name in this process."""
 
-    def check(self, address: str) -> None:
+    def check(self, address: str) -> AbstractContextManager[object]:
         if address in _listeners:
             raise UsageError(f"{address} is in use in this process; choose another name")
+        return nullcontext()
 
     async def listen(self, address: str, service: Service) -> InProcListener:
         self.check(address)

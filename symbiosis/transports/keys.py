@@ -59,8 +59,7 @@ def new_key(folder: str | Path, name: str) -> Path:
         UsageError: the name is not valid or in use, there is no ``server`` pair, or the folder is not writable.
     """
     folder = Path(folder)
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"a key cannot be called {name!r}; a name has up to 64 of the characters A-Z a-z 0-9 . _ -")
+    check_name(name)
     server = ""
     if name != SERVER:
         if not (folder / f"{SERVER}.public").exists():
@@ -93,6 +92,12 @@ def new_key(folder: str | Path, name: str) -> Path:
     except OSError as error:
         raise UsageError(f"cannot write a key to {folder}: {error.strerror or error}") from error
     return path
+
+
+def check_name(name: str) -> None:
+    """Raise UsageError if no key can have a name."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"a key cannot be called {name!r}; a name has up to 64 of the characters A-Z a-z 0-9 . _ -")
 
 
 def _write(path: Path, mode: int, text: str) -> Path:
@@ -128,6 +133,11 @@ def load_key(path: str | Path) -> KeyPair:
 def identity(certificate: bytes) -> str:
     """Return the identity of a certificate (DER)."""
     return hashlib.sha256(certificate).hexdigest()
+
+
+def _identity(path: Path) -> str:
+    """Return the identity of the first certificate in a file."""
+    return identity(ssl.PEM_cert_to_DER_cert(_certificates(path)[0]))
 
 
 def _blocks(path: Path) -> list[tuple[str, str]]:
@@ -180,13 +190,19 @@ class Keyring:
         if self.folder.is_dir() and self.folder.stat().st_mode & 0o022:
             raise UsageError(f"{folder} can be written by other users, who could admit themselves; chmod go-w it")
         self.own = load_key(self.folder / f"{SERVER}.secret")
+        public = self.folder / f"{SERVER}.public"
+        if public.is_file() and _identity(public) != self.own.public:
+            raise UsageError(
+                f"{public} is not the certificate of {self.own.path}, so tenants, who have it from there, would refuse "
+                "this executor; put back the file that belongs to the other one"
+            )
         self._seen: dict[Path, tuple[int, int] | None] | None = None
         self._changed = 0
         """When files were last added or removed, at the last look at all files."""
         self._names: dict[str, str] = {}
         self._context: ssl.SSLContext
         self.broken: dict[str, str] = {}
-        """Malformed key files and the reasons. Their tenants are not admitted."""
+        """Key files that do not count, and the reasons."""
 
     def names(self) -> Mapping[str, str]:
         """Return the tenants that are admitted, by identity. Raises OSError if the folder cannot be read."""
@@ -199,11 +215,16 @@ class Keyring:
             trusted: list[str] = []
             for path in seen:
                 try:
-                    certificate = _certificates(path)[0]
+                    certificate, found = _certificates(path)[0], _identity(path)
                 except UsageError as error:
                     broken[path.name] = str(error)
+                    continue
+                if found == self.own.public:
+                    broken[path.name] = "it is the executor's own key"
+                elif found in names:
+                    broken[path.name] = f"{names[found]}.public has the same key; delete both to lock its tenant out"
                 else:
-                    names.setdefault(identity(ssl.PEM_cert_to_DER_cert(certificate)), path.stem)
+                    names[found] = path.stem
                     trusted.append(certificate)
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.num_tickets = 0  # no session outlives the tenant's key

@@ -371,12 +371,12 @@ class Peer:
         return bool(self._calls)
 
     def refuse(self, error: SymbiosisError) -> None:
-        """Reject the client with a reason, in the log too."""
+        """Reject the client with a reason, in the log too, unless this executor only shuts down."""
         if not self.gone:
-            log.warning(
-                "client refused", client=self.session and self.session.client, tenant=self.tenant, why=str(error)
-            )
-            self._service.rejected(type(error).__name__)
+            if not isinstance(error, ExecutorClosedError):
+                client = self.session and self.session.client
+                log.warning("client refused", client=client, tenant=self.tenant, why=str(error))
+                self._service.rejected(type(error).__name__)
             self.end(error)
 
     def end(self, error: SymbiosisError) -> None:

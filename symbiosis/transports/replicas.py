@@ -54,7 +54,8 @@ class Replicas:
 
     def check(self, address: str) -> NoReturn:
         raise UsageError(
-            f"{address}: an executor listens at one address at a time; call listen for each (repeat --listen)"
+            f"{address}: an executor listens at one address of shm://, tcp:// or dist:// at a time; call listen for "
+            "each (repeat --listen)"
         )
 
     async def listen(self, address: str, service: Service) -> Listener:

@@ -17,7 +17,7 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,10 +64,15 @@ class ShmTransport:
         self._retry_s = retry
         self._limits = limits or Limits()
 
-    def check(self, address: str) -> None:
+    @contextlib.contextmanager
+    def check(self, address: str) -> Iterator[None]:
         path = socket_path(address)
-        _bind(path, address).close()
-        path.unlink()
+        with _bind(path, address) as bound:
+            bound.listen()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     async def listen(self, address: str, service: Service) -> ShmListener:
         listener = ShmListener(address, service, self._limits)

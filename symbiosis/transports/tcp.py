@@ -9,6 +9,7 @@ told ``insecure=True``.
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,8 @@ class TcpTransport:
             )
         return endpoint
 
-    def check(self, address: str) -> None:
-        bind(address, self._endpoint(address)).close()
+    def check(self, address: str) -> AbstractContextManager[object]:
+        return bind(address, self._endpoint(address))
 
     async def listen(self, address: str, service: Service) -> Listener:
         endpoint = await asyncio.to_thread(self._endpoint, address)

@@ -101,6 +101,8 @@ class TcpListener:
             self._broken = self.keys.broken
             for file, why in self._broken.items():
                 log.warning("key file ignored", file=file, why=why)
+            if not self.keys.tenants():
+                log.warning("no tenant has a key here", folder=str(self.keys.folder))
 
     def limit(self, limits: Limits) -> None:
         """Give clients that connect from now on these limits."""

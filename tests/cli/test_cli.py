@@ -88,6 +88,9 @@ def test_keys(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert load_key(tmp_path / "carl.secret").context is not None
     assert (tmp_path / "carl.public").exists()
+    done = run("keys", "new", "x" * 300, folder=tmp_path)
+    assert done.returncode == 1
+    assert "a name has up to 64" in done.stderr
     done = run("keys", "list", "--keys", "nowhere", folder=tmp_path)
     assert done.returncode == 1
     assert "symbiosis keys new" in done.stderr

@@ -170,12 +170,14 @@ def test_counts_of_forgotten_clients_stay_with_their_tenant(monkeypatch: pytest.
 def test_labels_are_bounded() -> None:
     counters = Counters()
     status: Any = dict.fromkeys(metrics._GAUGES, 0)
-    status |= {"model": "m", "policy": "p", "clients": [], "draining": False}
-    collector = ExecutorCollector(lambda: (status, counters.snapshot(["layer"], {})))
+    status |= {"name": "n", "model": "m", "policy": "p", "clients": [], "draining": False}
+    collector = ExecutorCollector(lambda: (status, counters.snapshot(["layer"], {}), {"alice"}))
     for number in range(MAX_TENANTS + 20):
         run_request(counters, f"tenant-{number}")
+    run_request(counters, "alice")
     requests = next(family for family in collector.collect() if family.name == "symbiosis_tenant_requests")
-    assert len(requests.samples) == MAX_TENANTS + 1
+    assert len(requests.samples) == MAX_TENANTS + 2
+    assert {one.labels["tenant"]: one.value for one in requests.samples}["alice"] == 1, "who has a key has a label"
     assert {one.labels["tenant"]: one.value for one in requests.samples}["other"] == 20
 
 

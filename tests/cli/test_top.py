@@ -98,6 +98,8 @@ def test_once_fails_where_an_executor_is_away(service: Service, tmp_path: Path) 
     done = command("top", absent, "--once", "--interval", "0.5")
     assert done.exit_code == 1
     assert "is away: " in done.stdout
+    done = command("top", f"{absent},{absent}2", "--once", "--interval", "0.5", "--json")
+    assert [*json.loads(done.stdout)] == [absent, f"{absent}2"]
     both = command("top", f"{service.address},{absent}", "--once", "--interval", "0.5", "--json")
     assert both.exit_code == 1
     found = json.loads(both.stdout)

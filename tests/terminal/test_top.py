@@ -186,6 +186,23 @@ def test_columns_without_content_are_left_out() -> None:
     assert "\x1b" not in text
 
 
+@pytest.mark.parametrize("height", [18, 24, 80])
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_view_fits_its_screen(width: int, height: int) -> None:
+    """The sentences are there whatever the number of tenants and layers."""
+    found = status(**{f"tenant-{number}": tenant(rows=number) for number in range(30)})
+    layers = found["activity"]["layers"]
+    layers |= {f"model.layers.*.{name} forward": dict(layers["model.layers.*.q forward"]) for name in "abcdef"}
+    past, out = between(read(found), None), io.StringIO()
+    Console(file=out, width=width).print(view(past, "shm:///s", (width, height)))
+    lines = out.getvalue().splitlines()
+    assert len(lines) <= height
+    assert past["why"][0] in lines
+    assert any("q in each of 2 blocks, forward" in line for line in lines)
+    assert any("tenant-29" in line for line in lines), "the busiest one"
+    assert any("tenants more" in line for line in lines) is (height < 80)
+
+
 def test_a_screen_shows_the_latest_view_in_place_on_a_terminal_and_below_elsewhere() -> None:
     for terminal in (True, False):
         out = io.StringIO()

@@ -147,6 +147,32 @@ async def test_connections_do_not_look_at_every_key(
     assert len(ignored) <= 2
 
 
+async def test_files_that_admit_nobody_are_told(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tenant with a second file would be locked out by deleting both only."""
+    caplog.set_level(logging.WARNING)
+    for name, source in (("eve", "alice"), ("self", "server")):
+        (keys / f"{name}.public").write_bytes((keys / f"{source}.public").read_bytes())
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(LOCAL, keys=keys)
+        told = {getattr(record, "file", ""): str(getattr(record, "why", "")) for record in caplog.records}
+        assert "alice.public has the same key; delete both" in told["eve.public"]
+        assert told["self.public"] == "it is the executor's own key"
+
+
+async def test_a_folder_without_tenants_is_told(base: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    new_key(tmp_path / "keys", "server")
+    async with symbiosis.Executor(base) as executor:
+        await executor.listen(LOCAL, keys=tmp_path / "keys")
+    assert "no tenant has a key here" in caplog.text
+
+
+def test_the_executors_own_files_belong_together(keys: Path) -> None:
+    (keys / "server.public").write_bytes((keys / "alice.public").read_bytes())
+    with pytest.raises(UsageError, match=r"server.public is not the certificate of .*server.secret"):
+        make_transport(LOCAL, keys=keys)
+
+
 async def test_a_tenant_cannot_admit_others(base: Any, keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The certificate of a tenant may claim to be one of an authority. No certificate that it signs is admitted."""
     authority, secret = certificate("carol"), Ed25519PrivateKey.generate()

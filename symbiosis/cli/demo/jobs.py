@@ -134,7 +134,7 @@ async def _watch(executor: Executor, out: Console) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
             now = read(executor.status())
-            show(view(between(now, before)))
+            show(view(between(now, before), size=(out.width, out.height)))
             before = now
 
 
