@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import pairwise
 from typing import Any
 
 from symbiosis.errors import UsageError
@@ -31,10 +30,10 @@ def conversation(tokenizer: Any, messages: Messages) -> list[Example]:
     """Return the examples of a conversation. Only what the assistant says has labels.
 
     That is one example, or one for each answer if the template changes messages once others follow, as some leave out
-    thoughts: its prompt is then the one that :func:`chat_prompt` makes.
+    thoughts. The prompt of an answer is then the one that :func:`chat_prompt` makes; a first message has none.
 
     Raises:
-        UsageError: as for :func:`chat_prompt`, or the template changes what the assistant says.
+        UsageError: as for :func:`chat_prompt`, or the template leaves out what the assistant says.
     """
     parts = _parts(tokenizer, messages, _text(tokenizer, messages, False))
     if parts is not None:
@@ -42,13 +41,16 @@ def conversation(tokenizer: Any, messages: Messages) -> list[Example]:
         return [([token for part in parts for token in part], labels)]
     examples = []
     for index, message in enumerate(messages):
-        if message["role"] == "assistant" and index:
+        if message["role"] == "assistant" and index and message["content"].strip():
             before, text = _text(tokenizer, messages[:index], True), _text(tokenizer, messages[: index + 1], False)
-            after = _after(tokenizer, messages[: index + 1])
-            if after is None:
-                raise UsageError("the model's chat template leaves out what the assistant says")
-            said = text[len(before) :] if text.startswith(before) else message["content"].strip() + after
-            prompt, answer = chat_prompt(tokenizer, messages[:index]), encode(tokenizer, said)
+            prompt = chat_prompt(tokenizer, messages[:index])
+            if text.startswith(before):
+                answer = _cut(tokenizer, text, [0, len(before)])[1]
+            else:
+                after = _after(tokenizer, messages[: index + 1])
+                if after is None:
+                    raise UsageError("the model's chat template leaves out what the assistant says")
+                answer = _inside(tokenizer, message["content"].strip() + after)
             examples.append(([*prompt, *answer], [IGNORED] * len(prompt) + answer))
     return examples
 
@@ -61,8 +63,14 @@ def end_of_answers(tokenizer: Any, messages: Messages) -> str:
 
 def _after(tokenizer: Any, messages: Messages) -> str | None:
     """Return what the template writes after the last message; None if it leaves that message out."""
-    text, said = _text(tokenizer, messages, False), messages[-1]["content"].strip()
-    return text.rpartition(said)[2] if said and said in text else None
+    text, (*others, last) = _text(tokenizer, messages, False), messages
+    before, said = _text(tokenizer, others, True) if others else "", last["content"].strip()
+    if others and not text.startswith(before):
+        head, found, _ = text.rpartition(others[-1]["content"].strip() or "\0")
+        same = next((place for place, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), 0)
+        before = text[: max(same, len(head + found))]
+    _, found, after = text[len(before) :].partition(said or "\0")
+    return after if found else None
 
 
 def _parts(tokenizer: Any, messages: Messages, text: str) -> list[list[int]] | None:
@@ -71,16 +79,34 @@ def _parts(tokenizer: Any, messages: Messages, text: str) -> list[list[int]] | N
     cuts = [0]
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = _text(tokenizer, messages[:index], True) if index else ""  # templates refuse empty conversations
+            said = message["content"].strip()
+            # Templates refuse empty conversations.
+            before = _text(tokenizer, messages[:index], True) if index else text[: max(text.find(said), 0)]
             for head in (before, _text(tokenizer, messages[: index + 1], False)):
                 if not text.startswith(head):
                     return None
                 cuts.append(len(head))
-    ids, heads = encode(tokenizer, text), [encode(tokenizer, text[:cut]) for cut in cuts]
-    if all(ids[: len(head)] == head for head in heads):
-        return [ids[len(first) : len(second)] for first, second in pairwise([*heads, ids])]
-    # A token would begin in a prompt and end in the answer, as when prompts end in a space.
-    return [encode(tokenizer, text[first:second]) for first, second in pairwise([*cuts, len(text)])]
+    return _cut(tokenizer, text, cuts)
+
+
+def _cut(tokenizer: Any, text: str, cuts: list[int]) -> list[list[int]]:
+    """Return the token ids of the parts of a text that begin at these characters. What begins at a cut is encoded apart
+    if a token would lie across it, as where a prompt ends in a space."""
+    parts: list[list[int]] = []
+    start, done, ids = 0, 0, encode(tokenizer, text)
+    for cut in [*cuts[1:], len(text)]:
+        head = (_inside if start else encode)(tokenizer, text[start:cut])
+        parts.append(head[done:])
+        done = len(head)
+        if ids[:done] != head:
+            start, done, ids = cut, 0, _inside(tokenizer, text[cut:])
+    return parts
+
+
+def _inside(tokenizer: Any, text: str) -> list[int]:
+    """Return the token ids of a text that follows another one. Some tokenizers put a space before what they encode."""
+    line, both = encode(tokenizer, "\n"), encode(tokenizer, "\n" + text)
+    return both[len(line) :] if both[: len(line)] == line else encode(tokenizer, text)
 
 
 def _text(tokenizer: Any, messages: Messages, answer: bool) -> str:

@@ -1,7 +1,8 @@
 """``--config FILE.toml``: arguments and options of a command from a file.
 
 A key is the name of an argument, or of an option without its dashes, and a value means what it means on the command
-line, where options win over the file. A table ``[limits]`` stands for ``--limit name=number``.
+line, where options win over the file. A value that is not valid is refused in either case. A table ``[limits]`` stands
+for ``--limit name=number``.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def read(context: typer.Context, file: Path | None) -> Path | None:
     values = checked(f"--config {file}", content, parameters, parameters.keys() - {"limit", "config", "help"})
     for key, value in values.items():
         try:
-            parameters[key].process_value(context, value)
+            if value:  # else the command line perhaps has a list in place of an empty one
+                parameters[key].process_value(context, value)
         except typer.BadParameter as error:
-            raise UsageError(f"--config {file}: {key} = {value!r}: {error.format_message()}") from error
+            raise UsageError(f"--config {file}: {key} = {value}: {error.format_message()}") from error
     context.default_map = {parameters[key].name: value for key, value in values.items()}
     return file
 
@@ -85,18 +87,11 @@ def refuse_unknown(where: str, key: str, known: Sequence[str]) -> None:
 
 
 def value_of(context: typer.Context, name: str) -> Any:
-    """Return the value of an option after its file was read again: from the command line, the file, or the default.
-
-    Raises:
-        UsageError: the value in the file is not valid.
-    """
+    """Return the value of an option after its file was read again: from the command line, the file, or the default."""
     if is_given(context, name):
         return context.params[name]
     (parameter,) = (each for each in context.command.params if each.name == name)
-    try:
-        return parameter.process_value(context, parameter.get_default(context))
-    except typer.BadParameter as error:
-        raise UsageError(f"--config: {parameter.opts[0].lstrip('-')}: {error.format_message()}") from error
+    return parameter.process_value(context, parameter.get_default(context))
 
 
 def _known(keys: list[str]) -> str:

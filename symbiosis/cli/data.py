@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -109,19 +109,21 @@ class Data:
     """Examples for training, as tokens.
 
     Attributes:
-        examples: ``input_ids`` and ``labels``, of at most the wanted length.
         format: how prompts of such examples are made.
-        cut: number of records that were longer and were cut.
-        skipped: number of records of which nothing counted in the loss.
+        examples: ``input_ids`` and ``labels``, of at most the wanted length.
+        records: number of the record of each example; texts, which are joined, count as many as there are examples.
+        cut: number of examples that were longer and were cut.
+        skipped: number of examples of which nothing counted in the loss.
     """
 
     format: PromptFormat
     examples: list[dict[str, list[int]]] = field(default_factory=list)
+    records: list[int] = field(default_factory=list)
     cut: int = 0
     skipped: int = 0
 
-    def add(self, ids: list[int], labels: list[int], length: int) -> None:
-        """Add an example. One that is too long loses the beginning of what does not count, and then its end."""
+    def add(self, record: int, ids: list[int], labels: list[int], length: int) -> None:
+        """Add an example of a record. One that is too long loses the beginning of what does not count, then its end."""
         if len(ids) > length:
             self.cut += 1
             before = next((index for index, label in enumerate(labels) if label != IGNORED), len(labels))
@@ -131,12 +133,21 @@ class Data:
             self.skipped += 1
         else:
             self.examples.append({"input_ids": ids, "labels": labels})
+            self.records.append(record)
+
+    def chosen(self, records: Sequence[int]) -> Data:
+        """Return the examples of some records, in this order."""
+        of: dict[int, list[dict[str, list[int]]]] = {}
+        for record, example in zip(self.records, self.examples, strict=True):
+            of.setdefault(record, []).append(example)
+        pairs = [(record, example) for record in records for example in of[record]]
+        return Data(self.format, [example for _, example in pairs], [record for record, _ in pairs])
 
 
 def read_records(path: Path, option: str = "--data") -> list[Record]:
     """Return the records of a ``.jsonl``, ``.csv``, ``.parquet`` or ``.txt`` file, all of one format.
 
-    Errors name the ``option`` with the file.
+    ``option`` is the option that names the file, for errors.
 
     Raises:
         UsageError: the file cannot be read, or a record is wrong. The message says which, and what to do.
@@ -321,7 +332,7 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
         ids = [token for one in records for token in (*encode(tokenizer, one["text"]), *_end(tokenizer))]
         for start in range(0, len(ids), length):
             part = ids[start : start + length]
-            data.add(part, part, length)
+            data.add(start, part, part, length)
     else:
         for number, one in enumerate(records, 1):
             try:
@@ -333,8 +344,9 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
                     data.format = replace(data.format, end=end)
             except UsageError as error:
                 raise UsageError(f"{source}, record {number}: {error}") from error
+            data.skipped += not examples
             for example in examples:
-                data.add(*example, length)
+                data.add(number, *example, length)
     if not data.examples:
         raise UsageError(f"{source}: nothing is left to train on with --sequence {length}; give more or longer texts")
     return data

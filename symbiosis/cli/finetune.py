@@ -235,7 +235,7 @@ def finetune(
             examples = tokenize(records, tokenizer, length, str(data))
             test = None if others is None else tokenize(others, tokenizer, length, str(validation), examples.format)
             if held_out is not None:
-                test = _split(examples, held_out, seed, data)
+                examples, test = _split(examples, held_out, seed, data)
             _tell(examples, test, "--sequence" if length == sequence else f"the model's {length} positions")
             run = trainer_module.Training(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
@@ -301,18 +301,18 @@ def _part(validation: str | None) -> float | None:
     return part
 
 
-def _split(examples: Data, part: float, seed: int, path: Path) -> Data:
-    """Move a random part of the examples to validation data, and return it."""
+def _split(examples: Data, part: float, seed: int, path: Path) -> tuple[Data, Data]:
+    """Return training and validation data: the examples of a random part of the records are held out."""
     import random
 
-    from symbiosis.cli.data import Data
-
-    count = round(part * len(examples.examples))
-    if not 0 < count < len(examples.examples):
-        raise UsageError(f"--validation {part}: {path} has {len(examples.examples)} examples, too few for this")
-    order = random.Random(seed).sample(examples.examples, len(examples.examples))
-    examples.examples = order[count:]
-    return Data(examples.format, order[:count])
+    records = list(dict.fromkeys(examples.records))
+    count = round(part * len(records))
+    if not 0 < count < len(records):
+        raise UsageError(f"--validation {part}: {path} has {len(records)} records, too few for this")
+    order = random.Random(seed).sample(records, len(records))
+    train = examples.chosen(order[count:])
+    train.cut, train.skipped = examples.cut, examples.skipped
+    return train, examples.chosen(order[:count])
 
 
 def _tell(examples: Data, test: Data | None, limit: str) -> None:

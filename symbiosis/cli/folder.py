@@ -25,7 +25,7 @@ _LOCK = ".lock"
 _ASIDE = ".replaced"
 """Folder with what a new run replaces, until it has saved something itself."""
 _MOVING = ".moving"
-"""The same folder while files are moved into it or back."""
+"""Folder with a part of what is moved aside, or back."""
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def owned(folder: Path) -> Iterator[None]:
         raise UsageError(f"--output {folder}: {_LOCK} in it cannot be locked ({error.strerror})") from error
     for left in folder.glob(".partial-*"):  # of a run that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
-    _settle(folder)  # the same
+    _settle(folder)  # after a run that was killed before it had saved anything
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def earlier_in(folder: Path, overwrite: bool, *others: Path, read: Iterable[Path
         UsageError: there is something, and it may not be overwritten, or is read.
     """
     written = [*(folder / name for name in _WRITTEN), *others]
-    earlier = [*checkpoints(folder), *(one for one in written if os.path.lexists(one))]
+    earlier = [*_numbered(folder), *(one for one in written if os.path.lexists(one))]
     for file in read:
         if file is not None and any(file.resolve().is_relative_to(one.resolve()) for one in earlier):
             raise UsageError(f"--output {folder}: the run would replace {file}, which it reads; choose another folder")
@@ -97,18 +97,19 @@ def earlier_in(folder: Path, overwrite: bool, *others: Path, read: Iterable[Path
 def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
     """Move what is in a folder aside while a new run begins. It is deleted once the run has saved a checkpoint or its
     adapter. If the run ends without, everything is as it was."""
-    if earlier := list(earlier):
-        (folder / _MOVING).mkdir()
-        for one in earlier:
-            one.rename(folder / _MOVING / one.name)
-        (folder / _MOVING).rename(folder / _ASIDE)
     try:
+        if earlier := list(earlier):
+            (folder / _MOVING).mkdir()
+            for one in earlier:
+                one.rename(folder / _MOVING / one.name)
+            (folder / _MOVING).rename(folder / _ASIDE)
         yield
     finally:
         _settle(folder)
 
 
 def _settle(folder: Path) -> None:
+    """Delete what was moved aside if a new run has saved something; otherwise move it back."""
     aside, moving = folder / _ASIDE, folder / _MOVING
     if aside.is_dir():
         if has_checkpoint(folder) or (folder / "adapter_model.safetensors").exists():
@@ -154,9 +155,13 @@ def _step(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, damaged ones too. Links and copies with other names are none of the run."""
-    found = (one for one in folder.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal())
-    return [one for one in found if one.is_dir() and not one.is_symlink()]
+    """Return the checkpoints in a folder, damaged ones too. Links, and copies with other names, are no checkpoints."""
+    return [one for one in _numbered(folder) if one.is_dir() and not one.is_symlink()]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """Return what has the name of a checkpoint."""
+    return [one for one in folder.glob("checkpoint-*") if one.name.partition("-")[2].isdecimal()]
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -180,10 +180,9 @@ class _Writer:
         pads = tokenizer.pad_token_id, tokenizer.eos_token_id
         self._options = {name: value for name, value in options.items() if value is not None}
         self._options["pad_token_id"] = next((one for one in pads if one is not None), None)
+        self._end = end
         ids = tokenizer(end, add_special_tokens=False)["input_ids"] if end else []
-        self._end = end if len(ids) > 1 else ""
-        """What to cut off at the end of an answer, if it is no token of its own."""
-        if self._end:
+        if len(ids) > 1:
             self._options["stop_strings"] = [*(self._options.get("stop_strings") or []), end]
         if "stop_strings" in self._options:
             self._options["tokenizer"] = tokenizer
@@ -203,9 +202,17 @@ class _Writer:
         import torch
         from transformers import TextStreamer
 
+        end = self._end
+
         class Streamer(TextStreamer):  # type: ignore[misc]  # transformers is not typed
+            held = ""  # the end of the text so far that may be the beginning of ``end``
+
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                super().on_finalized_text(visible(text), stream_end)
+                text, found, _ = (self.held + text).partition(end or "\0")
+                most = 0 if found or stream_end else min(len(end), len(text))
+                kept = next((size for size in range(most, 0, -1) if end.startswith(text[-size:])), 0)
+                self.held = text[len(text) - kept :]
+                super().on_finalized_text(visible(text[: len(text) - kept]), stream_end)
 
         most = wanted = self._options["max_new_tokens"]
         if self._positions is not None:
@@ -221,7 +228,7 @@ class _Writer:
         if made.shape[1] - len(ids) == most < wanted:
             console(stderr=True).print(f"the text ends where the model's {self._positions} positions end")
         text = str(self.tokenizer.decode(made[0, len(ids) :], skip_special_tokens=True))
-        return text.removesuffix(self._end)
+        return text.partition(end)[0] if end else text
 
 
 def _to_file(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command."""
+    if os.getpid() == 1:  # the first process of a container, where Linux ignores signals that have no handler
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from symbiosis.cli.commands import app
 

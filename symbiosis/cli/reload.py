@@ -55,7 +55,7 @@ class Reloader:
         self.early = early
         self._context = context
         self._started: dict[str, Any] = dict(context.default_map or {})
-        """The values of the file with which the command runs, but for limits."""
+        """The values of the file at the start."""
         self._limits, self._max_bytes = self._wanted()
 
     def apply(self, executor: Executor) -> None:

@@ -157,8 +157,6 @@ def serve(
 
     Example: symbiosis serve --config serve.toml --listen tcp://127.0.0.1:7000
     """
-    # Without this, a process that is the first of a container would ignore it.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     early: list[int] = []
     if config is not None:
         signal.signal(signal.SIGHUP, lambda number, _: early.append(number))  # until it can be obeyed
@@ -188,8 +186,8 @@ def serve(
         from symbiosis.log import render
 
         render(log_format is LogFormat.JSON)
-        if not os.path.lexists(model):
-            console(stderr=True).print(f"there is no folder {escape(model)}, so a hub is asked for it", soft_wrap=True)
+        if model and not os.path.lexists(model):
+            console(stderr=True).print(f"{escape(model)} is no folder here, so it is taken as a hub id", soft_wrap=True)
         run(
             _serve(
                 model,
@@ -273,7 +271,7 @@ async def _serve(
                 reloader.apply(executor)
         gc.freeze()  # a full collection would stop the executor for 0.2 s (docs/decisions/0013-garbage-collection.md)
         served = escape(executor.status()["served_layers"])
-        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {', '.join(opened)}", soft_wrap=True)
+        out.print(f"serving [bold]{escape(model)}[/] ({served}) on {escape(', '.join(opened))}", soft_wrap=True)
         for line in executor.sharing.lines():
             out.print(escape(line), soft_wrap=True)
         asked, closed = asyncio.create_task(stop.wait()), asyncio.create_task(executor.wait_closed())

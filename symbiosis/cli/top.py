@@ -17,7 +17,7 @@ from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, op
 from symbiosis.core.registry import addresses_in, is_several, make_transport
 from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
 from symbiosis.terminal.console import console, visible
-from symbiosis.terminal.top import between, read, screen, view
+from symbiosis.terminal.top import between, fitted, read, screen, view
 
 AWAY = (BusyError, ConnectionLostError, ExecutorClosedError)
 """Errors of an executor that may return."""
@@ -82,10 +82,15 @@ def _done(states: States, before: States) -> States:
 
 def _shown(done: States, out: Console, once: bool) -> RenderableType:
     away = "is away" if once else "is away; trying again"
-    size = (out.width, out.height // len(done)) if out.is_terminal and not once else None
+
+    def show(past: dict[str, Any], each: str) -> RenderableType:
+        if out.is_terminal and not once:
+            return fitted(past, out, out.height // len(done), each)
+        return view(past, each)
+
     return Group(
         *(
-            Text(f"{each} {away}: {past['error']}") if "error" in past else view(past, each, size)
+            Text(f"{each} {away}: {past['error']}") if "error" in past else show(past, each)
             for each, past in done.items()
         )
     )

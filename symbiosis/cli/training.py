@@ -123,14 +123,16 @@ class Training:
             raise
         except (IndexError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
             full = shutil.disk_usage(self._output).free < FULL
-            reason = "the disk is full" if full else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            reason = f"the disk is full; {reason}" if full else reason
             if not self._watch.losses:
-                raise UsageError(f"{self._option}: the first step failed ({reason})") from error
+                where = self._output if full else self._option
+                raise UsageError(f"{where}: the first step failed ({reason})") from error
             saved = has_checkpoint(self._output)
             again = self._goes_on("--resume continues from the last checkpoint") if saved else "nothing was saved"
             ended = f"{self._output}: training ended after step {self._trainer.state.global_step}"
             if isinstance(error, IndexError | TypeError | ValueError):  # perhaps a bug, which needs its traceback
-                error.add_note(f"{ended}; {again}")
+                out.print(f"{ended}; {again}", soft_wrap=True)
                 raise
             raise UsageError(f"{ended} ({reason}); {again}") from error
         state = self._trainer.state

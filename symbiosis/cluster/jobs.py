@@ -34,7 +34,8 @@ class FineTuning:
         """Return the exit status and the last lines of the run. ``folder`` is where relative paths begin."""
         if ray.get_runtime_context().was_current_actor_reconstructed:
             found = Path(folder) / output
-            complete = any(found.glob("checkpoint-*/trainer_state.json"))
+            states = found.glob("checkpoint-*/trainer_state.json")
+            complete = any(state.parent.name.partition("-")[2].isdecimal() for state in states)
             arguments = with_resume(arguments, complete, (found / "adapter_model.safetensors").exists())
         status, last = child.follow(child.start(["finetune", *arguments], cwd=folder))
         if status < 0:  # a signal ended it

@@ -334,19 +334,18 @@ def _named(names: Sequence[str], layers: str) -> set[str]:
     found: set[str] = set()
     numbers_of = {name: block_of(name).rpartition(".")[2] for name in names}
     blocks = {name: int(number) for name, number in numbers_of.items() if number.isdecimal()}
-    largest = max(blocks.values(), default=-1)
+    largest, others = max(blocks.values(), default=-1), [name for name in names if name not in blocks]
+    there = f"there are blocks 0 to {largest}{f', and {chr(44).join(others[:5])}' if others else ''}"
     for part in layers.split(","):
         if numbers := _RANGE.fullmatch(part.strip()):
             first, last = int(numbers[1]), int(numbers[2] or numbers[1])
-            mine = {name for name, block in blocks.items() if first <= block <= last <= largest}
+            if last > largest:
+                raise SplitError(f"layers: there is no block {last}; {there}")
+            mine = {name for name, block in blocks.items() if first <= block <= last}
         else:
             mine = set(fnmatch.filter(names, part.strip()))
         if not mine:
-            others = [name for name in names if name not in blocks]
-            raise SplitError(
-                f"layers: no base layer belongs to {part.strip()!r}; there are blocks 0 to "
-                f"{largest}{f', and {chr(44).join(others[:5])}' if others else ''}"
-            )
+            raise SplitError(f"layers: no base layer belongs to {part.strip()!r}; {there}")
         found |= mine
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -26,11 +27,13 @@ PLOTS = (".png", ".svg", ".pdf")
 
 
 class _Messages(Console):
-    """Goes on without output when nobody reads it any more, where rich ends the process: at Ctrl-C, a ``tee`` that gets
-    the messages ends at once, and a run still has to be saved."""
+    """A console on standard error, which goes on without output when the reader of it has ended. Rich would end the
+    process. But Ctrl-C also ends a ``tee`` that gets the messages of a run, and the run still has to be saved."""
 
     def on_broken_pipe(self) -> None:
-        discard([self.file.fileno()])
+        self.quiet = True
+        with contextlib.suppress(OSError):  # a file without a descriptor
+            discard([self.file.fileno()])
 
 
 def discard(descriptors: Iterable[int]) -> None:
@@ -127,11 +130,8 @@ class CommandGroup(typer.core.TyperGroup):
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             return super().invoke(ctx)
-        except SymbiosisError as error:
-            console(stderr=True).print(f"[bold red]error:[/] [red]{escape(visible(error))}[/]", soft_wrap=True)
-            raise typer.Exit(1) from error
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        except (SymbiosisError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             console(stderr=True).print(f"[bold red]error:[/] [red]{escape(visible(error))}[/]", soft_wrap=True)
             raise typer.Exit(1) from error

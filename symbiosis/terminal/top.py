@@ -27,8 +27,6 @@ LONGEST = 300
 """Characters of a text of an executor that are shown."""
 SHOWN = 40
 """Tenants and groups of layers that are shown, the busiest first."""
-_TABLE_LINES = 5
-"""Lines of a table besides its rows."""
 
 _EACH = "each name"
 _TENANT: dict[str, Any] = {
@@ -214,13 +212,26 @@ def _how_far_apart(apart: Mapping[str, float], tenants: Mapping[str, Any]) -> st
     return f"Of the requests for the same layers, a quarter came {quarter} or less after another client's, half {half}."
 
 
-def view(past: Mapping[str, Any], title: str = "", size: tuple[int, int] | None = None) -> RenderableType:
+def fitted(past: Mapping[str, Any], out: Console, height: int, title: str = "") -> RenderableType:
+    """Return a :func:`view` with as many rows of its tables as ``height`` lines of a console have room for."""
+    most = [min(SHOWN, len(past["tenants"])), min(SHOWN, len(past["layers"]))]
+    while True:
+        shown = view(past, title, *most)
+        over = len(out.render_lines(shown, pad=False)) - height
+        if over <= 0 or (most[0] <= 1 and not most[1]):
+            return shown
+        longer = int(most[1] >= most[0])
+        most[longer] -= max(1, min(over // 8, most[longer] // 2))
+
+
+def view(past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers: int = SHOWN) -> RenderableType:
     """Return what to show of an executor, from :func:`between`.
 
     Args:
         past: what it did.
         title: its name, in a line of its own.
-        size: characters in a line, and lines, of the part of a screen that this may take. Tables are cut to it.
+        tenants: number of tenants, the busiest first.
+        layers: number of groups of layers, the busiest first.
     """
     batch = past["requests_per_batch"]
     about = [
@@ -230,10 +241,10 @@ def view(past: Mapping[str, Any], title: str = "", size: tuple[int, int] | None 
         f"in the last {past['seconds']:.3g} s",
         *past["why"],
     ]
-    tenants = []
-    for name, tenant in sorted(past["tenants"].items(), key=lambda item: -item[1]["rows_per_s"]):
+    rows = []
+    for name, tenant in sorted(past["tenants"].items(), key=lambda item: -item[1]["rows_per_s"])[:tenants]:
         shared = None if tenant["unshared"] is None else 1 - tenant["unshared"]
-        tenants.append(
+        rows.append(
             {
                 "tenant": name,
                 "tokens/s": _largest(tenant["tokens_per_s"], _number),
@@ -246,25 +257,20 @@ def view(past: Mapping[str, Any], title: str = "", size: tuple[int, int] | None 
                 "memory": f"{tenant['held_bytes'] / 2**20:.3g} MiB" if tenant["held_bytes"] else "",
             }
         )
-    layers = [
+    busiest = sorted(past["layers"].values(), key=lambda group: -group["batches_per_s"])[:layers]
+    groups = [
         {
-            "layers": layers["name"],
-            "batches/s": _number(layers["batches_per_s"]),
-            "batch": _number(layers["requests_per_batch"]),
-            "rows per batch": _number(layers["rows_per_batch"]),
-            "wait in ms": _number(layers["wait_ms"]),
+            "layers": group["name"],
+            "batches/s": _number(group["batches_per_s"]),
+            "batch": _number(group["requests_per_batch"]),
+            "rows per batch": _number(group["rows_per_batch"]),
+            "wait in ms": _number(group["wait_ms"]),
         }
-        for layers in sorted(past["layers"].values(), key=lambda layers: -layers["batches_per_s"])
+        for group in busiest
     ]
-    most = [SHOWN, SHOWN]
-    if size is not None:
-        width, height = size
-        left = height - bool(title) - sum(-(-len(line) // width) for line in about) - 2 * _TABLE_LINES
-        most[0] = min(SHOWN, max(left - len(layers), left // 2, 1))
-        most[1] = min(SHOWN, max(left - min(len(tenants), most[0]), 1))
     tables = [
-        _table(tenants[: most[0]], len(tenants) - most[0], "tenants"),
-        _table(layers[: most[1]], len(layers) - most[1], "groups of layers"),
+        *_table(rows, len(past["tenants"]) - len(rows), "tenants"),
+        *_table(groups, len(past["layers"]) - len(groups), "groups of layers"),
     ]
     return Group(*([Text(title, "bold")] if title else []), *map(Text, about), *tables)
 
@@ -279,18 +285,17 @@ def screen(console: Console) -> Iterator[Callable[[RenderableType], object]]:
         yield partial(live.update, refresh=True)
 
 
-def _table(rows: list[dict[str, str]], more: int, what: str) -> RenderableType:
+def _table(rows: list[dict[str, str]], more: int, what: str) -> list[RenderableType]:
     """Return a table of the columns that have content, and how many rows more there are."""
     if not rows:
-        return Text()
-    rest = f"… and {more} {what} more" if more > 0 else None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=rest, caption_justify="left")
+        return []
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     for heading in shown:
-        table.add_column(heading, no_wrap=True)
+        table.add_column(heading)
     for row in rows:
         table.add_row(*(Text(row[heading]) for heading in shown))
-    return table
+    return [table, Text(f"… and {more} {what} more")] if more else [table]
 
 
 def _largest(parts: Mapping[str, float], form: Callable[[float], str]) -> str:

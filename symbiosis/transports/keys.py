@@ -135,11 +135,6 @@ def identity(certificate: bytes) -> str:
     return hashlib.sha256(certificate).hexdigest()
 
 
-def _identity(path: Path) -> str:
-    """Return the identity of the first certificate in a file."""
-    return identity(ssl.PEM_cert_to_DER_cert(_certificates(path)[0]))
-
-
 def _blocks(path: Path) -> list[tuple[str, str]]:
     """Return the kinds and texts of the PEM blocks in a file."""
     try:
@@ -191,7 +186,7 @@ class Keyring:
             raise UsageError(f"{folder} can be written by other users, who could admit themselves; chmod go-w it")
         self.own = load_key(self.folder / f"{SERVER}.secret")
         public = self.folder / f"{SERVER}.public"
-        if public.is_file() and _identity(public) != self.own.public:
+        if public.is_file() and identity(ssl.PEM_cert_to_DER_cert(_certificates(public)[0])) != self.own.public:
             raise UsageError(
                 f"{public} is not the certificate of {self.own.path}, so tenants, who have it from there, would refuse "
                 "this executor; put back the file that belongs to the other one"
@@ -215,10 +210,11 @@ class Keyring:
             trusted: list[str] = []
             for path in seen:
                 try:
-                    certificate, found = _certificates(path)[0], _identity(path)
+                    certificate = _certificates(path)[0]
                 except UsageError as error:
                     broken[path.name] = str(error)
                     continue
+                found = identity(ssl.PEM_cert_to_DER_cert(certificate))
                 if found == self.own.public:
                     broken[path.name] = "it is the executor's own key"
                 elif found in names:

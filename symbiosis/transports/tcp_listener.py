@@ -96,7 +96,7 @@ class TcpListener:
         self._unlogged = 0
 
     def log_broken_keys(self) -> None:
-        """Log malformed key files, once for each change of the folder."""
+        """Log key files that do not count, once for each change of the folder."""
         if self.keys is not None and self.keys.broken is not self._broken:
             self._broken = self.keys.broken
             for file, why in self._broken.items():

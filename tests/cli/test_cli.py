@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import symbiosis
 from symbiosis.bench.report import Report
 from symbiosis.cli import policies as policies_command
 from symbiosis.cli.commands import app
+from symbiosis.cli.main import main
 from symbiosis.core import registry
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import CommandGroup
@@ -258,6 +260,21 @@ def test_a_full_disk_is_one_line(runner: CliRunner) -> None:
     result = runner.invoke(_app_that(OSError(errno.ENOSPC, "No space left on device", "log.jsonl")), ["work"])
     assert result.exit_code == 1
     assert result.stderr == "error: [Errno 28] No space left on device: 'log.jsonl'\n"
+
+
+def test_the_first_process_of_a_container_heeds_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(prog_name: str) -> None:
+        os.kill(number, signal.SIGTERM)
+
+    number, before = os.getpid(), signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("symbiosis.cli.commands.app", stopped)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 130
 
 
 def test_ctrl_c_ends_quietly(runner: CliRunner) -> None:

@@ -130,10 +130,9 @@ def test_the_command_line_wins(tmp_path: Path, served: dict[str, Any]) -> None:
         ("limits = 3", "limits is a table"),
         ("[policy]\nfair = 1", "policy is a table"),
         ("[limits]\ncals = 3", "name=number, with a number from 1; the names are calls"),
-        ("max-rows = 0", "serve.toml: max-rows = '0': Invalid value"),
-        ("max-rows = true", "max-rows = 'True': Invalid value"),
-        ("packed = 'maybe'", "packed = 'maybe': Invalid value"),
-        ("listen = []", "listen = []: Missing option"),
+        ("max-rows = 0", "serve.toml: max-rows = 0: Invalid value"),
+        ("max-rows = true", "max-rows = True: Invalid value"),
+        ("packed = 'maybe'", "packed = maybe: Invalid value"),
         ("= 3", "Invalid statement (at line 1, column 1)"),
     ],
 )

@@ -278,7 +278,53 @@ def test_a_conversation_may_begin_with_the_assistant() -> None:
     )
     assert not tokenizer.apply_chat_template(CHAT[1:2], tokenize=False).startswith("None")
     (example,) = tokenize([{"messages": CHAT[2:4]}], tokenizer, 200, "chat").examples
-    assert texts(example) == ("<assistant>hello<end><user>more", "<assistant>hello<end>")
+    assert texts(example) == ("<assistant>hello<end><user>more", "hello<end>")
+
+
+@pytest.mark.parametrize("answer", ["d", "e", ">", "hello"])
+def test_the_end_of_an_answer_is_what_follows_it(answer: str) -> None:
+    """Letters of a short answer are in its end too."""
+    for before in ("", "<think>"):  # with a thought, the template changes earlier messages
+        prompt = f"{{% if add_generation_prompt %}}<assistant>{before}{{% endif %}}"
+        tokenizer = templated(EACH + "{% endfor %}" + prompt)
+        data = tokenize([{"messages": [CHAT[1], {**CHAT[2], "content": answer}]}], tokenizer, 200, "chat")
+        assert data.format.end == "<end>"
+        assert texts(data.examples[0])[1] == f"{answer}<end>"
+
+
+def test_a_template_that_changes_what_the_assistant_says() -> None:
+    """As Qwen3 does with thoughts. An empty answer is skipped."""
+    tokenizer = templated(
+        "{% for one in messages %}<{{ one.role }}>{% if one.role == 'assistant' %}"
+        "{% if loop.last %}<think>{{ one.content }}{% endif %}<end>{% else %}{{ one.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    silent = [*CHAT[:2], {**CHAT[2], "content": " "}, *CHAT[3:]]
+    for messages, learned in ((CHAT, ["<think>hello<end>", "<think>no<end>"]), (silent, ["<think>no<end>"])):
+        examples = tokenize([{"messages": messages}], tokenizer, 200, "chat").examples
+        assert [texts(one)[1] for one in examples] == learned
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_space_that_a_tokenizer_adds_is_not_in_the_middle_of_a_text(scheme: str) -> None:
+    """As SentencePiece does. Tokens of training are those of generation, and have the text's own spaces."""
+    letters = sorted({*"▁:<>[]", *"abcdefghijklmnopqrstuvwxyz", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ.", "\n"})
+    vocabulary = {token: number for number, token in enumerate(["<end>", *letters, "▁h", "▁n", "▁▁"])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[("▁", "h"), ("▁", "n"), ("▁", "▁")]))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for one in messages %}{{ one.role }}: {{ one.content }}{% if one.role == 'assistant' %}\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    (example,) = tokenize([{"messages": CHAT}], tokenizer, 200, "chat").examples
+    whole = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    pieces = tokenizer.convert_ids_to_tokens(example["input_ids"])
+    assert "".join(pieces).replace("▁", " ").strip() == whole.strip()
+    for messages in (CHAT[:2], CHAT[:4]):
+        prompt = chat_prompt(tokenizer, messages)
+        assert example["input_ids"][: len(prompt)] == prompt
 
 
 def test_errors_of_a_template_name_the_record() -> None:

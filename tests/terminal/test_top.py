@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from symbiosis.errors import WireError
-from symbiosis.terminal.top import between, read, screen, view, why_unshared
+from symbiosis.terminal.top import between, fitted, read, screen, view, why_unshared
 
 
 def tenant(requests: int = 10, **counts: Any) -> dict[str, Any]:
@@ -186,21 +186,26 @@ def test_columns_without_content_are_left_out() -> None:
     assert "\x1b" not in text
 
 
-@pytest.mark.parametrize("height", [18, 24, 80])
+@pytest.mark.parametrize("height", [24, 30, 200])
 @pytest.mark.parametrize("width", [80, 140])
 def test_a_view_fits_its_screen(width: int, height: int) -> None:
-    """The sentences are there whatever the number of tenants and layers."""
-    found = status(**{f"tenant-{number}": tenant(rows=number) for number in range(30)})
+    """The sentences are there whatever the number of tenants and layers, and no number is cut off."""
+    unshared = {"thinking": {"no-gain": 5, "gave-up": 4}}
+    tenants = {f"customer-{n}": tenant(rows=12345 + n, unshared=unshared, waits={"no-gain": 1.0}) for n in range(30)}
+    found = status(**tenants, apart={"1 ms": 3, "10 s": 9})
     layers = found["activity"]["layers"]
     layers |= {f"model.layers.*.{name} forward": dict(layers["model.layers.*.q forward"]) for name in "abcdef"}
-    past, out = between(read(found), None), io.StringIO()
-    Console(file=out, width=width).print(view(past, "shm:///s", (width, height)))
-    lines = out.getvalue().splitlines()
+    past, text = between(read(found), None), io.StringIO()
+    out = Console(file=text, width=width)
+    out.print(fitted(past, out, height, "shm:///s"))
+    lines = text.getvalue().splitlines()
     assert len(lines) <= height
-    assert past["why"][0] in lines
-    assert any("q in each of 2 blocks, forward" in line for line in lines)
-    assert any("tenant-29" in line for line in lines), "the busiest one"
-    assert any("tenants more" in line for line in lines) is (height < 80)
+    said = " ".join(text.getvalue().split())
+    assert all(" ".join(sentence.split()) in said for sentence in past["why"])
+    assert ("in each of 2 blocks" in said) is (height > 24 or width > 80), "there is room for one tenant alone"
+    assert "6,187" in said, "the rows of the busiest tenant per second"
+    assert "customer-29" in said
+    assert ("tenants more" in said) is (height < 200)
 
 
 def test_a_screen_shows_the_latest_view_in_place_on_a_terminal_and_below_elsewhere() -> None:

@@ -321,8 +321,8 @@ async def test_the_address_of_one_part_is_not_enough(connects: bool, tmp_path: P
 
 async def test_wrong_use() -> None:
     model = tiny_model()
-    none = "no base layer belongs to '{}'; there are blocks 0 to 1, and lm_head"
-    for wrong, why in (("7", none.format("7")), ("0-2", none.format("0-2")), ("nose", "'nose'")):
+    none = "there is no block {}; there are blocks 0 to 1, and lm_head"
+    for wrong, why in (("7", none.format(7)), ("0-2", none.format(2)), ("nose", "no base layer belongs to 'nose'")):
         with pytest.raises(SplitError, match=why):
             symbiosis.Executor(model, layers=wrong)
     for divided_ in ("*.mlp.*", "0,model.layers.1.mlp.up_proj"):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from symbiosis import Executor
 from symbiosis.cli.demo.base_model import Batch, make_batches
-from symbiosis.terminal.top import between, read, screen, view
+from symbiosis.terminal.top import between, fitted, read, screen, view
 
 STEPS, BATCH, LENGTH = 40, 2, 48
 """Training steps of each tenant, sequences in a batch, and tokens in a sequence."""
@@ -134,7 +134,8 @@ async def _watch(executor: Executor, out: Console) -> None:
         while True:
             await asyncio.sleep(WATCH_S)
             now = read(executor.status())
-            show(view(between(now, before), size=(out.width, out.height)))
+            past = between(now, before)
+            show(fitted(past, out, out.height) if out.is_terminal else view(past))
             before = now
 
 
