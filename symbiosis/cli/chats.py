@@ -39,38 +39,51 @@ def conversation(tokenizer: Any, messages: Messages) -> list[Example]:
     if parts is not None:
         labels = [token if number % 2 else IGNORED for number, part in enumerate(parts) for token in part]
         return [([token for part in parts for token in part], labels)]
-    examples = []
+    examples: list[Example] = []
     for index, message in enumerate(messages):
-        if message["role"] == "assistant" and index and message["content"].strip():
-            before, text = _text(tokenizer, messages[:index], True), _text(tokenizer, messages[: index + 1], False)
-            prompt = chat_prompt(tokenizer, messages[:index])
-            if text.startswith(before):
-                answer = _cut(tokenizer, text, [0, len(before)])[1]
-            else:
-                after = _after(tokenizer, messages[: index + 1])
-                if after is None:
-                    raise UsageError("the model's chat template leaves out what the assistant says")
-                answer = _inside(tokenizer, message["content"].strip() + after)
-            examples.append(([*prompt, *answer], [IGNORED] * len(prompt) + answer))
+        if message["role"] == "assistant":
+            prompt = chat_prompt(tokenizer, messages[:index]) if index else []
+            said = message["content"].strip() and _said(tokenizer, messages[: index + 1]) if index else []
+            examples.append(([*prompt, *said], [IGNORED] * len(prompt) + [*said]))
     return examples
+
+
+def _said(tokenizer: Any, messages: Messages) -> list[int]:
+    """Return the token ids of the last message, an answer, and of its end, as they follow the prompt of generation."""
+    before, text = _text(tokenizer, messages[:-1], True), _text(tokenizer, messages, False)
+    if text.startswith(before):
+        return _cut(tokenizer, text, [0, len(before)])[1]
+    around = _around(tokenizer, messages)
+    if around is None:
+        raise UsageError("the model's chat template leaves out what the assistant says")
+    head, after = around
+    more = before[len(_same(before, head)) :]  # such as the beginning of a thought
+    said = messages[-1]["content"].strip().removeprefix(more).removeprefix(more.strip())
+    space = "" if before[-1:].isspace() else head[len(head.rstrip()) :]
+    return _inside(tokenizer, space + said + after)
 
 
 def end_of_answers(tokenizer: Any, messages: Messages) -> str:
     """Return what the template writes after the last thing that the assistant says, without white space."""
     last = max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-    return (_after(tokenizer, messages[: last + 1]) or "").strip()
+    _, after = _around(tokenizer, messages[: last + 1]) or ("", "")
+    return after.strip()
 
 
-def _after(tokenizer: Any, messages: Messages) -> str | None:
-    """Return what the template writes after the last message; None if it leaves that message out."""
-    text, (*others, last) = _text(tokenizer, messages, False), messages
-    before, said = _text(tokenizer, others, True) if others else "", last["content"].strip()
-    if others and not text.startswith(before):
-        head, found, _ = text.rpartition(others[-1]["content"].strip() or "\0")
-        same = next((place for place, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), 0)
-        before = text[: max(same, len(head + found))]
-    _, found, after = text[len(before) :].partition(said or "\0")
-    return after if found else None
+_STAND_IN = "(what the assistant says)"
+
+
+def _around(tokenizer: Any, messages: Messages) -> tuple[str, str] | None:
+    """Return what the template writes before and after the last message; None if it leaves that message out."""
+    text = _text(tokenizer, [*messages[:-1], {**messages[-1], "content": _STAND_IN}], False)
+    head, found, after = text.rpartition(_STAND_IN)
+    return (head, after) if found else None
+
+
+def _same(one: str, other: str) -> str:
+    """Return the beginning that two texts have in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((place for place, (first, second) in pairs if first != second), min(len(one), len(other)))]
 
 
 def _parts(tokenizer: Any, messages: Messages, text: str) -> list[list[int]] | None:

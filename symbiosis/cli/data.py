@@ -344,7 +344,6 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
                     data.format = replace(data.format, end=end)
             except UsageError as error:
                 raise UsageError(f"{source}, record {number}: {error}") from error
-            data.skipped += not examples
             for example in examples:
                 data.add(number, *example, length)
     if not data.examples:

@@ -132,10 +132,12 @@ def checkpoint_in(folder: Path) -> Path:
     Raises:
         UsageError: there is none.
     """
-    found = [one for one in checkpoints(folder) if _complete(one)]
-    if not found:
-        raise UsageError(f"--resume: there is no whole checkpoint in {folder}; begin again with --overwrite")
-    return max(found, key=_step)
+    for one in sorted(checkpoints(folder), key=_step, reverse=True):
+        damage = _damage(one)
+        if damage is None:
+            return one
+        console(stderr=True).print(f"{one} is damaged and is passed over ({damage})", soft_wrap=True)
+    raise UsageError(f"--resume: there is no whole checkpoint in {folder}; begin again with --overwrite")
 
 
 def rotate(folder: Path, step: int, best: str | None) -> None:
@@ -165,15 +167,22 @@ def _numbered(folder: Path) -> list[Path]:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether a run has written a checkpoint to its end. The trainer's state is written last."""
-    return any((one / "trainer_state.json").is_file() for one in checkpoints(folder))
+    """Return whether a run can go on from a checkpoint in a folder."""
+    return any(_damage(one) is None for one in checkpoints(folder))
 
 
-def _complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written to its end, and can be read."""
+_NEEDED = "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth", "adapter_model.safetensors"
+"""Files of a checkpoint without which a run cannot go on as if it had not been stopped."""
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Return why a checkpoint was not written to its end, or cannot be read; None if it is whole."""
     from safetensors import SafetensorError, safe_open
 
     try:
+        for name in _NEEDED:
+            if not (checkpoint / name).is_file():
+                raise ValueError(f"{name} is missing")
         if not isinstance(json.loads((checkpoint / "trainer_state.json").read_bytes()), dict):
             raise ValueError("trainer_state.json is no object")
         for file in checkpoint.glob("*.safetensors"):
@@ -183,9 +192,8 @@ def _complete(checkpoint: Path) -> bool:
             if not zipfile.is_zipfile(file):
                 raise ValueError(f"{file.name} has no end")
     except (OSError, ValueError, SafetensorError) as error:
-        console(stderr=True).print(f"{checkpoint} is damaged and is passed over ({error})", soft_wrap=True)
-        return False
-    return True
+        return str(error)
+    return None
 
 
 def check_same(folder: Path, kept: dict[str, Any]) -> None:

@@ -28,6 +28,9 @@ LONGEST = 300
 SHOWN = 40
 """Tenants and groups of layers that are shown, the busiest first."""
 
+FEW = 2
+"""Groups of layers that are shown however many tenants there are, if there is room for one tenant."""
+
 _EACH = "each name"
 _TENANT: dict[str, Any] = {
     **dict.fromkeys(("clients", "held_bytes", "requests", "members", "rows", "wait_s", "joint", "service"), float),
@@ -220,8 +223,8 @@ def fitted(past: Mapping[str, Any], out: Console, height: int, title: str = "") 
         over = len(out.render_lines(shown, pad=False)) - height
         if over <= 0 or (most[0] <= 1 and not most[1]):
             return shown
-        longer = int(most[1] >= most[0])
-        most[longer] -= max(1, min(over // 8, most[longer] // 2))
+        cut = int(most[1] > FEW or most[0] <= 1)
+        most[cut] -= max(1, min(over // 8, most[cut] // 2))
 
 
 def view(past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers: int = SHOWN) -> RenderableType:

@@ -301,8 +301,24 @@ def test_a_template_that_changes_what_the_assistant_says() -> None:
     )
     silent = [*CHAT[:2], {**CHAT[2], "content": " "}, *CHAT[3:]]
     for messages, learned in ((CHAT, ["<think>hello<end>", "<think>no<end>"]), (silent, ["<think>no<end>"])):
-        examples = tokenize([{"messages": messages}], tokenizer, 200, "chat").examples
-        assert [texts(one)[1] for one in examples] == learned
+        data = tokenize([{"messages": messages}], tokenizer, 200, "chat")
+        assert [texts(one)[1] for one in data.examples] == learned
+        assert data.skipped == 2 - len(learned)
+
+
+@pytest.mark.parametrize("answer", ["hi there", "a hi", "hi", "<think>\nhm</think>yes"])
+def test_answers_that_repeat_the_user_or_have_thoughts(answer: str) -> None:
+    """As of DeepSeek-R1, whose prompts begin a thought, and whose template leaves thoughts out."""
+    said = "{{ one.content.split('</think>')[-1] }}"
+    tokenizer = templated(
+        "{% for one in messages %}<{{ one.role }}>{% if one.role == 'assistant' %} " + said + "<end>"
+        "{% else %}{{ one.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+    )
+    (example,) = tokenize([{"messages": [CHAT[1], {**CHAT[2], "content": answer}]}], tokenizer, 200, "chat").examples
+    whole, learned = texts(example)
+    assert learned == answer.removeprefix("<think>\n") + "<end>"
+    assert whole == "<user>hi<assistant><think>\n" + learned
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])

@@ -124,6 +124,7 @@ def test_a_full_disk_ends_a_run_that_can_go_on(
             save(trainer, *given, **named)
             return
         (tmp_path / "a" / f"checkpoint-{trainer.state.global_step}").mkdir()
+        (tmp_path / "a" / f"checkpoint-{trainer.state.global_step}" / "trainer_state.json").touch()  # and no content
         monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 8, 8))
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
@@ -321,6 +322,19 @@ def test_a_run_that_went_back_keeps_its_new_checkpoints(service: Service, data: 
     done = command(*given, "--steps", "5", "--resume", "--every", "1")
     assert done.exit_code == 0, done.output
     assert {"checkpoint-4", "checkpoint-5"} <= {one.name for one in made.glob("checkpoint-*")}
+
+
+@pytest.mark.parametrize("missing", ["optimizer.pt", "rng_state.pth", "adapter_model.safetensors"])
+def test_a_checkpoint_that_lacks_a_file_is_passed_over(
+    missing: str, service: Service, data: Path, tmp_path: Path
+) -> None:
+    given = options(service, data, tmp_path / "a", "--steps", 2, "--every", 1)
+    assert command(*given).exit_code == 0
+    (tmp_path / "a" / "checkpoint-2" / missing).unlink()
+    done = command(*given, "--resume")
+    assert done.exit_code == 0, done.output
+    assert f"checkpoint-2 is damaged and is passed over ({missing} is missing)" in " ".join(done.stderr.split())
+    assert len(losses_in(tmp_path / "a")) == 2
 
 
 def test_a_run_that_cannot_be_resumed_says_so(
