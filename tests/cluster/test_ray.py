@@ -166,7 +166,7 @@ def test_a_job_resumes_at_another_node(nodes: Nodes, tmp_path: Path) -> None:
         assert job.returncode == 0, out
         assert "in 120 steps" in out
         assert losses_in(tmp_path / "lost") == losses_in(tmp_path / "expected")
-        assert "--data takes a file" in nodes.symbiosis("submit", *run[:3], "none", *run[4:], "x", status=1).stdout
+        assert "--data none: give a file" in nodes.symbiosis("submit", *run[:3], "none", *run[4:], "x", status=1).stdout
 
 
 def losses_in(folder: Path) -> dict[int, float]:
