@@ -30,7 +30,8 @@ def conversation(tokenizer: Any, messages: Messages) -> list[Example]:
     """Return the examples of a conversation. Only what the assistant says has labels.
 
     That is one example, or one for each answer if the template changes messages once others follow, as some leave out
-    thoughts. The prompt of an answer is then the one that :func:`chat_prompt` makes; a first message has none.
+    thoughts. The prompt of an answer is then the one that :func:`chat_prompt` makes. A first message has no prompt, so
+    nothing is learned from it.
 
     Raises:
         UsageError: as for :func:`chat_prompt`, or the template leaves out what the assistant says.
@@ -43,8 +44,8 @@ def conversation(tokenizer: Any, messages: Messages) -> list[Example]:
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = chat_prompt(tokenizer, messages[:index]) if index else []
-            said = message["content"].strip() and _said(tokenizer, messages[: index + 1]) if index else []
-            examples.append(([*prompt, *said], [IGNORED] * len(prompt) + [*said]))
+            said = _said(tokenizer, messages[: index + 1]) if index else []
+            examples.append(([*prompt, *said], [IGNORED] * len(prompt) + said))
     return examples
 
 

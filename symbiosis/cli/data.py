@@ -111,7 +111,7 @@ class Data:
     Attributes:
         format: how prompts of such examples are made.
         examples: ``input_ids`` and ``labels``, of at most the wanted length.
-        records: number of the record of each example; texts, which are joined, count as many as there are examples.
+        records: number of the record of each example. Texts are joined, so each of their examples has its own number.
         cut: number of examples that were longer and were cut.
         skipped: number of examples of which nothing counted in the loss.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json as json_module
 import math
 import warnings
@@ -272,8 +271,10 @@ def _train(run: Any, json: Path | None, told: dict[str, Any]) -> int:
         except BaseException as error:
             told["error"] = str(error) or type(error).__name__
             if json is not None:
-                with contextlib.suppress(OSError):  # the disk is perhaps full
+                try:
                     write_json(json, {**told, **run.results()})
+                except OSError as lost:  # the disk is perhaps full, and the first error is the one that matters
+                    console(stderr=True).print(f"--json {json}: not written ({lost})", markup=False, soft_wrap=True)
             raise
         if json is not None:
             write_json(json, {**told, **run.results()})
@@ -308,7 +309,7 @@ def _split(examples: Data, part: float, seed: int, path: Path) -> tuple[Data, Da
     records = list(dict.fromkeys(examples.records))
     count = round(part * len(records))
     if not 0 < count < len(records):
-        raise UsageError(f"--validation {part}: {path} has {len(records)} records, too few for this")
+        raise UsageError(f"--validation {part}: {path} has {len(records)} records, too few to divide")
     order = random.Random(seed).sample(records, len(records))
     train = examples.chosen(order[count:])
     train.cut, train.skipped = examples.cut, examples.skipped

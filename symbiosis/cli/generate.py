@@ -174,6 +174,8 @@ class _Writer:
     """
 
     def __init__(self, model: Any, tokenizer: Any, positions: int | None, options: dict[str, Any], end: str) -> None:
+        from symbiosis.cli.chats import encode
+
         self.tokenizer = tokenizer
         self._model = model
         self._positions = positions
@@ -181,14 +183,16 @@ class _Writer:
         self._options = {name: value for name, value in options.items() if value is not None}
         self._options["pad_token_id"] = next((one for one in pads if one is not None), None)
         self._end = end
-        ids = tokenizer(end, add_special_tokens=False)["input_ids"] if end else []
-        if len(ids) > 1:
-            self._options["stop_strings"] = [*(self._options.get("stop_strings") or []), end]
+        stated = model.generation_config.eos_token_id
+        ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated])}
+        ids = encode(tokenizer, end)
+        if len(ids) == 1:
+            ends |= {*ids}
+        elif ids:
+            self._options["stop_strings"] = [*self._options.get("stop_strings", []), end]
+        self._options["eos_token_id"] = sorted(ends - {None}) or None
         if "stop_strings" in self._options:
             self._options["tokenizer"] = tokenizer
-        stated = model.generation_config.eos_token_id
-        ends = {tokenizer.eos_token_id, *(stated if isinstance(stated, list) else [stated]), *ids[: len(ids) == 1]}
-        self._options["eos_token_id"] = sorted(ends - {None}) or None
 
     def check(self, ids: list[int], what: str) -> None:
         """Raise UsageError if a prompt, which the text ``what`` names, is empty or leaves no room for a token."""

@@ -186,8 +186,6 @@ def serve(
         from symbiosis.log import render
 
         render(log_format is LogFormat.JSON)
-        if model and not os.path.lexists(model):
-            console(stderr=True).print(f"{escape(model)} is no folder here, so it is taken as a hub id", soft_wrap=True)
         run(
             _serve(
                 model,

@@ -220,10 +220,13 @@ class Transport(Protocol):
     """One address scheme. Options of a transport are arguments of its constructor."""
 
     def check(self, address: str) -> AbstractContextManager[object]:
-        """Raise UsageError if :meth:`listen` cannot open the address, as far as that shows without an executor.
+        """Return a context manager in which the address is in use, so that another one that excludes it is found.
 
-        Commands call it before they load a model. While the context manager that it returns is entered, the address is
-        in use, so that two that exclude each other are found. Blocks.
+        Commands enter it before they load a model. Blocks.
+
+        Raises:
+            UsageError: here or at the entry: :meth:`listen` cannot open the address, as far as that shows without an
+                executor.
         """
 
     async def listen(self, address: str, service: Service) -> Listener: ...

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 
 from symbiosis.errors import UsageError
+from symbiosis.log import get_logger
+
+log = get_logger(__name__)
 
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 """What a model at a hub is called."""
@@ -39,6 +42,8 @@ def load_model(model: str | Path, model_class: type[Any] | None = None, **option
         raise UsageError(f"{model} is a file; give the folder of a model that has a config.json")
     elif not HUB_ID.fullmatch(str(model)):  # transformers would ask the hub for it
         raise UsageError(f"there is no folder {model}")
+    else:
+        log.info("no folder of this name, so it is a hub id", model=str(model))
     try:
         if model_class is None:
             model_class = class_of(transformers.AutoConfig.from_pretrained(model, **_config_options(options)))

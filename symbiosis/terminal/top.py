@@ -223,8 +223,8 @@ def fitted(past: Mapping[str, Any], out: Console, height: int, title: str = "") 
         over = len(out.render_lines(shown, pad=False)) - height
         if over <= 0 or (most[0] <= 1 and not most[1]):
             return shown
-        cut = int(most[1] > FEW or most[0] <= 1)
-        most[cut] -= max(1, min(over // 8, most[cut] // 2))
+        cut = int(most[1] > FEW or most[0] <= 1)  # layers give way first
+        most[cut] -= max(1, min(over // 8, most[cut] // 2))  # rows of several lines each
 
 
 def view(past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers: int = SHOWN) -> RenderableType:

@@ -188,8 +188,8 @@ class Keyring:
         public = self.folder / f"{SERVER}.public"
         if public.is_file() and identity(ssl.PEM_cert_to_DER_cert(_certificates(public)[0])) != self.own.public:
             raise UsageError(
-                f"{public} is not the certificate of {self.own.path}, so tenants, who have it from there, would refuse "
-                "this executor; put back the file that belongs to the other one"
+                f"{public} is not the certificate of {self.own.path}, and tenants who have it would refuse this "
+                f"executor; copy the certificate in {self.own.path} to it"
             )
         self._seen: dict[Path, tuple[int, int] | None] | None = None
         self._changed = 0

@@ -371,7 +371,7 @@ class Peer:
         return bool(self._calls)
 
     def refuse(self, error: SymbiosisError) -> None:
-        """Reject the client with a reason, in the log too, unless this executor only shuts down."""
+        """Reject the client with a reason. It is logged and counted, unless it is that this executor shuts down."""
         if not self.gone:
             if not isinstance(error, ExecutorClosedError):
                 client = self.session and self.session.client

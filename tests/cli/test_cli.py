@@ -104,6 +104,7 @@ def test_keys(tmp_path: Path) -> None:
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder nowhere, and "),
         (["serve", "./nowhere", "--listen", "shm:///tmp/x.sock"], "there is no folder ./nowhere"),
         (["serve", str(Path(__file__).parent), "--listen", "shm:///tmp/x.sock"], "has no config.json"),
+        (["serve", "nowhere", "--listen", "shm:///tmp/x.sock"], "no folder of this name, so it is a hub id"),
         (["serve", "nowhere", "--listen", "carrier-pigeon://x"], "unknown transport"),
         (["serve", "nowhere", "--listen", "shm:///tmp/x.sock", "--policy", "whim"], "unknown policy"),
         (

@@ -253,7 +253,10 @@ LATEST_SYSTEM = (
     [
         (  # a thought that is left out of answers, as DeepSeek-R1 and QwQ do
             EACH + "{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}",
-            ["<system>Be brief.<user>hi<assistant><think>"],
+            [
+                "<system>Be brief.<user>hi<assistant><think>",
+                "<system>Be brief.<user>hi<assistant>hello<end><user>more<assistant><think>",
+            ],
             ["hello<end>", "no<end>"],
         ),
         (LATEST_SYSTEM, ["[Be brief. hi]", "[hi]hello<end>[Be brief. more]"], ["hello<end>", "no<end>"]),  # as Mistral
@@ -264,19 +267,15 @@ def test_templates_that_change_earlier_messages(template: str, prompts: list[str
     tokenizer = templated(template)
     examples = tokenize([{"messages": CHAT}], tokenizer, 200, "chat").examples
     assert [texts(one)[1] for one in examples] == answers
-    for one, messages in zip(examples, (CHAT[:2], CHAT[:4]), strict=True):
-        prompt = chat_prompt(tokenizer, messages)
-        assert one["input_ids"][: len(prompt)] == prompt
-    for one, prompt in zip(examples, prompts, strict=False):
-        assert texts(one)[0].startswith(prompt)
+    for one, messages, prompt in zip(examples, (CHAT[:2], CHAT[:4]), prompts, strict=True):
+        ids = chat_prompt(tokenizer, messages)
+        assert one["input_ids"][: len(ids)] == ids
+        assert tokenizer.decode(ids) == prompt
 
 
 def test_a_conversation_may_begin_with_the_assistant() -> None:
     """Many templates refuse an empty conversation."""
-    tokenizer = templated(
-        "{{ messages[0].role[:0] or raise_exception('empty') if not messages }}" + EACH + "{% endfor %}"
-    )
-    assert not tokenizer.apply_chat_template(CHAT[1:2], tokenize=False).startswith("None")
+    tokenizer = templated("{% if not messages %}{{ raise_exception('empty') }}{% endif %}" + EACH + "{% endfor %}")
     (example,) = tokenize([{"messages": CHAT[2:4]}], tokenizer, 200, "chat").examples
     assert texts(example) == ("<assistant>hello<end><user>more", "hello<end>")
 
@@ -293,17 +292,17 @@ def test_the_end_of_an_answer_is_what_follows_it(answer: str) -> None:
 
 
 def test_a_template_that_changes_what_the_assistant_says() -> None:
-    """As Qwen3 does with thoughts. An empty answer is skipped."""
+    """As Qwen3 does with thoughts."""
     tokenizer = templated(
         "{% for one in messages %}<{{ one.role }}>{% if one.role == 'assistant' %}"
         "{% if loop.last %}<think>{{ one.content }}{% endif %}<end>{% else %}{{ one.content }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    silent = [*CHAT[:2], {**CHAT[2], "content": " "}, *CHAT[3:]]
-    for messages, learned in ((CHAT, ["<think>hello<end>", "<think>no<end>"]), (silent, ["<think>no<end>"])):
-        data = tokenize([{"messages": messages}], tokenizer, 200, "chat")
-        assert [texts(one)[1] for one in data.examples] == learned
-        assert data.skipped == 2 - len(learned)
+    examples = tokenize([{"messages": CHAT}], tokenizer, 200, "chat").examples
+    assert [texts(one)[1] for one in examples] == ["<think>hello<end>", "<think>no<end>"]
+    begun = tokenize([{"messages": CHAT[2:]}], tokenizer, 200, "chat")
+    assert [texts(one)[1] for one in begun.examples] == ["<think>no<end>"]
+    assert begun.skipped == 1, "the first message, which has no prompt"
 
 
 @pytest.mark.parametrize("answer", ["hi there", "a hi", "hi", "<think>\nhm</think>yes"])

@@ -165,7 +165,7 @@ def test_files_of_another_origin_are_not_lost(service: Service, data: Path, tmp_
     assert found == ["checkpoint-5", "checkpoint-5.bak", "checkpoint-6", "checkpoint-best"]
 
 
-def test_a_conversation_is_not_divided_for_validation(service: Service, tmp_path: Path) -> None:
+def test_a_conversation_is_not_divided_for_validation() -> None:
     """Its answers may be examples of their own, which have earlier answers in their prompts."""
     data = Data(PromptFormat("chat"))
     for record in range(6):
@@ -405,7 +405,7 @@ def test_short_options_of_other_methods(
         (["--window", "8", "--accumulate", "2"], "--window and --accumulate cannot be combined"),
         (["--patience", "2"], "--patience needs --validation"),
         (["--validation", "1.5"], "more than 0 and less than 1"),
-        (["--validation", "0.001"], "too few for this"),
+        (["--validation", "0.001"], "too few to divide"),
         (["--validation", "absent.jsonl"], "cannot be read"),
         (["--peft", "absent.json"], "cannot be read as JSON"),
         (["--resume"], "there is no whole checkpoint"),

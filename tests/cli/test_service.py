@@ -315,7 +315,8 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     ids = tuned.generate(**prompted, max_new_tokens=count, do_sample=False)[0, prompted["input_ids"].shape[1] :]
     assert done.stdout.split() == tokenizer.decode(ids, skip_special_tokens=True).split()
     done = command("status", service.address, "--json")
-    assert json.loads(done.stdout)["model"] == "LlamaForCausalLM"
+    told = json.loads(done.stdout)
+    assert (told["name"], told["model"]) == ("model", "LlamaForCausalLM"), "the folder's name, and the class"
     done = command("status", f"shm://{tmp_path}/absent.sock")
     assert done.exit_code == 1
     assert "no executor answers" in done.stderr

@@ -45,3 +45,8 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(UsageError, match="is a file; give the folder"):
         load_model(file)
+
+
+def test_no_model_is_named() -> None:
+    with pytest.raises(UsageError, match="the model is empty"):
+        load_model("")

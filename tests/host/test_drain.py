@@ -41,7 +41,7 @@ async def test_clients_go_on_at_a_replica_without_losing_a_call(tmp_path: Path) 
             assert_close(await job, expected)
             assert one.statistics().requests == asked, "nothing ran there after its walks had ended"
         assert other.statistics().requests
-        assert not one.statistics().rejections.keys() - {"ExecutorClosedError"}
+        assert not one.statistics().rejections, "those who are told that it shuts down are not counted"
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])

@@ -157,6 +157,7 @@ async def test_files_that_admit_nobody_are_told(base: Any, keys: Path, caplog: p
         told = {getattr(record, "file", ""): str(getattr(record, "why", "")) for record in caplog.records}
         assert "alice.public has the same key; delete both" in told["eve.public"]
         assert told["self.public"] == "it is the executor's own key"
+        assert executor.service.keyed_tenants == {"alice", "bob"}
 
 
 async def test_a_folder_without_tenants_is_told(base: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
