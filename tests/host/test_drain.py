@@ -17,7 +17,7 @@ import torch
 from peft import get_peft_model
 
 import symbiosis
-from symbiosis.errors import ExecutorClosedError
+from symbiosis.errors import ExecutorClosedError, SymbiosisError
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
 from tests.helpers import HANGS, assert_close, lora, losses, until
 from tests.service import Service, free_port, save_model
@@ -41,7 +41,7 @@ async def test_clients_go_on_at_a_replica_without_losing_a_call(tmp_path: Path) 
             assert_close(await job, expected)
             assert one.statistics().requests == asked, "nothing ran there after its walks had ended"
         assert other.statistics().requests
-        assert not one.statistics().rejections, "those who are told that it shuts down are not counted"
+        assert not one.statistics().rejections
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
@@ -59,6 +59,21 @@ async def test_clients_wait_for_the_executor_to_return(scheme: str, tmp_path: Pa
             await asyncio.sleep(0.2)
             await other.listen(address)
             assert_close(await job, expected)
+
+
+async def test_who_is_told_that_it_shuts_down_is_not_counted_as_rejected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients ask again and again until the executor returns."""
+    address = f"shm://{tmp_path}/s.sock"
+    async with symbiosis.Executor(tiny_model()) as executor:
+        await executor.listen(address)
+        assert await executor.drain(20)
+        with pytest.raises(SymbiosisError, match="shutting down"):
+            async with symbiosis.connect(address, retry=0) as base, base.client(lora()):
+                pass
+        assert not executor.statistics().rejections
+        assert "client refused" not in caplog.text
 
 
 async def test_no_client_joins_and_clients_of_this_process_go_on() -> None:
