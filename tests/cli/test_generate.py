@@ -1,0 +1,182 @@
+"""``symbiosis generate`` against a served model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from symbiosis.cli import generate
+from symbiosis.cli.data import PromptFormat
+from tests.cli.runs import COLOURS, options
+from tests.helpers import command
+from tests.service import Service
+
+
+@pytest.fixture(scope="module")
+def adapter(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that has learned three answers."""
+    folder = tmp_path_factory.mktemp("adapter")
+    pairs = [{"prompt": f"thing {n % 3}", "completion": COLOURS[n % 3]} for n in range(24)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    plain = "--lora", "r=8,alpha=16,targets=all-linear", "--learning-rate", 0.01
+    done = command(*options(service, folder / "data.jsonl", folder / "a", "--steps", 120, "--batch", 12, *plain))
+    assert done.exit_code == 0, done.stderr
+    return folder / "a"
+
+
+def test_an_adapter_answers_as_it_has_learned(service: Service, adapter: Path, checkpoint: Path) -> None:
+    done = command(
+        "generate", service.address, "--adapter", str(adapter), "--prompt", "thing 1", "--max-new-tokens", "9"
+    )
+    assert done.stdout.strip() == "green"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), str(adapter))
+    ids = torch.tensor([PromptFormat.load(adapter).prompt(tokenizer, {"prompt": "thing 1"})])
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True) == "green"
+
+
+def test_an_adapter_of_a_deeper_model_is_refused(service: Service, adapter: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(adapter, tmp_path / "other")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace("layers.1.", "layers.7."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, other / "adapter_model.safetensors")
+    done = command("generate", service.address, "--adapter", str(other), "--prompt", "thing 1")
+    assert done.exit_code == 1
+    assert "cannot be loaded onto this model" in " ".join(done.stderr.split())
+
+
+def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("thing 0\n\nthing 2\n", encoding="utf-8")
+    output = tmp_path / "texts.jsonl"
+    done = command(
+        *("generate", service.address, "--adapter", str(adapter), "--prompts", str(tmp_path / "prompts.txt")),
+        *("--max-new-tokens", "9", "--output", str(output), "--temperature", "0.01", "--n", "2", "--top-k", "5"),
+        *("--top-p", "0.9", "--seed", "1"),
+    )
+    assert done.exit_code == 0, done.stderr
+    made = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    wanted = [("thing 0", "red")] * 2 + [("thing 2", "blue")] * 2
+    assert [(one["prompt"], one["completion"]) for one in made] == wanted
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "thing 0"}), encoding="utf-8")
+    done = command(
+        *("generate", service.address, "--adapter", str(adapter), "--prompts", str(tmp_path / "prompts.jsonl")),
+        *("--max-new-tokens", "9", "--stop", "re"),
+    )
+    assert done.stdout.strip() == "re"
+
+
+def test_texts_end_where_the_adapter_has_learned_to_end_them(
+    service: Service, adapter: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The end of an answer may be several tokens, and the tokenizer's end token need not be the model's."""
+    made = shutil.copytree(adapter, tmp_path / "a")
+    form = json.loads((made / "prompt_format.json").read_text(encoding="utf-8"))
+    (made / "prompt_format.json").write_text(json.dumps({**form, "end": "ed"}), encoding="utf-8")
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    prompts.write_text("thing 0", encoding="utf-8")
+    done = command(
+        *("generate", service.address, "--adapter", str(made), "--prompts", str(prompts), "--output", str(output))
+    )
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(output.read_text(encoding="utf-8"))["completion"] == "r"
+    printed = command("generate", service.address, "--adapter", str(made), "--prompt", "thing 0")
+    assert printed.stdout == "r\n"
+    (made / "prompt_format.json").write_text(json.dumps({**form, "end": "d"}), encoding="utf-8")  # one token
+    printed = command("generate", service.address, "--adapter", str(made), "--prompt", "thing 0")
+    assert printed.stdout == "re\n"
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[7]))
+    writer = generate._Writer(model, AutoTokenizer.from_pretrained(checkpoint), None, {}, "")
+    assert writer._options["eos_token_id"] == [0, 7]
+
+
+def test_a_checkpoint_is_an_adapter(service: Service, data: Path, tmp_path: Path) -> None:
+    made = tmp_path / "a"
+    assert command(*options(service, data, made, "--steps", 1)).exit_code == 0
+    form = PromptFormat.load(made)
+    assert form.name == "pairs"
+    assert PromptFormat.load(made / "checkpoint-1") == form
+
+
+def test_chat_remembers_the_conversation(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watch_prompts(monkeypatch)
+    done = chat(service, "hi\nmore\n\n", "--max-new-tokens", "3")
+    assert done.exit_code == 0, done.stderr
+    assert len(seen) == 2
+    assert len(seen[1]) > len(seen[0])
+    assert seen[1][: len(seen[0])] == seen[0]
+
+
+def test_an_adapter_chats_as_it_has_learned(
+    service: Service, tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conversation = [("system", "be brief"), ("user", "hi"), ("assistant", "red")]
+    record = json.dumps({"messages": [{"role": role, "content": text} for role, text in conversation]})
+    (tmp_path / "data.jsonl").write_text("\n".join([record] * 8), encoding="utf-8")
+    assert command(*options(service, tmp_path / "data.jsonl", tmp_path / "a", "--steps", 25)).exit_code == 0
+    seen = watch_prompts(monkeypatch)
+    given = "--adapter", str(tmp_path / "a"), "--system", "be brief", "--max-new-tokens", "6"
+    done = chat(service, "hi\n\n", *given)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.strip() == "red"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    assert tokenizer.decode(seen[0]) == "<system>be brief<user>hi<assistant>"
+    without = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    (tmp_path / "prompts.jsonl").write_text(f"{record}\n{without}", encoding="utf-8")
+    done = command("generate", service.address, "--prompts", str(tmp_path / "prompts.jsonl"), *given[2:])
+    assert done.exit_code == 0, done.stderr
+    assert seen == seen[:1] * 3, "a system message is put before messages that have none"
+
+
+def watch_prompts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list to which the prompts of texts are added as they are generated."""
+    seen: list[list[int]] = []
+    write = generate._Writer.write
+
+    def watched(self: Any, ids: list[int], shown: bool) -> str:
+        seen.append(ids)
+        return write(self, ids, shown)
+
+    monkeypatch.setattr(generate._Writer, "write", watched)
+    return seen
+
+
+def chat(service: Service, typed: str, *given: str) -> Any:
+    from typer.testing import CliRunner
+
+    from symbiosis.cli.commands import app
+
+    return CliRunner().invoke(app, ["generate", service.address, "--chat", *given], input=typed)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ([], "give one of --prompt, --prompts and --chat"),
+        (["--prompt", "x", "--chat"], "give one of --prompt, --prompts and --chat"),
+        (["--prompt", "x", "--n", "2"], "need --temperature"),
+        (["--prompts", "absent.txt"], "absent.txt: cannot be read"),
+        (["--chat", "--output", "answers.jsonl"], "--chat prints one answer to each message"),
+        (["--prompt", "x", "--output", "pyproject.toml"], "--output pyproject.toml: the file exists"),
+        (["--prompt", "x", "--temperature", "1e-300"], "--temperature 1e-300: give 0, or a number from 1e-06 to 1e+06"),
+        (["--prompt", "x", "--temperature", "inf"], "--temperature inf: give 0"),
+        (["--prompt", "\udcff"], r"--prompt: \udcff is an unpaired surrogate"),
+        (["--prompt", "x", "--stop", "\udcff"], r"--stop: \udcff is an unpaired surrogate"),
+        (["--prompt", "x", "--stop", ""], "--stop is empty"),
+        (["--prompt", "x", "--system", "s"], "--system goes with --chat"),
+    ],
+)
+def test_wrong_options_of_generate(given: list[str], complaint: str) -> None:
+    done = command("generate", "shm:///nowhere.sock", *given)
+    assert done.exit_code == 1
+    assert complaint in done.stderr

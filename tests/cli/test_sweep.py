@@ -1,0 +1,119 @@
+"""``symbiosis finetune --sweep``: runs side by side."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import options
+from tests.helpers import command
+from tests.service import Service
+
+
+def test_a_sweep_runs_side_by_side(service: Service, data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sweep.toml"
+    fast = 'learning-rate = 0.05\nlog-to = []\nbatch = "2"\nia3 = false\n'
+    file.write_text('[small]\nlora = "r=2"\n[fast]\n' + fast, encoding="utf-8")
+    output, told = tmp_path / "out", tmp_path / "out.json"
+    done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--json", told))
+    assert done.exit_code == 0, done.output
+    runs = json.loads(told.read_text(encoding="utf-8"))["runs"]
+    assert {name: run["steps"] for name, run in runs.items()} == {"small": 4, "fast": 4}
+    ranks = [json.loads((output / name / "adapter_config.json").read_text("utf-8"))["r"] for name in ("small", "fast")]
+    assert ranks == [2, 8]
+    assert "small" in done.stdout
+    assert "fast" in done.stdout
+
+
+@pytest.mark.thorough
+def test_a_sweep_goes_on_and_replaces_nothing(service: Service, data: Path, tmp_path: Path) -> None:
+    file, output, told = tmp_path / "sweep.toml", tmp_path / "out", tmp_path / "out.json"
+    file.write_text("[small]\nlora = 'r=2'\n", encoding="utf-8")
+    assert command(*options(service, data, output, "--steps", 4, "--sweep", file)).exit_code == 0
+    log = (output / "small.log").read_bytes()
+    file.write_text('[new]\nlora = "r=2"\n[small]\nlora = "r=4"\n', encoding="utf-8")
+    done = command(*options(service, data, output, "--steps", 4, "--sweep", file))
+    assert done.exit_code == 1
+    assert f"--output {output}/small: the run would replace checkpoint-4" in done.stderr
+    assert (output / "small.log").read_bytes() == log
+    assert not (output / "new").exists(), "no run begins if one is refused"
+    (output / "new").mkdir()
+    (output / "new" / "README.md").write_text("mine", encoding="utf-8")
+    (output / "new.log").write_text("mine", encoding="utf-8")
+    for more in ((), ("--resume",)):
+        done = command(*options(service, data, output, "--steps", 4, "--sweep", file, *more))
+        assert done.exit_code == 1
+        found = re.search(r"new: the run would replace README\.md(, new\.log)?;", " ".join(done.stderr.split()))
+        assert found is not None, done.stderr
+        assert found.group(1) == (None if more else ", new.log"), "a run that goes on adds to its log"
+    (output / "new" / "README.md").unlink()
+    (output / "new.log").unlink()
+    done = command(*options(service, data, output, "--steps", 4, "--sweep", file, "--resume", "--json", told))
+    assert done.exit_code == 1
+    assert "1 of 2 runs ended early (small)" in done.stderr
+    assert "peft was" in done.stderr
+    assert [*json.loads(told.read_text(encoding="utf-8"))["runs"]] == ["new"], "a run without a checkpoint begins"
+    assert (output / "small.log").read_bytes().startswith(log)
+
+
+def test_runs_of_a_sweep_have_data_of_their_own(service: Service, data: Path, tmp_path: Path) -> None:
+    file, output = tmp_path / "sweep.toml", tmp_path / "out"
+    file.write_text(f"[one]\ndata = '{data}'\n[other]\nlora = 'r=2'\n", encoding="utf-8")
+    given = (*("finetune", service.address, "--output", str(output), "--steps", "1", "--sweep", str(file)),)
+    done = command(*given)
+    assert done.exit_code == 1
+    assert "[other] has no data; give it data = 'FILE'" in " ".join(done.stderr.split())
+    file.write_text(f"[one]\ndata = '{data}'\n", encoding="utf-8")
+    done = command(*given)
+    assert done.exit_code == 0, done.output
+    assert (output / "one" / "adapter_model.safetensors").is_file()
+    done = command("finetune", service.address, "--output", str(output))
+    assert done.exit_code == 1
+    assert "--data is missing" in done.stderr
+
+
+def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path: Path) -> None:
+    from filelock import FileLock
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "one.log").write_text("of the other sweep", encoding="utf-8")
+    (tmp_path / "sweep.toml").write_text("[one]\nseed = 1\n", encoding="utf-8")
+    with FileLock(tmp_path / "a" / ".lock"):
+        done = command(*options(service, data, tmp_path / "a", "--overwrite", "--sweep", tmp_path / "sweep.toml"))
+    assert done.exit_code == 1
+    assert "another run writes to it" in done.stderr
+    assert (tmp_path / "a" / "one.log").read_text(encoding="utf-8") == "of the other sweep"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[", "cannot be read as TOML"),
+        ("", "there is no run in it"),
+        ("lora = 3", "'lora' is no table"),
+        ("[a]\nrank = 3", "[a] has no option 'rank'"),
+        ("[a]\noutput = 'x'", "[a] has no option 'output'"),
+        ("['../a']\nseed = 3", "[../a] cannot be the name of a folder"),
+        ("['..']\nseed = 3", "[..] cannot be the name of a folder"),
+        ("['a.log']\nseed = 3", "[a.log] cannot be the name of a folder"),
+        ('["a\\u0000b"]\nseed = 3', "cannot be the name of a folder"),
+        ("['']\nseed = 3", "[] cannot be the name of a folder"),
+        (f"[{'a' * 300}]\nseed = 3", "cannot be the name of a folder"),
+        ("[a]\nlearning-rate = 'abc'", "[a] learning-rate = 'abc': Input should be a valid number"),
+        ("[a]\nsteps = true", "[a] steps = True: give a value"),
+        ("[a]\nia3 = 1", "[a] ia3 = 1: give true or false"),
+        ("[a]\nbatch = 0", "[a] batch = 0: Input should be greater than or equal to 1"),
+        ("[a]\nschedule = 'linear'\nresume = true", "[a] has no option 'resume'"),
+    ],
+)
+def test_wrong_sweeps(data: Path, tmp_path: Path, content: str, complaint: str) -> None:
+    (tmp_path / "sweep.toml").write_text(content, encoding="utf-8")
+    done = command(
+        *("finetune", "shm:///nowhere.sock", "--data", str(data), "--output", str(tmp_path / "a")),
+        *("--sweep", str(tmp_path / "sweep.toml")),
+    )
+    assert done.exit_code == 1
+    assert complaint in " ".join(done.stderr.split())
