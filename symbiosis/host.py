@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from symbiosis.client.joint import check_mode, make_decoder
+from symbiosis.client.joint import Here, check_mode, make_decoder
 from symbiosis.client.trial import weights_read
 from symbiosis.core.budget import LARGEST_PART, LEAST_BYTES, TABLES_BYTES, Budget
 from symbiosis.core.faults import tell_unloaded
@@ -402,7 +402,12 @@ class Executor:
         from symbiosis.client.client import Client  # imports PEFT, which a mere provider does not need
 
         if self._joint is None:
-            self._joint = make_decoder(self._joint_mode, self._connect_joint, self.engine.may_join, self.engine.walked)
+            engine = self.engine
+            here = Here(engine.runner.run_alone, lambda call: engine.submit(JOINT, call, Kind.DECODE))
+            self._joint = make_decoder(
+                *(self._joint_mode, self._connect_joint, engine.may_join, engine.walked),
+                None if self._shards is not None else here,
+            )
         return Client(
             connect,
             peft_config,

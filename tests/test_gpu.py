@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from symbiosis.core.requests import Batch, Call, Key, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.policies import NoLockstep
 from symbiosis.testing import ARCHITECTURES, Comparison, Job, compare, run_job, run_job_plain, tiny_model
+from tests.client.test_joint import TARGETS, check_each_tenant, model_of
 from tests.helpers import BATCH, IDS, METHODS, adamw, ia3, in_thread, lora
 from tests.service import Service, free_port, save_model
 
@@ -88,6 +91,64 @@ async def test_client_on_the_cpu(method: str) -> None:
     assert comparison.worst("losses") <= 1e-3, comparison
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "qwen3", "mixtral", "lfm2"])
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+async def test_joint_decoding(architecture: str, sample: bool, mode: str) -> None:
+    await check_each_tenant(architecture, sample, mode, "cuda", 1e-4)
+
+
+async def test_a_mixture_of_experts() -> None:
+    comparison = await compare(model_of("mixtral").to(CUDA), lora("mixtral", target_modules=TARGETS))
+    assert comparison.worst("logits") <= 1e-5, comparison
+    assert comparison.worst("gradient") <= 1e-4, comparison
+    assert comparison.worst("greedy") == 0, comparison
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+async def test_a_static_cache(base: Any, compiled: bool) -> None:
+    """``generate`` with a static cache compiles plain models on a GPU. A client's is compiled only if it asks."""
+    base = base.to(CUDA)
+    options = {"input_ids": IDS[:1].to(CUDA), "max_new_tokens": 8, "do_sample": False}
+    more = {"disable_compile": False} if compiled else {}
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as one, executor.client() as other:
+        expected = [await client.generate(**options) for client in (one, other)]
+        static = one.generate(**options, cache_implementation="static", **more)
+        results = await asyncio.wait_for(asyncio.gather(static, other.generate(**options)), 120)
+    assert all(map(torch.equal, results, expected))
+
+
+async def test_a_client_computes_on_a_stream_of_its_own(base: Any) -> None:
+    """Its stream stays its own while it waits, and its rows are written before the executor reads them."""
+    base = base.to(CUDA)
+    ids = IDS.to(CUDA)
+    async with symbiosis.Executor(base) as executor, executor.client(lora()) as one, executor.client(ia3()) as other:
+        expected = [(await client.forward(input_ids=ids)).logits for client in (one, other)]
+        usual = torch.cuda.current_stream()
+        seen = []
+
+        def aside() -> torch.Tensor:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(5):
+                    torch.cuda._sleep(10**6)  # the rows of the first layer are late
+                    logits = one.model(input_ids=ids).logits
+                seen.append(torch.cuda.current_stream() == side)
+            torch.cuda.current_stream().wait_stream(side)
+            return logits
+
+        async def look() -> None:
+            for _ in range(200):
+                await asyncio.sleep(0)
+                seen.append(torch.cuda.current_stream() == usual)
+
+        found, there, _ = await asyncio.gather(one.run(aside), other.forward(input_ids=ids), look())
+    assert all(seen)
+    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(there.logits, expected[1], atol=1e-4, rtol=1e-4)
+
+
 async def test_device_and_dtype_options(base: Any) -> None:
     async with symbiosis.Executor(base, device="cuda", dtype=torch.bfloat16) as executor:
         assert executor.device.type == "cuda"
@@ -115,12 +176,14 @@ async def test_memory_is_freed(base: Any) -> None:
         async with executor.client(lora()) as client:
             await client.train_step(BATCH, adamw(client.model))
         del client
+        gc.collect()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         for _ in range(5):
             async with executor.client(lora()) as client:
                 await client.train_step(BATCH, adamw(client.model))
             del client
+        gc.collect()
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() <= before
 
@@ -213,6 +276,44 @@ async def test_executor_on_the_gpu_killed_during_a_job(checkpoint: Path, tmp_pat
     assert comparison.worst("adapter") <= TRAINED, comparison
 
 
+_CALLS_LATE = """
+import asyncio, sys, time, torch
+from symbiosis.core.registry import make_transport
+from symbiosis.core.requests import Call, Key, Pass
+from symbiosis.core.terms import Kind
+
+async def main(address):
+    channel = await make_transport(address).connect(address, "late")
+    x = torch.ones(4, 32, device="cuda")
+    await channel.send(Call(Key((0,), Pass.FORWARD), Kind.DECODE, (x,)))
+    torch.cuda._sleep(10**11)  # its rows are written in a minute
+    channel.send(Call(Key((0,), Pass.FORWARD), Kind.DECODE, (x + 1,)))
+    channel.flush()
+    print("sent", flush=True)
+    time.sleep(60)
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+async def test_a_client_that_is_killed_before_its_rows_are_written_stops_nobody(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """The executor's stream waits for an event of the killed process, whose context on the GPU is gone."""
+    with Service(checkpoint, f"shm://{tmp_path}/s.sock", "--device", "cuda", fresh=True) as service:
+        async with symbiosis.connect(service.address) as remote, remote.client(lora()) as client:
+            await client.forward(input_ids=IDS.to(CUDA))
+            late = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", _CALLS_LATE, service.address, stdout=asyncio.subprocess.PIPE
+            )
+            assert late.stdout is not None
+            assert await asyncio.wait_for(late.stdout.readline(), 60) == b"sent\n"
+            late.kill()
+            await late.wait()
+            out = await asyncio.wait_for(client.forward(input_ids=IDS.to(CUDA)), 20)
+            assert bool(torch.isfinite(await asyncio.wait_for(asyncio.to_thread(out.logits.cpu), 20)).all())
+
+
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 async def test_over_dist(checkpoint: Path, backend: str) -> None:
     if backend == "nccl" and torch.cuda.device_count() < 2:
@@ -235,6 +336,8 @@ async def test_policies_get_the_time_of_the_device(base: Any) -> None:
     seen: list[float] = []
 
     class Notes(NoLockstep):
+        lone_at_once = False  # policies are told nothing of requests that run at once
+
         def ran(self, batch: Batch, seconds: float) -> None:
             seen.append(seconds)
 

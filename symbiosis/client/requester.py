@@ -127,6 +127,16 @@ class Requester:
             self.here.forget()
 
     @contextlib.contextmanager
+    def answered_by(self, waiter: Waiter) -> Iterator[None]:
+        """Wait for answers in another way inside the ``with`` block."""
+        before, self._waiter = self._waiter, waiter
+        try:
+            yield
+        finally:
+            self._waiter = before
+            self.here.forget()
+
+    @contextlib.contextmanager
     def in_training_step(self) -> Iterator[None]:
         """Count forward passes without gradients as parts of a training step inside the ``with`` block."""
         self.finetuning = True
@@ -153,10 +163,32 @@ class Requester:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
             raise CannotWaitError(f"{name}: forward-mode differentiation cannot be used on this model")
         home = tensors[0].device
+        if on_own_stream(home):
+            return self._on_default_stream(key, kind, tensors, name)
         if home == channel.device:
             return self._waiter.wait(channel, Call(key, kind, tensors, self.joint), name)
         moved = tuple(tensor.to(channel.device) for tensor in tensors)
         return tuple(result.to(home) for result in self._waiter.wait(channel, Call(key, kind, moved), name))
+
+    def _on_default_stream(self, key: Key, kind: Kind, tensors: Results, name: str) -> Results:
+        """Send a request of code that computes on a CUDA stream of its own.
+
+        Batches, and other clients that share the thread, run on the default stream. It waits for the rows, and the
+        caller's stream waits for the results.
+        """
+        own, default = torch.cuda.current_stream(tensors[0].device), torch.cuda.default_stream(tensors[0].device)
+        default.wait_stream(own)
+        with torch.cuda.stream(default):
+            results = self.request(key, kind, tensors, name)
+        own.wait_stream(default)
+        for tensor, stream in (*((tensor, default) for tensor in tensors), *((result, own) for result in results)):
+            tensor.record_stream(stream)  # its memory is not used for anything else before
+        return results
+
+
+def on_own_stream(device: torch.device) -> bool:
+    """Return whether this thread computes on a CUDA stream other than the default one."""
+    return device.type == "cuda" and torch._C._cuda_getCurrentRawStream(device.index or 0) != 0
 
 
 def refuse_to_trace(name: str) -> UsageError:

@@ -6,7 +6,7 @@ batch takes a *slice* of rows from each of several requests with the same key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -179,6 +179,8 @@ class Call:
     recomputed. For a bank of experts, the experts of each row [n, k] and their routing weights [n, k] follow X."""
     joint: tuple[str, ...] = ()
     """In a joint walk, the clients whose rows these are, one row each. Empty where all rows are the caller's."""
+    work: Callable[[], Results] | None = None
+    """What to run in place of the layers: a captured walk, which has them in it. For clients of this process."""
     answers: tuple[torch.Tensor, ...] = ()
     """Memory of the caller that the results are written to. Empty: the executor allocates it."""
     id: int = -1

@@ -99,7 +99,7 @@ class Runner:
         grad = torch.is_grad_enabled()
         _set_grad_enabled(False)
         try:
-            results = self._run(call.key, call.tensors)
+            results = self._run(call.key, call.tensors) if call.work is None else call.work()
             return _place(call, results) if call.answers else results
         finally:
             _set_grad_enabled(grad)

@@ -120,6 +120,8 @@ class Statistics(NamedTuple):
         return self.rows / self.batches if self.batches else 0.0
 
 
+_MAX_SIBLINGS = 8
+"""Largest number of layers that are named one by one."""
 _MAX_REASONS = 100
 """Largest number of reasons that are counted apart, so that a policy with a new reason for each batch is harmless."""
 _MAX_OF_CLIENT = 20
@@ -435,8 +437,8 @@ def _number_of(key: Key) -> int:
 
 
 def group_name(names: list[str]) -> str:
-    """Return a name for siblings, such as ``model.layers.0.self_attn.q_proj+k_proj+v_proj``."""
+    """Return a name for siblings, such as ``model.layers.0.self_attn.q_proj+k_proj+v_proj``, or for a whole walk."""
     prefix = names[0].rpartition(".")[0]
     if len(names) > 1 and all(name.rpartition(".")[0] == prefix for name in names):
         return f"{prefix}.{'+'.join(name.rpartition('.')[2] for name in names)}"
-    return "+".join(names)
+    return "+".join(names) if len(names) <= _MAX_SIBLINGS else f"{names[0]} to {names[-1]}"

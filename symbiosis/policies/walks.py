@@ -139,7 +139,7 @@ class Walks:
         """Note that a batch has run that answered a request. On a GPU, the client may have sent the next one since."""
         client = self._clients.get(request.client)
         if client and client.walk and client.walk.last is request:
-            client.walk.over = request.key.layers[0] >= self._last_layer > 0
+            client.walk.over = request.key.layers[-1] >= self._last_layer > 0
             if client.walk.over:
                 self._end_prompt(request.client, client.walk.seen)
 
@@ -227,7 +227,7 @@ class Walks:
     def _end(self, client: KnownClient, walk: Walk, request: Request) -> None:
         """End a walk at its client's next request, and learn from it."""
         walk.over = True
-        self._last_layer = max(self._last_layer, walk.last.key.layers[0])
+        self._last_layer = max(self._last_layer, walk.last.key.layers[-1])
         self._end_prompt(request.client, request.arrived)
         seconds = request.arrived - walk.first.arrived - (self._others - walk.others)
         if _PREFILL not in (walk.first.kind, request.kind) and 0 < seconds <= 2 * walk.patience:  # or it is a pause

@@ -84,7 +84,8 @@ async def ready(executor: Executor, clients: Sequence[Client]) -> None:
     joint = 0
     async with asyncio.timeout(60):
         while clients and joint < len(clients):
-            await asyncio.gather(*(client.generate(input_ids=text(3), max_new_tokens=4) for client in clients))
+            ids = text(3).to(executor.device)
+            await asyncio.gather(*(client.generate(input_ids=ids, max_new_tokens=4) for client in clients))
             counts = executor.statistics().clients
             joint = sum(counts[client.name].joint > 0 for client in clients)
     executor.reset_statistics()
@@ -119,7 +120,14 @@ def tenants_of(architecture: str) -> list[Any]:
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 async def test_each_tenant_gets_what_plain_peft_gives(architecture: str, sample: bool, mode: str) -> None:
-    base = model_of(architecture)
+    await check_each_tenant(architecture, sample, mode)
+
+
+async def check_each_tenant(
+    architecture: str, sample: bool, mode: str, device: str = "cpu", tolerance: float = LOGITS
+) -> None:
+    """Compare each tenant of a joint walk with a plain PEFT job on the same device."""
+    base = model_of(architecture).to(device)
     plain_base = copy.deepcopy(base)
     kinds = tenants_of(architecture)
     async with Executor(base, joint=mode) as executor, contextlib.AsyncExitStack() as stack:
@@ -133,19 +141,17 @@ async def test_each_tenant_gets_what_plain_peft_gives(architecture: str, sample:
         async def write(number: int, client: Client) -> Any:
             await asyncio.sleep(0.01 * number)  # prompts arrive in the middle of other texts
             client.manual_seed(number)
-            return await client.generate(
-                input_ids=text(3 + 5 * number, number), max_new_tokens=16 - number, do_sample=sample, **OPTIONS
-            )
+            ids = text(3 + 5 * number, number).to(device)
+            return await client.generate(input_ids=ids, max_new_tokens=16 - number, do_sample=sample, **OPTIONS)
 
         outs = await asyncio.gather(*(write(number, client) for number, client in enumerate(clients)))
         counts = [executor.statistics().clients[client.name] for client in clients]
     for number, (kind, out) in enumerate(zip(kinds, outs, strict=True)):
         model = plain(plain_base, kind, number)
         torch.manual_seed(number)
-        expected = model.generate(
-            input_ids=text(3 + 5 * number, number), max_new_tokens=16 - number, do_sample=sample, **OPTIONS
-        )
-        assert_equal(out, expected)
+        ids = text(3 + 5 * number, number).to(device)
+        expected = model.generate(input_ids=ids, max_new_tokens=16 - number, do_sample=sample, **OPTIONS)
+        assert_equal(out, expected, tolerance)
     if architecture == "lfm2":
         assert all(count.joint == 0 and count.alone for count in counts)
         assert any("Linear" in reason for count in counts for reason in count.alone)
@@ -167,8 +173,8 @@ async def some_clients(count: int, base: Any = None, **options: Any) -> Any:
 
 
 async def generate(client: Client, length: int = 6, tokens: int = 12, **options: Any) -> Any:
-    options = {"input_ids": text(length, length), "max_new_tokens": tokens, **OPTIONS, **options}
-    return await client.generate(**options)
+    ids = text(length, length).to(client.model.device)
+    return await client.generate(**{"input_ids": ids, "max_new_tokens": tokens, **OPTIONS, **options})
 
 
 async def _forever(client: Client) -> None:
@@ -178,7 +184,8 @@ async def _forever(client: Client) -> None:
 
 def expected_of(base: Any, seed: int, length: int = 6, tokens: int = 12, **options: Any) -> Any:
     model = plain(base, lora(), seed)
-    return model.generate(**{"input_ids": text(length, length), "max_new_tokens": tokens, **OPTIONS, **options})
+    ids = text(length, length).to(model.device)
+    return model.generate(**{"input_ids": ids, "max_new_tokens": tokens, **OPTIONS, **options})
 
 
 async def test_a_tenant_alone_walks_alone_and_is_bit_equal_to_plain_peft() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from symbiosis.core.requests import Call, Results
 from symbiosis.core.transport import Channel
 from symbiosis.errors import UsageError
 
@@ -21,15 +23,25 @@ def check_mode(mode: str) -> None:
         raise UsageError(f"joint is {mode!r}; choose one of {', '.join(MODES)}")
 
 
+class Here(NamedTuple):
+    """An executor of the same process, whose base layers can be part of a walk."""
+
+    compute: Callable[[Call], Results]
+    """Runs base layers at once, beside the queues."""
+    submit: Callable[[Call], asyncio.Future[Results]]
+    """Queues a call of the joint client that has ``work``."""
+
+
 def make_decoder(
     mode: str,
     connect: Callable[[], Awaitable[Channel]],
     may_join: Callable[[str], bool],
     walked: Callable[[str, str | None], None],
+    here: Here | None = None,
 ) -> JointDecoder | None:
     """Return a decoder for a mode, or None for ``"off"``; see :class:`~symbiosis.client.joint.decoder.JointDecoder`."""
     if mode == "off":
         return None
     from symbiosis.client.joint.decoder import JointDecoder  # imports PEFT, which takes a second
 
-    return JointDecoder(connect, may_join, walked, exact=mode == "exact")
+    return JointDecoder(connect, may_join, walked, here, exact=mode == "exact")

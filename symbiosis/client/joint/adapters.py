@@ -152,18 +152,22 @@ def make_joint(model: Any) -> dict[str, Any]:
     return found
 
 
-def seat_adapters(layers: Mapping[str, Any], clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> None:
-    """Set the adapters of the next walk.
+def adapters_of(
+    layers: Mapping[str, Any], clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]
+) -> dict[str, RowAdapters | Sequence[tuple[Any, str] | None] | None]:
+    """Return what the ``adapters`` of each layer are in a walk, by the layer's name.
 
     Args:
         layers: the joint model's layers, from :func:`make_joint`.
         clients: for each row, its client's tuner layers and slots by name.
     """
     used: set[str] = set().union(*(adapted for adapted, _ in clients))
+    found: dict[str, RowAdapters | Sequence[tuple[Any, str] | None] | None] = {}
     for name, layer in layers.items():
         if name not in used:
-            layer.adapters = None
+            found[name] = None
             continue
         rows = [adapted.get(name) for adapted, _ in clients]
         is_embedding = isinstance(layer, torch.nn.Embedding)
-        layer.adapters = rows if is_embedding else RowAdapters(rows, [slots.get(name) for _, slots in clients])
+        found[name] = rows if is_embedding else RowAdapters(rows, [slots.get(name) for _, slots in clients])
+    return found

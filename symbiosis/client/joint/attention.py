@@ -12,13 +12,15 @@ Legend: N rows, one of each client; H heads; D features of a head; L cached toke
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from symbiosis.client.joint.pool import PooledLayer
 
 T = TypeVar("T")
 NAME = "symbiosis_joint"
@@ -36,14 +38,16 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     Args:
         caches: the clients' caches, of equal structure (:func:`structure`).
+        attention: the clients' 2D attention masks, [1, L + 1] each, or None.
         inner: the attention implementation of the clients' models.
     """
 
-    def __init__(self, caches: Sequence[Any], inner: str) -> None:
+    def __init__(self, caches: Sequence[Any], attention: Sequence[torch.Tensor | None], inner: str) -> None:
         self.layers = caches[0].layers  # for code that asks which layers have a sliding window
         self.layer_class_to_replicate = None
         self.offloading = False
         self.caches = caches
+        self.attention = attention
         self.inner = inner
         self.errors: dict[int, Exception] = {}
         """Errors of single rows."""
@@ -97,17 +101,15 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._masked_layer = layer_idx
         return self.caches[0].get_mask_sizes(query_length, layer_idx)  # type: ignore[no-any-return]
 
-    def masks(self, make: Callable[..., Any], attention: Sequence[torch.Tensor | None], given: dict[str, Any]) -> Any:
+    def mask(self, given: Mapping[str, Any]) -> Any:
         """Return each client's mask, made as its own walk would make it; None if no client needs one.
 
         Args:
-            make: the mask function of the inner implementation.
-            attention: the clients' 2D attention masks, [1, L + 1] each, or None.
             given: arguments of the mask function for the first client.
         """
-        layer = self._masked_layer
+        layer, make = self._masked_layer, AttentionMaskInterface._global_mapping[self.inner]
         masks: list[torch.Tensor | None] = []
-        for row, (cache, mask) in enumerate(zip(self.caches, attention, strict=True)):
+        for row, (cache, mask) in enumerate(zip(self.caches, self.attention, strict=True)):
             kv_length, kv_offset = cache.get_mask_sizes(1, layer)
             own = {
                 **given,
@@ -120,6 +122,19 @@ class JointCache(Cache):  # type: ignore[misc]  # transformers is not typed
             masks.append(self.for_row(row, make, **own))
         return None if all(mask is None for mask in masks) else _Masks(masks)
 
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> torch.Tensor:
+        """Return the attention of each query [N, H, 1, D] over its client's cache: [N, 1, H, D]."""
+        inner = _attention_of(module, self.inner)
+        masks = mask.masks if isinstance(mask, _Masks) else [None] * len(self.caches)
+        outputs = []
+        rows = zip(query.chunk(len(masks)), self.of(key), masks, strict=True)
+        for row, (one, (keys, values), own) in enumerate(rows):
+            found = self.for_row(row, inner, module, one, keys, values, own, **options)
+            outputs.append(value.new_zeros(1, 1, query.shape[1], value.shape[3]) if found is None else found[0])
+        return torch.cat(outputs)
+
 
 class _Masks:
     """The masks of all clients; the model's code hands them on as it would hand on one mask."""
@@ -128,16 +143,20 @@ class _Masks:
         self.masks = masks
 
 
-class WalkAttention:
-    """What the attention of a walk needs to know."""
+class WalkCache(Protocol):
+    """The caches of a walk, with the attention over them."""
 
-    def __init__(self, cache: JointCache, attention: Sequence[torch.Tensor | None]) -> None:
-        self.cache = cache
-        self.attention = attention
+    def mask(self, given: Mapping[str, Any]) -> Any:
+        """Return the mask that the model's code hands on to :meth:`attend`, given a mask function's arguments."""
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> torch.Tensor:
+        """Return the attention of queries [N, H, 1, D] over what ``update`` of the cache returned: [N, 1, H, D]."""
 
 
-walk: ContextVar[WalkAttention] = ContextVar("walk")
-"""The joint walk of the running fiber."""
+walk: ContextVar[WalkCache] = ContextVar("walk")
+"""The caches of the joint walk that runs."""
 
 
 def _attend(
@@ -148,15 +167,7 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention of each query [N, H, 1, D] over its client's cache: [N, 1, H, D]."""
-    cache = walk.get().cache
-    inner = _attention_of(module, cache.inner)
-    masks = attention_mask.masks if isinstance(attention_mask, _Masks) else [None] * len(cache.caches)
-    outputs = []
-    for row, (one, (keys, values), mask) in enumerate(zip(query.chunk(len(masks)), cache.of(key), masks, strict=True)):
-        found = cache.for_row(row, inner, module, one, keys, values, mask, **options)
-        outputs.append(value.new_zeros(1, 1, query.shape[1], value.shape[3]) if found is None else found[0])
-    return torch.cat(outputs), None
+    return walk.get().attend(module, query, key, value, attention_mask, **options), None
 
 
 def _attention_of(module: torch.nn.Module, inner: str) -> Callable[..., Any]:
@@ -169,8 +180,7 @@ def _attention_of(module: torch.nn.Module, inner: str) -> Callable[..., Any]:
 
 
 def _mask(**given: Any) -> Any:
-    now = walk.get()
-    return now.cache.masks(AttentionMaskInterface._global_mapping[now.cache.inner], now.attention, given)
+    return walk.get().mask(given)
 
 
 AttentionInterface.register(NAME, _attend)
@@ -185,7 +195,7 @@ def structure(cache: Any) -> tuple[Any, ...] | str:
         return f"its cache is a {type(cache).__name__}"
     if cache.offloading or not cache.layers:
         return "its cache is offloaded" if cache.offloading else "its cache is empty"
-    layers = tuple([type(layer) for layer in cache.layers])
+    layers = tuple([DynamicLayer if type(layer) is PooledLayer else type(layer) for layer in cache.layers])
     for layer in layers:
         if layer not in _PLAIN_LAYERS:
             return f"its cache has a {layer.__name__}"

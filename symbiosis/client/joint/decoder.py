@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
+from symbiosis.client.joint import Here
 from symbiosis.client.joint.attention import JointCache, JointError, structure
+from symbiosis.client.joint.captured import CapturedWalks, can_capture
 from symbiosis.client.joint.entry import Inputs, enter, leave, not_plain, one_token
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
 from symbiosis.client.joint.stacks import Slot, Stacks, give_back
-from symbiosis.client.requester import Requester
+from symbiosis.client.requester import Requester, on_own_stream
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
@@ -149,6 +151,8 @@ class Seat:
             return "the policy holds it back"
         if in_modes():
             return "a torch mode, such as autocast or a hook"
+        if on_own_stream(ids.device):
+            return "a CUDA stream of its own"
         reading = self._reading
         thorough, self._checked = not self._checked, True
         if reading is None or not reading.is_current(thorough=thorough):
@@ -169,7 +173,7 @@ class Seat:
         if position is None:
             if attention is not None and not attention.all():
                 return "a mask without positions"
-            position = torch.tensor([[cache.get_seq_length()]], device=ids.device)
+            position = torch.full((1, 1), cache.get_seq_length(), device=ids.device)  # without waiting for a device
         elif position.shape != (1, 1):
             return "positions of another shape"
         loop = asyncio.get_running_loop()
@@ -183,6 +187,7 @@ class JointDecoder:
         connect: returns a new channel of the executor, for the walks.
         may_join: returns whether the policy lets a client, given its name, take part in a walk now.
         walked: told of each token: the client's name, and why it walked alone, or None.
+        here: the executor, if it is in this process and its base layers can be part of a captured walk.
         exact: compute the adapters' products row by row; otherwise in batches.
     """
 
@@ -191,6 +196,7 @@ class JointDecoder:
         connect: Callable[[], Awaitable[Channel]],
         may_join: Callable[[str], bool],
         walked: Callable[[str, str | None], None],
+        here: Here | None = None,
         *,
         exact: bool,
     ) -> None:
@@ -201,6 +207,8 @@ class JointDecoder:
         self._connect = connect
         self.may_join = may_join
         self.walked = walked
+        self._here = None if exact else here
+        self.captured: CapturedWalks | None = None
         self.stacks = None if exact else Stacks()
         self._seats: set[Seat] = set()
         self._numbers = 0
@@ -235,8 +243,10 @@ class JointDecoder:
         """Forget a seat."""
         self._seats.discard(seat)
         self._seated = ()
+        if self.captured is not None:
+            self.captured.unseat(seat)
         if not self._walking and self.model is not None:
-            self.model.seat([])
+            self.model.seat({})
 
     def meets_others(self, seat: Seat) -> bool:
         """Note that a client decodes. Return whether others may do so at the same time.
@@ -295,7 +305,7 @@ class JointDecoder:
             steps.sort(key=lambda step: step.seat.number)
             self._walking = steps
             assert self.model is not None
-            self._cache = cache = self.model.cache([step.cache for step in steps])
+            self._cache = cache = self.model.cache([step.cache for step in steps], [step.attention for step in steps])
             self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps, cache))
 
     async def _run(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> None:
@@ -306,7 +316,9 @@ class JointDecoder:
         self._requester.joint = tuple([step.seat.name for step in steps])
         channel.begin_walk()
         try:
-            outputs = await run_in_fiber(self._stream, channel, self._walk, model, steps, cache)
+            outputs = None if self.captured is None else await self.captured.outputs(steps, channel)
+            if outputs is None:
+                outputs = await run_in_fiber(self._stream, channel, self._walk, model, steps, cache)
         except BaseException as error:
             # One client's token or position may have been wrong. In walks of their own, only this client sees it.
             apart = not cache.was_updated and not isinstance(error, SymbiosisError) and isinstance(error, Exception)
@@ -332,7 +344,7 @@ class JointDecoder:
         finally:
             self._walking, self._cache = (), None
             if not self._seated:  # a client has left meanwhile
-                model.seat([])
+                model.seat({})
             self._requester.forget()
             channel.end_walk()
             self.token_ended()
@@ -342,14 +354,10 @@ class JointDecoder:
         """Return each client's output, or its error."""
         seated = tuple([(step.seat, step.seat.version) for step in steps])
         if seated != self._seated:
-            model.seat([(step.seat.reading.adapted, step.seat.slots) for step in steps])
+            model.seat(model.adapters([(step.seat.reading.adapted, step.seat.slots) for step in steps]))
             self._seated = seated
-        output = model.forward(
-            cache,
-            [step.attention for step in steps],
-            torch.cat([step.ids for step in steps]),
-            torch.cat([step.position for step in steps]),
-        )
+        ids, positions = torch.cat([step.ids for step in steps]), torch.cat([step.position for step in steps])
+        output = model.forward(cache, ids, positions)
         logits = output.logits
         return [
             cache.errors.get(row) or type(output)(logits=logits[row : row + 1].clone(), past_key_values=step.cache)
@@ -368,7 +376,7 @@ class JointDecoder:
             model = JointModel(skeleton_for(channel, self._requester).eval())
             channel.begin_walk()
             try:
-                await run_in_fiber(self._stream, channel, model.check, channel.device)
+                await run_in_fiber(self._stream, channel, self._try, model, channel.device)
             finally:
                 self._requester.forget()
                 channel.end_walk()
@@ -379,6 +387,11 @@ class JointDecoder:
             self.refusal = f"a joint walk failed: {type(error).__name__}: {error}"
         finally:
             self._task = None
+
+    def _try(self, model: JointModel, device: torch.device) -> None:
+        trials = model.check(device)
+        if self._here is not None and can_capture(device):
+            self.captured = CapturedWalks(model, self._here, self._requester, trials, device)
 
     async def close(self, error: BaseException) -> None:
         """End the walk under way, and leave the executor. Clients that wait get ``error``."""

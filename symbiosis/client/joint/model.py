@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from symbiosis.client.experts import VirtExperts
-from symbiosis.client.joint.adapters import Adapted, make_joint, seat_adapters
-from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkAttention, structure, walk
+from symbiosis.client.joint.adapters import Adapted, adapters_of, make_joint
+from symbiosis.client.joint.attention import INNER, NAME, JointCache, JointError, WalkCache, structure, walk
 from symbiosis.client.joint.stacks import Slot
 
 
@@ -38,55 +39,86 @@ class JointModel:
         self._inner = skeleton.config._attn_implementation
         self._layers = make_joint(skeleton)
 
-    def seat(self, adapters: Sequence[tuple[Adapted, dict[str, Slot]]]) -> None:
-        """Take the adapters of the clients of the next walk, in the order of its rows; none after the last walk."""
-        seat_adapters(self._layers, adapters)
+    def adapters(self, clients: Sequence[tuple[Adapted, Mapping[str, Slot]]]) -> dict[str, Any]:
+        """Return the adapters of a walk, given each row's, for :meth:`seat`."""
+        return adapters_of(self._layers, clients)
 
-    def cache(self, caches: Sequence[Any]) -> JointCache:
-        """Return the caches of the clients of a walk as one."""
-        return JointCache(caches, self._inner)
+    def seat(self, adapters: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the adapters of the next walk, and return those of the last one."""
+        before = {}
+        for name, layer in self._layers.items():
+            before[name], layer.adapters = layer.adapters, adapters.get(name)
+        return before
 
-    def forward(
-        self, cache: JointCache, attention: Sequence[torch.Tensor | None], ids: torch.Tensor, positions: torch.Tensor
-    ) -> Any:
-        """Return the model's output for tokens [N, 1] at positions [N, 1], given each client's mask [1, L] or None."""
-        token = walk.set(WalkAttention(cache, attention))
+    @contextlib.contextmanager
+    def seated(self, adapters: Mapping[str, Any]) -> Iterator[None]:
+        """Have these adapters inside the ``with`` block."""
+        before = self.seat(adapters)
+        try:
+            yield
+        finally:
+            self.seat(before)
+
+    def cache(self, caches: Sequence[Any], attention: Sequence[torch.Tensor | None]) -> JointCache:
+        """Return the caches of the clients of a walk, and their masks [1, L + 1] or None, as one."""
+        return JointCache(caches, attention, self._inner)
+
+    def forward(self, cache: WalkCache, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """Return the model's output for tokens [N, 1] at positions [N, 1]."""
+        token = walk.set(cache)
         try:
             return self._model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         finally:
             walk.reset(token)
 
     @torch.no_grad()
-    def check(self, device: torch.device) -> None:
+    def check(self, device: torch.device) -> list[Trial]:
         """Walk two short texts of different lengths, each by itself and both jointly, and compare. Code that lets one
         row depend on another, or on the cache's length, shows here. To be called once, before :meth:`forward`.
+
+        Returns:
+            The texts, for other ways to walk them.
 
         Raises:
             JointError: the results differ, or the model's cache is of an unknown kind.
         """
         model, vocabulary = self._model, self._model.config.get_text_config().vocab_size
-        texts = [torch.arange(length, device=device)[None] * 7 % vocabulary for length in (4, 6)]
-        token = torch.full((1, 1), 1, device=device)
-        alone, caches = [], []
-        for text in texts:
-            cache = model(input_ids=text, use_cache=True).past_key_values
+        token, trials, caches = torch.full((1, 1), 1, device=device), [], []
+        for length in (4, 6):
+            ids = torch.arange(length, device=device)[None] * 7 % vocabulary
+            cache = model(input_ids=ids, use_cache=True).past_key_values
             if isinstance(reason := structure(cache), str):
                 raise JointError(reason)
             caches.append(copy.deepcopy(cache))
+            before = copy.deepcopy(cache)
             output = model(input_ids=token, past_key_values=cache, use_cache=True)
             if output.keys() - {"logits", "past_key_values"}:
                 raise JointError("its model has other results than logits")
-            alone.append(output.logits)
+            trials.append(Trial(before, token, torch.tensor([[length]], device=device), output.logits))
         model.config._attn_implementation = NAME
-        joint = self.cache(caches)
-        positions = torch.tensor([[text.shape[1]] for text in texts], device=device)
-        together = self.forward(joint, [None, None], torch.cat([token, token]), positions).logits
-        for row, expected in enumerate(alone):
+        joint = self.cache(caches, [None, None])
+        tokens, positions = torch.cat([token, token]), torch.cat([trial.position for trial in trials])
+        together = self.forward(joint, tokens, positions).logits
+        for row, trial in enumerate(trials):
             if error := joint.errors.get(row):
                 raise error
-            tolerance = 1e-4 if expected.dtype is torch.float32 else 0.05
-            if (together[row] - expected[0]).abs().max() > tolerance * expected.abs().max():
-                raise JointError("its model gives other results for several rows")
+            trial.compare(together[row : row + 1])
+        return trials
+
+
+class Trial(NamedTuple):
+    """A text, its next token [1, 1], and what the model gives for it in a walk of its own."""
+
+    cache: Any
+    token: torch.Tensor
+    position: torch.Tensor
+    logits: torch.Tensor
+
+    def compare(self, logits: torch.Tensor) -> None:
+        """Raise JointError if these logits [1, 1, vocabulary] differ by more than rounding."""
+        tolerance = 1e-4 if self.logits.dtype is torch.float32 else 0.05
+        if (logits - self.logits).abs().max() > tolerance * self.logits.abs().max():
+            raise JointError("its model gives other results for several rows")
 
 
 def _check(model: Any) -> None:

@@ -54,8 +54,8 @@ class Reading:
     def __init__(self, model: Any, reference: nn.Module, settings: Mapping[str, Any]) -> None:
         self.adapted: dict[str, tuple[Any, str]] = {}
         self._scalings: list[tuple[dict[str, Any], str, float]] = []
-        self._parameters: list[dict[str, Any]] = []
-        """Dictionaries with the weights of the active LoRA layers."""
+        self._parameters: list[tuple[dict[str, Any], str]] = []
+        """Dictionaries with the parameters of the active adapters, and their names there."""
         self._buffers: list[torch.Tensor] = []
         self._pairs: list[tuple[nn.Module, nn.Module]] = []
         """Modules that are not of an adapter, and those of the skeleton."""
@@ -229,7 +229,15 @@ class Reading:
             raise _WalksAloneError(f"an adapter on {type(base).__name__}, which is no base layer")
         if isinstance(layer, lora.Linear):
             self._scalings.append((state, adapter, layer.scaling[adapter]))
-            self._parameters += [layer.lora_A[adapter]._parameters, layer.lora_B[adapter]._parameters]
+            pair = layer.lora_A[adapter], layer.lora_B[adapter]
+            self._parameters += [(part._parameters, "weight") for part in pair]
+        elif isinstance(layer, lora.Embedding):
+            self._scalings.append((state, adapter, layer.scaling[adapter]))
+            self._parameters += [
+                (part._parameters, adapter) for part in (layer.lora_embedding_A, layer.lora_embedding_B)
+            ]
+        else:
+            self._parameters.append((layer.ia3_l._parameters, adapter))
         self.adapted[name] = layer, adapter
 
 
@@ -260,10 +268,12 @@ class _WalksAloneError(Exception):
     """A client's model is not one that can be walked jointly; the text says what it has."""
 
 
-def _place(parameters: dict[str, Any]) -> tuple[Any, ...]:
+def _place(place: tuple[dict[str, Any], str]) -> tuple[Any, ...]:
     """Return which parameter this is and where it lies."""
-    weight = parameters["weight"]
-    return id(weight), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+    parameter = place[0].get(place[1])
+    if parameter is None:
+        return ()
+    return id(parameter), parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

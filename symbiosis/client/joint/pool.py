@@ -1,0 +1,167 @@
+"""A pool of keys and values: the caches of several clients in tensors that keep their places in memory.
+
+A captured walk (:mod:`symbiosis.client.joint.captured`) needs such places. While a client's ``DynamicCache`` is in a
+row of the pool, its layers are :class:`PooledLayer`: they know their length, and have no tensors. Whoever asks such a
+layer for its keys or values, such as a walk of the client's own, gets copies that belong to the cache alone, as if it
+had never been in a pool. So no client ever holds a tensor of the pool.
+
+Legend: R rows, one text of a client each; H heads; L tokens that a row has room for; D features of a head.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+
+class Text:
+    """A client's cache in a row: its length in tokens, and whether all of its layers are still in the pool."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.is_whole = True
+        self.layers: list[weakref.ref[PooledLayer]] = []
+
+    def is_in(self, cache: Any) -> bool:
+        """Return whether this is the text of a cache, as it is now."""
+        return (
+            self.is_whole
+            and len(self.layers) == len(cache.layers)
+            and all(mine() is layer for mine, layer in zip(self.layers, cache.layers, strict=True))
+        )
+
+
+class PooledLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
+    """A layer of a client's cache whose keys and values are in a pool until somebody asks for them."""
+
+    def __init__(self, own: Any, text: Text, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.__dict__.update(_state_of(own))
+        self._text: Text | None = text
+        self._tensors: list[Any] = [keys, values]
+        """Keys and values [1, H, L, D]: rows of the pool, and after :meth:`leave` tensors of its own or None."""
+
+    def leave(self) -> None:
+        """Copy the keys and values out of the pool."""
+        text, self._text = self._text, None
+        if text is not None:
+            text.is_whole = False
+            self._tensors = [tensor[:, :, : text.length].clone() for tensor in self._tensors]
+
+    def is_of(self, text: Text) -> bool:
+        return self._text is text
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self._text is None else self._text.length
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the layer as one that was never in a pool."""
+        return DynamicLayer, (), {**_state_of(self), "keys": self.keys, "values": self.values}
+
+    @property
+    def keys(self) -> Any:
+        return self._own(0)
+
+    @keys.setter
+    def keys(self, tensor: Any) -> None:
+        self._set(0, tensor)
+
+    @property
+    def values(self) -> Any:
+        return self._own(1)
+
+    @values.setter
+    def values(self, tensor: Any) -> None:
+        self._set(1, tensor)
+
+    def _own(self, index: int) -> Any:
+        self.leave()
+        return self._tensors[index]
+
+    def _set(self, index: int, tensor: Any) -> None:
+        self.leave()
+        self._tensors[index] = tensor
+
+
+def _state_of(layer: Any) -> dict[str, Any]:
+    """Return the attributes of a layer, except its tensors."""
+    return {name: value for name, value in vars(layer).items() if name not in ("keys", "values", "_text", "_tensors")}
+
+
+class Pool:
+    """Keys and values [R, H, L, D] of each layer of a model.
+
+    Args:
+        like: a client's cache. The tensors have the shapes and dtypes of its layers.
+        rows: R.
+        capacity: L.
+    """
+
+    def __init__(self, like: DynamicCache, rows: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.keys = [_room(layer.keys, rows, capacity) for layer in like.layers]
+        self.values = [_room(layer.values, rows, capacity) for layer in like.layers]
+        self.texts: list[Text | None] = [None] * rows
+
+    @staticmethod
+    def size(like: DynamicCache, rows: int, capacity: int) -> int:
+        """Return the bytes that a pool takes."""
+        tensors = [tensor for layer in like.layers for tensor in (layer.keys, layer.values)]
+        token: int = sum(tensor[0, :, 0].numel() * tensor.element_size() for tensor in tensors)
+        return token * rows * capacity
+
+    def put(self, row: int, cache: DynamicCache) -> bool:
+        """Have a client's cache in a row. Return whether it fits; if not, the cache is as it was."""
+        text = self.texts[row]
+        if text is not None and text.is_in(cache):
+            return text.length < self.capacity
+        if not self._fits(cache):
+            return False
+        self.take_out(row)
+        text = self.texts[row] = Text(cache.get_seq_length())
+        layers = []
+        for keys, values, own in zip(self.keys, self.values, cache.layers, strict=True):
+            mine = keys[row : row + 1], values[row : row + 1]
+            for place, tensor in zip(mine, (own.keys, own.values), strict=True):
+                place[:, :, : text.length].copy_(tensor)
+            layers.append(PooledLayer(own, text, *mine))
+        text.layers = [weakref.ref(layer) for layer in layers]
+        cache.layers[:] = layers
+        return True
+
+    def take_out(self, row: int) -> None:
+        """Give the cache in a row, if there is one, its keys and values as tensors of its own."""
+        text, self.texts[row] = self.texts[row], None
+        if text is not None:
+            for reference in text.layers:
+                layer = reference()
+                if layer is not None and layer.is_of(text):
+                    layer.leave()
+
+    def take_out_full(self, except_: Sequence[int]) -> None:
+        """Take out caches that have no room for a token, except in some rows."""
+        for row, text in enumerate(self.texts):
+            if text is not None and text.length >= self.capacity and row not in except_:
+                self.take_out(row)
+
+    def close(self) -> None:
+        """Take out all caches."""
+        for row in range(len(self.texts)):
+            self.take_out(row)
+
+    def _fits(self, cache: DynamicCache) -> bool:
+        length = cache.get_seq_length()
+        return length < self.capacity and all(
+            tensor.shape == (1, room.shape[1], length, room.shape[3])
+            and (tensor.dtype, tensor.device) == (room.dtype, room.device)
+            for rooms, name in ((self.keys, "keys"), (self.values, "values"))
+            for room, tensor in zip(rooms, [getattr(layer, name) for layer in cache.layers], strict=True)
+        )
+
+
+def _room(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
+    return like.new_zeros(rows, like.shape[1], capacity, like.shape[3])

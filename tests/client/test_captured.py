@@ -1,0 +1,310 @@
+"""Captured walks: each tenant gets what plain PEFT gives. On a CPU, the model's own code stands in for the graph."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import DynamicCache
+
+from symbiosis import Client
+from symbiosis.client.joint import captured, decoder
+from symbiosis.client.joint.captured import CapturedWalks
+from symbiosis.client.joint.pool import Pool, PooledLayer
+from symbiosis.policies import Fair, NoLockstep
+from tests.client.test_joint import assert_equal, check_each_tenant, expected_of, generate, model_of, some_clients, text
+from tests.helpers import LOGITS, lora
+
+
+class _Walks:
+    """Joint walks while captures are possible."""
+
+    def __init__(self) -> None:
+        self.all = self.captured = 0
+        self.refusals: set[str | None] = set()
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def tolerance(device: str) -> float:
+    """Return the tolerance of logits. Kernels on a GPU sum in another order for another number of rows."""
+    return LOGITS if device == "cpu" else 1e-4
+
+
+@pytest.fixture
+def walks(device: str, monkeypatch: pytest.MonkeyPatch) -> _Walks:
+    """Count joint walks, and have the decoder make captured ones on a CPU too."""
+    count = _Walks()
+    outputs = CapturedWalks.outputs
+
+    async def counted(self: CapturedWalks, *args: Any) -> Any:
+        found = await outputs(self, *args)
+        count.all += 1
+        count.captured += found is not None
+        count.refusals.add(self.refusal)
+        return found
+
+    if device == "cpu":
+        monkeypatch.setattr(decoder, "can_capture", lambda device: True)
+    monkeypatch.setattr(CapturedWalks, "outputs", counted)
+    return count
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+async def test_each_tenant_gets_what_plain_peft_gives(
+    device: str, walks: _Walks, architecture: str, sample: bool
+) -> None:
+    await check_each_tenant(architecture, sample, "fast", device, tolerance(device))
+    assert walks.captured > 5
+    assert walks.refusals == {None}
+
+
+async def test_windows_are_not_captured(device: str, walks: _Walks) -> None:
+    await check_each_tenant("gemma2", False, "fast", device, tolerance(device))
+    assert walks.refusals == {"its cache has layers with a window"}
+
+
+async def test_a_mixture_of_experts(device: str, walks: _Walks) -> None:
+    """On a GPU, which experts have rows is read on the host, and such a walk cannot be captured."""
+    await check_each_tenant("mixtral", False, "fast", device, tolerance(device))
+    (reason,) = walks.refusals - {None} or {None}
+    assert reason is None if device == "cpu" else "a walk could not be captured" in str(reason)
+
+
+async def test_exact_walks_are_not_captured(device: str, walks: _Walks) -> None:
+    async with some_clients(2, model_of("llama").to(device), joint="exact") as (_, clients):
+        await asyncio.gather(*map(generate, clients))
+    assert walks.all == 0
+
+
+async def test_the_rows_of_one_client_change_nothing_of_another(device: str, walks: _Walks) -> None:
+    """Texts of all lengths come and go in the rows of a pool, some clients pause, and room is made for longer texts."""
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(4, base) as (_, clients):
+
+        async def write(number: int, client: Client) -> list[tuple[int, int, Any]]:
+            found = []
+            for turn in range(4):
+                length, tokens = 3 + (5 * number + 7 * turn) % 23, 6 + (number + turn) % 5
+                found.append((length, tokens, await generate(client, length, tokens)))
+                await asyncio.sleep(0.01 * ((number + turn) % 3))
+            return found
+
+        texts = await asyncio.gather(*(write(number, client) for number, client in enumerate(clients)))
+    assert walks.captured > 10
+    for number, found in enumerate(texts):
+        for length, tokens, out in found:
+            assert_equal(out, expected_of(plain_base, number, length, tokens), tolerance(device))
+
+
+async def test_room_for_longer_texts_is_made(device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    sizes = []
+    make = Pool.__init__
+
+    def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
+        sizes.append((rows, capacity))
+        make(self, like, rows, capacity)
+
+    monkeypatch.setattr(captured, "_FIRST", 8)
+    monkeypatch.setattr(Pool, "__init__", noted)
+    async with some_clients(3, base) as (_, clients):
+        sizes.clear()
+        lengths = 4, 9, 30
+        outs = await asyncio.gather(
+            *(generate(client, length, 24) for client, length in zip(clients, lengths, strict=True))
+        )
+    assert [capacity for _, capacity in sizes] == sorted({capacity for _, capacity in sizes})
+    assert {rows for rows, _ in sizes} == {4}
+    for number, (out, length) in enumerate(zip(outs, lengths, strict=True)):
+        assert_equal(out, expected_of(plain_base, number, length, 24), tolerance(device))
+
+
+async def test_a_pool_that_would_take_too_much_memory_is_not_made(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    monkeypatch.setattr(captured, "_free", lambda device: 1000.0)
+    async with some_clients(2, base) as (_, clients):
+        outs = await asyncio.gather(*map(generate, clients))
+    assert walks.captured == 0
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+async def test_a_failed_capture_is_told_and_clients_are_walked_without_it(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+
+    def fail(walk: captured.CapturedWalk) -> None:
+        walk.compute()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(captured.CapturedWalk, "run", fail)
+    async with some_clients(3, base) as (_, clients):
+        outs = await asyncio.gather(*map(generate, clients))
+    assert walks.captured == 0
+    assert "joint walks are not captured: a walk could not be captured: ZeroDivisionError" in caplog.text
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+async def test_a_mask_hides_tokens(device: str, walks: _Walks) -> None:
+    """A client's text is padded on the left, and the same row has a text without padding before and after."""
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    mask = torch.ones(1, 9, dtype=torch.long, device=device)
+    mask[0, :4] = 0
+    async with some_clients(2, base) as (_, clients):
+        outs = []
+        for masked in (False, True, False):
+            options: dict[str, Any] = {"attention_mask": mask} if masked else {}
+            outs.append(await asyncio.gather(generate(clients[0], 9, **options), generate(clients[1], 5)))
+    assert walks.captured > 10
+    for masked, (one, other) in zip((False, True, False), outs, strict=True):
+        options = {"attention_mask": mask} if masked else {}
+        assert_equal(one, expected_of(plain_base, 0, 9, **options), tolerance(device))
+        assert_equal(other, expected_of(plain_base, 1, 5), tolerance(device))
+
+
+@contextlib.asynccontextmanager
+async def _texts(base: Any) -> Any:
+    """Yield two clients whose caches are in a pool, the caches, and the token ids of the texts."""
+    async with some_clients(2, base) as (_, clients):
+        outs = await asyncio.gather(*(generate(client, 5 + number, 16) for number, client in enumerate(clients)))
+        yield clients, [out.past_key_values for out in outs], [out.sequences for out in outs]
+
+
+def _cache_of(base: Any, seed: int, ids: torch.Tensor) -> DynamicCache:
+    """Return the cache of a plain PEFT job after all but the last token."""
+    torch.manual_seed(seed)
+    model = get_peft_model(copy.deepcopy(base), lora()).eval()
+    return model(input_ids=ids[:, :-1], use_cache=True).past_key_values
+
+
+def _assert_same(cache: Any, expected: Any) -> None:
+    assert cache.get_seq_length() == expected.get_seq_length()
+    for layer, right in zip(cache.layers, expected.layers, strict=True):
+        torch.testing.assert_close(layer.keys, right.keys, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(layer.values, right.values, atol=1e-4, rtol=1e-3)
+
+
+def _copied(cache: Any) -> Any:
+    return copy.deepcopy(cache)
+
+
+def _pickled(cache: Any) -> Any:
+    return pickle.loads(pickle.dumps(cache))
+
+
+def _cropped_and_restored(cache: Any) -> Any:
+    before = copy.deepcopy(cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == before.get_seq_length() - 3
+    return before
+
+
+@pytest.mark.parametrize("how", [lambda cache: cache, _copied, _pickled, _cropped_and_restored])
+async def test_a_cache_of_a_pool_is_the_clients_own(device: str, walks: _Walks, how: Any) -> None:
+    """It has the numbers of a plain job's, can be copied and changed, and no client gets memory of the pool."""
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with _texts(base) as (clients, caches, ids):
+        assert all(type(layer) is PooledLayer for cache in caches for layer in cache.layers)
+        (pool,) = {id(walk.pool): walk.pool for walk in _walks_of(clients)}.values()
+        memory = {tensor.untyped_storage().data_ptr() for tensor in (*pool.keys, *pool.values)}
+        for number, cache in enumerate(caches):
+            found = how(cache)
+            _assert_same(found, _cache_of(plain_base, number, ids[number]))
+            for layer in (*found.layers, *cache.layers):
+                for tensor in (layer.keys, layer.values):
+                    assert tensor.untyped_storage().data_ptr() not in memory
+        # other texts in the same rows change nothing
+        kept = [copy.deepcopy(cache) for cache in caches]
+        await asyncio.gather(*(generate(client, 9, 16) for client in clients))
+        for cache, before in zip(caches, kept, strict=True):
+            _assert_same(cache, before)
+
+
+def _walks_of(clients: Any) -> list[Any]:
+    return [client._joint.captured._walk for client in clients]
+
+
+async def test_a_text_goes_on_after_its_cache_was_changed(device: str, walks: _Walks) -> None:
+    """A client takes tokens back between two tokens, which plain code would do too."""
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+
+    def write(model: Any, ids: torch.Tensor) -> list[int]:
+        with torch.no_grad():
+            cache, token, tokens = None, ids, []
+            for step in range(24):
+                output = model(input_ids=token, past_key_values=cache, use_cache=True)
+                cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+                tokens.append(int(token))
+                if step % 7 == 6:
+                    cache.crop(-2)
+        return tokens
+
+    async with some_clients(2, base) as (_, clients):
+        both = await asyncio.gather(
+            *(client.run(write, client.model, text(6, number).to(device)) for number, client in enumerate(clients))
+        )
+    assert walks.captured > 10
+    for number, found in enumerate(both):
+        torch.manual_seed(number)
+        assert found == write(get_peft_model(copy.deepcopy(plain_base), lora()).eval(), text(6, number).to(device))
+
+
+async def test_clients_that_come_and_go(device: str, walks: _Walks) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (executor, clients):
+        staying = asyncio.gather(*(generate(client, 6, 60) for client in clients))
+        for number in range(2, 5):
+            async with executor.client(lora(), name=f"guest-{number}", seed=number) as guest:
+                assert_equal(await generate(guest, 5, 14), expected_of(plain_base, number, 5, 14), tolerance(device))
+        outs = await staying
+    assert walks.captured > 10
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number, 6, 60), tolerance(device))
+
+
+async def test_statistics_and_fair_sharing_count_captured_walks(device: str, walks: _Walks) -> None:
+    async with some_clients(2, model_of("llama").to(device), policy=Fair(NoLockstep())) as (executor, clients):
+        await asyncio.gather(*(generate(client, 6, 40) for client in clients))
+        statistics = executor.statistics()
+    assert walks.captured > 20
+    (whole,) = [counts for name, counts in statistics.layers.items() if " to lm_head" in name]
+    assert whole.requests >= 2 * 30
+    assert whole.requests == 2 * whole.batches == whole.rows
+    for client in clients:
+        counts = statistics.clients[client.name]
+        assert counts.tokens["decode"] == pytest.approx(39, abs=1)
+        assert statistics.tenants[client.name].service > 0
