@@ -70,7 +70,7 @@ class Executor:
             which there is no room waits; one call, with its results, may have an eighth of what is counted. See
             docs/providers.md.
         joint: how clients of this process that decode are walked together: ``"exact"``, ``"fast"`` or ``"off"``;
-            ``"auto"`` is ``"fast"``. See docs/tenants.md.
+            ``"auto"`` is ``"fast"``, which on a GPU captures walks as CUDA graphs. See docs/tenants.md.
         packed: whether weights on a CPU are packed, in place, so that products of few rows are faster: the last bit of
             a result may then differ from the model's own, and weights take twice the memory while a client trains. By
             default only if the executor loads the model itself. See docs/providers.md.
@@ -403,7 +403,7 @@ class Executor:
 
         if self._joint is None:
             engine = self.engine
-            here = Here(engine.runner.run_alone, lambda call: engine.submit(JOINT, call, Kind.DECODE))
+            here = Here(engine.runner.run_alone, lambda call: engine.submit(JOINT, call, Kind.DECODE), engine.finetunes)
             self._joint = make_decoder(
                 *(self._joint_mode, self._connect_joint, engine.may_join, engine.walked),
                 None if self._shards is not None else here,

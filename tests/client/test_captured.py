@@ -17,9 +17,10 @@ from symbiosis import Client
 from symbiosis.client.joint import captured, decoder
 from symbiosis.client.joint.captured import CapturedWalks
 from symbiosis.client.joint.pool import Pool, PooledLayer
+from symbiosis.executor import engine
 from symbiosis.policies import Fair, NoLockstep
 from tests.client.test_joint import assert_equal, check_each_tenant, expected_of, generate, model_of, some_clients, text
-from tests.helpers import LOGITS, lora
+from tests.helpers import BATCH, LOGITS, adamw, lora
 
 
 class _Walks:
@@ -308,3 +309,44 @@ async def test_statistics_and_fair_sharing_count_captured_walks(device: str, wal
         counts = statistics.clients[client.name]
         assert counts.tokens["decode"] == pytest.approx(39, abs=1)
         assert statistics.tenants[client.name].service > 0
+
+
+async def test_walks_are_not_captured_while_somebody_fine_tunes(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "FINETUNES_S", 0.2)
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (executor, clients), executor.client(lora()) as trainer:
+        optimizer = adamw(trainer.model)
+        await asyncio.gather(*map(generate, clients))
+        before = walks.captured
+        assert before > 5
+        task = asyncio.create_task(_train(trainer, optimizer))
+        await asyncio.sleep(0.1)
+        beside = await asyncio.gather(*map(generate, clients))
+        assert walks.captured == before
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.3)
+        after = await asyncio.gather(*map(generate, clients))
+        assert walks.captured > before
+    for outs in (beside, after):
+        for number, out in enumerate(outs):
+            assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+async def _train(client: Client, optimizer: torch.optim.Optimizer) -> None:
+    while True:
+        await client.train_step(BATCH, optimizer)
+
+
+async def test_ten_clients_have_two_stacks(device: str, walks: _Walks) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(10, base) as (_, clients):
+        outs = await asyncio.gather(*(generate(client, 4 + number) for number, client in enumerate(clients)))
+    assert walks.captured > 5
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number, 4 + number), tolerance(device))

@@ -6,7 +6,8 @@ places before each walk. The rows of clients that do not take part are computed 
 attention of a row ends at its length, so nothing that lies behind it has an effect.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
-itself: the policy decides when, and statistics and accounts name its clients (docs/decisions/0042-captured-walks.md).
+itself: the policy decides when, and statistics and accounts name its clients. While somebody fine-tunes, walks are not
+captured, so that the policy decides layer by layer (docs/decisions/0042-captured-walks.md).
 
 Legend: R rows; N ≤ R clients that take part; H heads, of which G share keys; L tokens of a row; D features of a head.
 """
@@ -14,6 +15,7 @@ Legend: R rows; N ≤ R clients that take part; H heads, of which G share keys; 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
@@ -185,6 +187,8 @@ class CapturedWalks:
         """Return the row of each token if one captured walk can serve them all now."""
         if self.refusal is not None or not self._are_steady([step.seat for step in steps]):
             return None
+        if self._here.finetunes():
+            return None
         lengths = [step.cache.get_seq_length() for step in steps]
         for step, length in zip(steps, lengths, strict=True):
             attention = step.attention
@@ -337,8 +341,11 @@ class CapturedWalk:
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self.compute()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # which the first error has caused
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         finally:
             now.wait_stream(side)
             if collects:
@@ -347,12 +354,11 @@ class CapturedWalk:
 
     def compute(self) -> None:
         """Walk by the model's own code."""
-        with self._model.seated(self._adapters), self._requester.answered_by(self):
+        with self._model.seated(self._adapters), self._requester.answered_by(self._answer):
             out = self._model.forward(self._cache, self.ids, self._positions)
         self.logits, self.output = out.logits, type(out)
 
-    def wait(self, channel: Channel, call: Call, name: str) -> Results:
-        """Run base layers. Implements :class:`~symbiosis.client.waiting.Waiter`."""
+    def _answer(self, call: Call) -> Results:
         self.layers.update(call.key.layers)
         return self._here.compute(call)
 

@@ -135,7 +135,8 @@ class StackRows:
         used = max(slots) + 1
         self._a, self._b = stack.transposed(used)
         device = self._a.device
-        self._in_order = slots == list(range(used)) and rows == list(range(count))
+        self._first = rows[0]
+        self._in_order = slots == list(range(used)) and rows == list(range(rows[0], rows[0] + used))
         by_slot = dict(zip(slots, rows, strict=True))
         self._row_of_slot = torch.tensor([by_slot.get(slot, rows[0]) for slot in range(used)], device=device)
         self._slots = torch.tensor(slots, device=device)
@@ -150,13 +151,18 @@ class StackRows:
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the adapters add to their rows, [rows, 1, o], given x [N, 1, i] in their precision."""
         if self._in_order:
+            x = x[self._first : self._first + len(self._a)]
             return torch.bmm(torch.bmm(x, self._a), self._b).mul_(self._scaling)
         z = torch.bmm(torch.bmm(x.index_select(0, self._row_of_slot), self._a), self._b)
         return z.index_select(0, self._slots).mul_(self._scaling)
 
     def add_to(self, total: torch.Tensor, x: torch.Tensor) -> None:
         """Write the product to its rows of ``total`` [N, 1, o], whose precision is at least that of the product."""
-        total.index_copy_(0, self._rows, self.product(x).to(total.dtype))
+        product = self.product(x)
+        if self._in_order:
+            total[self._first : self._first + len(product)] = product
+        else:
+            total.index_copy_(0, self._rows, product.to(total.dtype))
 
 
 def can_be_moved(parameter: torch.Tensor) -> bool:
