@@ -122,6 +122,7 @@ class CapturedWalks:
         except Exception as error:  # noqa: BLE001 (clients are walked without a capture then)
             self.refusal = f"a walk in a pool failed: {type(error).__name__}: {error}"
 
+    @torch.no_grad()
     def _check(self, trials: Sequence[Trial]) -> None:
         """Walk texts of different lengths in a pool, with empty rows between them, and compare the results."""
         if any(structure(trial.cache) != (DynamicLayer,) * len(trial.cache.layers) for trial in trials):
@@ -167,11 +168,16 @@ class CapturedWalks:
         self._under_way = True
         try:
             await reply
+            return self._taken(walk, rows, steps)
         finally:
             self._under_way = False
+            if not self._versions or self.refusal is not None:
+                self._forget()
+
+    def _taken(self, walk: CapturedWalk, rows: Sequence[int], steps: Sequence[Token]) -> list[Any] | None:
+        """Return the outputs of a walk, and count its tokens in the caches; None if it has failed."""
         if self.refusal is not None:
             log.warning("joint walks are not captured: %s", self.refusal)
-            self._forget()
             return None
         outputs = []
         for row, step in zip(rows, steps, strict=True):
@@ -179,8 +185,6 @@ class CapturedWalks:
             if text is not None and not step.reply.done():
                 text.length += 1
             outputs.append(walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache))
-        if not self._versions:
-            self._forget()
         return outputs
 
     def _place(self, steps: Sequence[Token]) -> list[int] | None:
