@@ -75,6 +75,11 @@ class Runner:
     def run(self, batch: Batch, calls: Sequence[Call]) -> None:
         """Run a batch. Its calls, in the order of its slices, get one result matrix per layer of the key."""
         slices = batch.slices
+        if calls[0].work is not None:  # its key is no other call's; it is not divided, whatever the policy took of it
+            (call,), (piece,) = calls, slices
+            if piece.stop == piece.request.rows:
+                call.results = self.run_alone(call)
+            return
         if len(slices) == 1 and slices[0].stop - slices[0].start == slices[0].request.rows:
             (call,) = calls
             call.results = self.run_alone(call)

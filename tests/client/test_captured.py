@@ -72,11 +72,8 @@ def walks(device: str, monkeypatch: pytest.MonkeyPatch) -> _Walks:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3"])
-@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
-async def test_each_tenant_gets_what_plain_peft_gives(
-    device: str, walks: _Walks, architecture: str, sample: bool
-) -> None:
-    await check_each_tenant(architecture, sample, "fast", device, tolerance(device))
+async def test_each_tenant_gets_what_plain_peft_gives(device: str, walks: _Walks, architecture: str) -> None:
+    await check_each_tenant(architecture, architecture == "llama", "fast", device, tolerance(device))
     assert walks.captured > 5
     assert walks.refusals == {None}
 
@@ -86,11 +83,10 @@ async def test_windows_are_not_captured(device: str, walks: _Walks) -> None:
     assert walks.refusals == {"its cache has layers with a window"}
 
 
-async def test_a_mixture_of_experts(device: str, walks: _Walks) -> None:
-    """On a GPU, which experts have rows is read on the host, and such a walk cannot be captured."""
+async def test_layers_of_one_width_are_not_captured(device: str, walks: _Walks) -> None:
+    """The key of the whole walk could be that of siblings. The tiny mixture of experts is such a model."""
     await check_each_tenant("mixtral", False, "fast", device, tolerance(device))
-    (reason,) = walks.refusals - {None} or {None}
-    assert reason is None if device == "cpu" else "a walk could not be captured" in str(reason)
+    assert walks.refusals == {"its base layers all take rows of one width"}
 
 
 async def test_exact_walks_are_not_captured(device: str, walks: _Walks) -> None:
@@ -350,3 +346,120 @@ async def test_ten_clients_have_two_stacks(device: str, walks: _Walks) -> None:
     assert walks.captured > 5
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number, 4 + number), tolerance(device))
+
+
+async def test_a_captured_walk_is_not_divided(device: str, walks: _Walks) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(3, base, max_rows=2) as (_, clients):
+        outs = await asyncio.gather(*map(generate, clients))
+    assert walks.captured > 5
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+def _write(model: Any, ids: torch.Tensor, grad: bool = False, **options: Any) -> tuple[Any, Any]:
+    """Decode twelve tokens by plain code, and return the cache, and its first layer as it was after the prompt."""
+    with torch.set_grad_enabled(grad):
+        output = model(input_ids=ids, use_cache=True)
+    layer = output.past_key_values.layers[0]
+    with torch.no_grad():
+        for _ in range(12):
+            token = output.logits[:, -1:].argmax(-1)
+            output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True, **options)
+    return output.past_key_values, layer
+
+
+async def test_a_prompt_with_gradients_and_a_layer_that_the_client_keeps(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "FINETUNES_S", 0.0)
+    async with some_clients(2, model_of("llama").to(device)) as (_, clients):
+        await asyncio.gather(*map(generate, clients))
+        before = walks.captured
+        both = await asyncio.gather(
+            *(client.run(_write, client.model, text(6).to(device), client is clients[0]) for client in clients)
+        )
+        assert walks.captured > before
+        for cache, layer in both:
+            assert layer is cache.layers[0]
+            assert layer.get_seq_length() == cache.get_seq_length() == 18
+        assert not any(tensor.requires_grad for tensor in _walks_of(clients)[0].pool.keys)
+        assert not both[1][0].layers[0].keys.requires_grad
+        copy.deepcopy(both[1][0])
+
+
+async def test_numbers_that_are_not_finite_stay_in_their_text(device: str, walks: _Walks) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (_, clients):
+        await asyncio.gather(*(generate(client, 6, 16) for client in clients))
+        weight = next(p for name, p in clients[0].model.named_parameters() if "v_proj.lora_B" in name)
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.fill_(float("nan"))
+        await asyncio.gather(*(generate(client, 12, 16) for client in clients))
+        with torch.no_grad():
+            weight.copy_(before)
+        outs = await asyncio.gather(*map(generate, clients))
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+async def test_a_client_that_pauses_deletes_its_adapter(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(captured, "_FIRST", 16)
+    async with some_clients(3, model_of("llama").to(device)) as (executor, clients):
+        await asyncio.gather(*(generate(client, 4, 10) for client in clients))
+        clients[2].model.add_adapter("other", lora())
+        clients[2].model.set_adapter("other")
+        clients[2].model.delete_adapter("default")
+        executor.reset_statistics()
+        before = walks.captured
+        await asyncio.gather(*(generate(client, 4, 40) for client in clients[:2]))
+        assert executor.statistics().clients[clients[0].name].joint > 30
+        assert walks.captured > before + 20
+        await asyncio.gather(*(generate(client, 4, 10) for client in clients))
+    assert walks.refusals == {None}
+
+
+async def test_positions_and_prompts_that_a_captured_walk_cannot_take(device: str, walks: _Walks) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (_, clients):
+        await asyncio.gather(*map(generate, clients))
+        options = {"position_ids": torch.tensor([[6.0]], device=device)}
+        await asyncio.gather(
+            clients[0].run(_write, clients[0].model, text(6).to(device), **options), generate(clients[1], 1, 14)
+        )
+        outs = await asyncio.gather(*map(generate, clients))
+    assert walks.refusals == {None}
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+async def test_a_text_that_is_too_long_for_a_pool_leaves_the_others_theirs(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    make = Pool.__init__
+
+    def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
+        made.append(capacity)
+        make(self, like, rows, capacity)
+
+    monkeypatch.setattr(captured, "_FIRST", 64)
+    monkeypatch.setattr(Pool, "size", lambda like, rows, capacity: capacity)
+    monkeypatch.setattr(captured, "_free", lambda device: 130.0)
+    monkeypatch.setattr(Pool, "bytes", 0)
+    async with some_clients(3, model_of("llama").to(device)) as (_, clients):
+        await asyncio.gather(*(generate(client, 4, 10) for client in clients))
+        monkeypatch.setattr(Pool, "__init__", noted)
+        short = asyncio.gather(*(generate(client, 4, 50) for client in clients[:2]))
+        for _ in range(3):
+            await generate(clients[2], 70, 4)
+            await asyncio.sleep(0.02)
+        await short
+    assert made == []
+    assert walks.captured > 20

@@ -3,7 +3,7 @@
 A graph repeats kernels on the same places in memory. So each client keeps one row of a walk for as long as it decodes,
 its cache is in a :class:`~symbiosis.client.joint.pool.Pool`, and tokens, positions and lengths are copied to fixed
 places before each walk. The rows of clients that do not take part are computed too, and their results are not used. The
-attention of a row ends at its length, so nothing that lies behind it has an effect.
+attention of a row ends at its length, behind which there are zeros.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
 itself: the policy decides when, and statistics and accounts name its clients. While somebody fine-tunes, walks are not
@@ -137,6 +137,8 @@ class CapturedWalks:
         walk.compute()
         for row, trial in zip(rows, trials, strict=True):
             trial.compare(walk.logits[row : row + 1])
+        if len(walk.widths) < 2:  # siblings take rows of one width, so the key below may be that of other requests
+            raise JointError("its base layers all take rows of one width")
         self._key = Key(tuple(sorted(walk.layers)), Pass.FORWARD)
 
     def unseat(self, seat: Walker) -> None:
@@ -195,14 +197,16 @@ class CapturedWalks:
             return None
         lengths = [step.cache.get_seq_length() for step in steps]
         for step, length in zip(steps, lengths, strict=True):
-            attention = step.attention
+            attention, position = step.attention, step.position
+            if not length or {step.ids.dtype, position.dtype} != {torch.long} or position.device != self._device:
+                return None
             if attention is not None and (attention.shape != (1, length + 1) or attention.device != self._device):
                 return None
             if any(layer is not DynamicLayer for layer in structure(step.cache)):
                 return None
         walk = self._walk
         if walk is None or max(lengths) >= walk.pool.capacity:
-            walk = self._make(steps[0].cache, max(lengths) + 1)
+            walk = self._make(steps, max(lengths) + 1)
             if walk is None:
                 return None
         rows = [self._rows.index(step.seat) for step in steps]
@@ -222,20 +226,28 @@ class CapturedWalks:
         self._steady += 1
         return self._steady > STEADY
 
-    def _make(self, like: Any, least: int) -> CapturedWalk | None:
-        """Return a walk with room for texts of ``least`` tokens; None if they would take too much memory."""
-        self._drop()
+    def _make(self, steps: Sequence[Token], least: int) -> CapturedWalk | None:
+        """Return a walk with room for texts of ``least`` tokens; None, and the walk stays as it is, if they would take
+        too much memory."""
+        like, walk = steps[0].cache, self._walk
         rows, capacity = max(_doubled(len(self._rows)), 2), max(_doubled(least), _FIRST)
-        if Pool.size(like, rows, capacity) > _PART * _free(self._device):
+        freed = 0 if walk is None else walk.pool.bytes
+        if Pool.size(like, rows, capacity) > _PART * (_free(self._device) + freed):
             return None
-        self._walk = self._walk_in(Pool(like, rows, capacity), self._rows)
+        self._drop()
+        taking_part = [step.seat for step in steps]
+        # A client that pauses may have changed its adapter. It then gets a row at its next token.
+        kept = [seat for seat in self._rows if seat in taking_part or seat.reading.is_current(thorough=True)]
+        self._rows, self._versions = kept, [seat.version for seat in kept]
+        self._walk = self._walk_in(Pool(like, rows, capacity), kept)
         return self._walk
 
     def _walk_in(self, pool: Pool, seats: Sequence[Walker]) -> CapturedWalk:
         clients: list[tuple[Adapted, dict[str, Slot]]] = [(seat.reading.adapted, seat.slots) for seat in seats]
         clients += [({}, {})] * (len(pool.texts) - len(seats))
-        adapters = self._model.adapters(clients)
-        return CapturedWalk(self._model, adapters, pool, self._here, self._requester, self._device)
+        walk = CapturedWalk(self._model, self._model.adapters(clients), pool, self._here, self._requester, self._device)
+        walk.kept = [tensor for seat in seats for tensor in seat.reading.tensors()]
+        return walk
 
     def _forget(self) -> None:
         self._rows, self._versions, self._steady = [], [], 0
@@ -293,6 +305,10 @@ class CapturedWalk:
         self.logits = torch.empty(0, device=device)
         self.output: type[Any] = object
         self.layers: set[int] = set()
+        self.widths: set[int] = set()
+        """Widths of the rows that base layers take."""
+        self.kept: list[torch.Tensor] = []
+        """The adapters' values, whose memory the graph reads whatever their clients do."""
         self._positions = torch.zeros_like(self.ids)
         self._lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self._seen = torch.ones(rows, pool.capacity, dtype=torch.bool, device=device)
@@ -364,6 +380,7 @@ class CapturedWalk:
 
     def _answer(self, call: Call) -> Results:
         self.layers.update(call.key.layers)
+        self.widths.add(call.tensors[0].shape[1])
         return self._here.compute(call)
 
 

@@ -3,7 +3,7 @@
 A captured walk (:mod:`symbiosis.client.joint.captured`) needs such places. While a client's ``DynamicCache`` is in a
 row of the pool, its layers are :class:`PooledLayer`: they know their length, and have no tensors. Whoever asks such a
 layer for its keys or values, such as a walk of the client's own, gets copies that belong to the cache alone, as if it
-had never been in a pool. So no client ever holds a tensor of the pool.
+had never been in a pool. So no public attribute of a cache has a tensor of the pool.
 
 Legend: R rows, one text of a client each; H heads; L tokens that a row has room for; D features of a head.
 """
@@ -37,59 +37,53 @@ class Text:
 
 
 class PooledLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not typed
-    """A layer of a client's cache whose keys and values are in a pool until somebody asks for them."""
+    """A layer of a client's cache while its keys and values are in a pool; a ``DynamicLayer`` before and after."""
 
-    def __init__(self, own: Any, text: Text, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.__dict__.update(_state_of(own))
-        self._text: Text | None = text
-        self._tensors: list[Any] = [keys, values]
-        """Keys and values [1, H, L, D]: rows of the pool, and after :meth:`leave` tensors of its own or None."""
+    _text: Text
+    _rows: tuple[torch.Tensor, torch.Tensor]
+
+    @classmethod
+    def take(cls, layer: Any, text: Text, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make a client's layer one whose keys and values are these rows of a pool, [1, H, L, D]."""
+        del layer.keys, layer.values
+        layer.__class__ = cls
+        layer._text, layer._rows = text, (keys, values)
 
     def leave(self) -> None:
         """Copy the keys and values out of the pool."""
-        text, self._text = self._text, None
-        if text is not None:
-            text.is_whole = False
-            self._tensors = [tensor[:, :, : text.length].clone() for tensor in self._tensors]
+        text, rows = self._text, self._rows
+        text.is_whole = False
+        del self._text, self._rows
+        self.__class__ = DynamicLayer
+        self.keys, self.values = [tensor[:, :, : text.length].clone() for tensor in rows]
 
     def is_of(self, text: Text) -> bool:
         return self._text is text
 
     def get_seq_length(self) -> int:
-        return super().get_seq_length() if self._text is None else self._text.length
+        return self._text.length
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the layer as one that was never in a pool."""
-        return DynamicLayer, (), {**_state_of(self), "keys": self.keys, "values": self.values}
-
-    @property
-    def keys(self) -> Any:
-        return self._own(0)
-
-    @keys.setter
-    def keys(self, tensor: Any) -> None:
-        self._set(0, tensor)
-
-    @property
-    def values(self) -> Any:
-        return self._own(1)
-
-    @values.setter
-    def values(self, tensor: Any) -> None:
-        self._set(1, tensor)
-
-    def _own(self, index: int) -> Any:
         self.leave()
-        return self._tensors[index]
-
-    def _set(self, index: int, tensor: Any) -> None:
-        self.leave()
-        self._tensors[index] = tensor
+        return self.__reduce_ex__(protocol)
 
 
-def _state_of(layer: Any) -> dict[str, Any]:
-    """Return the attributes of a layer, except its tensors."""
-    return {name: value for name, value in vars(layer).items() if name not in ("keys", "values", "_text", "_tensors")}
+def _of_its_own(name: str) -> property:
+    """Return an attribute that a layer has once it has left the pool."""
+
+    def get(layer: Any) -> Any:
+        layer.leave()
+        return getattr(layer, name)
+
+    def put(layer: Any, tensor: Any) -> None:
+        layer.leave()
+        setattr(layer, name, tensor)
+
+    return property(get, put)
+
+
+for _name in ("keys", "values"):
+    setattr(PooledLayer, _name, _of_its_own(_name))
 
 
 class Pool:
@@ -107,6 +101,10 @@ class Pool:
         self.values = [_room(layer.values, rows, capacity) for layer in like.layers]
         self.texts: list[Text | None] = [None] * rows
 
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
     @staticmethod
     def size(like: DynamicCache, rows: int, capacity: int) -> int:
         """Return the bytes that a pool takes."""
@@ -114,6 +112,7 @@ class Pool:
         token: int = sum(tensor[0, :, 0].numel() * tensor.element_size() for tensor in tensors)
         return token * rows * capacity
 
+    @torch.no_grad()
     def put(self, row: int, cache: DynamicCache) -> bool:
         """Have a client's cache in a row. Return whether it fits; if not, the cache is as it was."""
         text = self.texts[row]
@@ -123,14 +122,13 @@ class Pool:
             return False
         self.take_out(row)
         text = self.texts[row] = Text(cache.get_seq_length())
-        layers = []
-        for keys, values, own in zip(self.keys, self.values, cache.layers, strict=True):
+        for keys, values, layer in zip(self.keys, self.values, cache.layers, strict=True):
             mine = keys[row : row + 1], values[row : row + 1]
-            for place, tensor in zip(mine, (own.keys, own.values), strict=True):
+            for place, tensor in zip(mine, (layer.keys, layer.values), strict=True):
                 place[:, :, : text.length].copy_(tensor)
-            layers.append(PooledLayer(own, text, *mine))
-        text.layers = [weakref.ref(layer) for layer in layers]
-        cache.layers[:] = layers
+                place[:, :, text.length :].zero_()  # attention multiplies what it does not see by 0
+            PooledLayer.take(layer, text, *mine)
+        text.layers = [weakref.ref(layer) for layer in cache.layers]
         return True
 
     def take_out(self, row: int) -> None:
@@ -139,7 +137,7 @@ class Pool:
         if text is not None:
             for reference in text.layers:
                 layer = reference()
-                if layer is not None and layer.is_of(text):
+                if isinstance(layer, PooledLayer) and layer.is_of(text):
                     layer.leave()
 
     def take_out_full(self, except_: Sequence[int]) -> None:
@@ -155,8 +153,9 @@ class Pool:
 
     def _fits(self, cache: DynamicCache) -> bool:
         length = cache.get_seq_length()
-        return length < self.capacity and all(
-            tensor.shape == (1, room.shape[1], length, room.shape[3])
+        return 0 < length < self.capacity and all(
+            isinstance(tensor, torch.Tensor)
+            and tensor.shape == (1, room.shape[1], length, room.shape[3])
             and (tensor.dtype, tensor.device) == (room.dtype, room.device)
             for rooms, name in ((self.keys, "keys"), (self.values, "values"))
             for room, tensor in zip(rooms, [getattr(layer, name) for layer in cache.layers], strict=True)

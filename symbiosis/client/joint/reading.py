@@ -99,6 +99,10 @@ class Reading:
             if all(can_be_moved(parameter) and uses[id(parameter)] == 1 for parameter in pair)
         }
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the present values of the active adapters, without copies."""
+        return [place[0][place[1]].detach() for place in self._parameters if place[0].get(place[1]) is not None]
+
     def note_places(self) -> None:
         """Take the present places of the parameters in memory for what was read."""
         self._places = list(map(_place, self._parameters))
