@@ -403,11 +403,11 @@ class Executor:
 
         if self._joint is None:
             engine = self.engine
-            here = Here(engine.runner.run_alone, lambda call: engine.submit(JOINT, call, Kind.DECODE), engine.finetunes)
-            self._joint = make_decoder(
-                *(self._joint_mode, self._connect_joint, engine.may_join, engine.walked),
-                None if self._shards is not None else here,
-            )
+            here = None
+            if self._shards is None:
+                compute, finetunes = engine.runner.run_alone, engine.finetunes
+                here = Here(compute, lambda call: engine.submit(JOINT, call, Kind.DECODE), finetunes)
+            self._joint = make_decoder(self._joint_mode, self._connect_joint, engine.may_join, engine.walked, here)
         return Client(
             connect,
             peft_config,

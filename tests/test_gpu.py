@@ -240,7 +240,8 @@ async def test_over_shm_from_the_cpu(service: Service, checkpoint: Path) -> None
 
 
 async def test_the_arena_on_the_gpu_grows_and_is_freed(service: Service, checkpoint: Path) -> None:
-    """Many calls of all sizes run at once, on two streams. Afterwards the memory of the GPU is free again."""
+    """Many calls of all sizes run at once, on two streams. Afterwards the memory of the GPU is free again, if no other
+    program takes more of it meanwhile."""
     layer = plain(checkpoint).model.layers[0].self_attn.q_proj
     free = torch.cuda.mem_get_info()[0]
     transport = make_transport(service.address)

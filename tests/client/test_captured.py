@@ -78,9 +78,11 @@ async def test_each_tenant_gets_what_plain_peft_gives(device: str, walks: _Walks
     assert walks.refusals == {None}
 
 
-async def test_windows_are_not_captured(device: str, walks: _Walks) -> None:
+async def test_windows_are_not_captured(device: str, walks: _Walks, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     await check_each_tenant("gemma2", False, "fast", device, tolerance(device))
     assert walks.refusals == {"its cache has layers with a window"}
+    assert "joint walks are not captured: its cache has layers with a window" in caplog.text
 
 
 async def test_layers_of_one_width_are_not_captured(device: str, walks: _Walks) -> None:
@@ -141,14 +143,31 @@ async def test_room_for_longer_texts_is_made(device: str, walks: _Walks, monkeyp
 
 
 async def test_a_pool_that_would_take_too_much_memory_is_not_made(
-    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     base = model_of("llama").to(device)
     plain_base = copy.deepcopy(base)
     monkeypatch.setattr(captured, "_free", lambda device: 1000.0)
     async with some_clients(2, base) as (_, clients):
         outs = await asyncio.gather(*map(generate, clients))
     assert walks.captured == 0
+    assert caplog.text.count("joint walks are not captured: 2 rows of 256 tokens would take more than half") == 1
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+async def test_more_clients_than_a_captured_walk_has_rows(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(captured, "MAX_ROWS", 2)
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(3, base) as (_, clients):
+        outs = await asyncio.gather(*map(generate, clients))
+    assert walks.captured == 0
+    assert "joint walks are not captured: 3 clients decode, and a captured walk has 2 rows" in caplog.text
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number), tolerance(device))
 

@@ -6,8 +6,8 @@ places before each walk. The rows of clients that do not take part are computed 
 attention of a row ends at its length, behind which there are zeros.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
-itself: the policy decides when, and statistics and accounts name its clients. While somebody fine-tunes, walks are not
-captured, so that the policy decides layer by layer (docs/decisions/0042-captured-walks.md).
+itself: the policy decides when, and statistics and accounts name the clients of the walk. While a client fine-tunes,
+walks are not captured, so that the policy decides layer by layer (docs/decisions/0042-captured-walks.md).
 
 Legend: R rows; N ≤ R clients that take part; H heads, of which G share keys; L tokens of a row; D features of a head.
 """
@@ -115,12 +115,15 @@ class CapturedWalks:
         self._walk: CapturedWalk | None = None
         self._under_way = False
         self._key = Key((0,), Pass.FORWARD)
+        self._told: set[str] = set()
         try:
             self._check(trials)
         except JointError as error:
             self.refusal = str(error)
         except Exception as error:  # noqa: BLE001 (clients are walked without a capture then)
             self.refusal = f"a walk in a pool failed: {type(error).__name__}: {error}"
+        if self.refusal is not None:
+            self._tell(self.refusal)
 
     @torch.no_grad()
     def _check(self, trials: Sequence[Trial]) -> None:
@@ -161,8 +164,9 @@ class CapturedWalks:
             try:
                 walk.place(tokens)
                 walk.run()
-            except Exception as error:  # noqa: BLE001 (clients are walked without a capture from now on)
+            except Exception as error:
                 self.refusal = f"a walk could not be captured: {type(error).__name__}: {error}"
+                log.warning("joint walks are not captured: %s", self.refusal, exc_info=error)
             return (ids,)
 
         reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), tuple([step.seat.name for step in steps]), run))
@@ -179,7 +183,6 @@ class CapturedWalks:
     def _taken(self, walk: CapturedWalk, rows: Sequence[int], steps: Sequence[Token]) -> list[Any] | None:
         """Return the outputs of a walk, and count its tokens in the caches; None if it has failed."""
         if self.refusal is not None:
-            log.warning("joint walks are not captured: %s", self.refusal)
             return None
         outputs = []
         for row, step in zip(rows, steps, strict=True):
@@ -223,6 +226,8 @@ class CapturedWalks:
             self._forget()
             if len(rows) <= MAX_ROWS:
                 self._rows, self._versions = rows, [seat.version for seat in rows]
+            else:
+                self._tell(f"{len(rows)} clients decode, and a captured walk has {MAX_ROWS} rows")
         self._steady += 1
         return self._steady > STEADY
 
@@ -233,6 +238,7 @@ class CapturedWalks:
         rows, capacity = max(_doubled(len(self._rows)), 2), max(_doubled(least), _FIRST)
         freed = 0 if walk is None else walk.pool.bytes
         if Pool.size(like, rows, capacity) > _PART * (_free(self._device) + freed):
+            self._tell(f"{rows} rows of {capacity} tokens would take more than half of the free memory")
             return None
         self._drop()
         taking_part = [step.seat for step in steps]
@@ -248,6 +254,12 @@ class CapturedWalks:
         walk = CapturedWalk(self._model, self._model.adapters(clients), pool, self._here, self._requester, self._device)
         walk.kept = [tensor for seat in seats for tensor in seat.reading.tensors()]
         return walk
+
+    def _tell(self, reason: str) -> None:
+        """Log once why clients are walked without a capture."""
+        if reason not in self._told:
+            self._told.add(reason)
+            log.info("joint walks are not captured: %s", reason)
 
     def _forget(self) -> None:
         self._rows, self._versions, self._steady = [], [], 0

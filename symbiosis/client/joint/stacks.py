@@ -137,10 +137,11 @@ class StackRows:
         device = self._a.device
         self._first = rows[0]
         self._in_order = slots == list(range(used)) and rows == list(range(rows[0], rows[0] + used))
-        by_slot = dict(zip(slots, rows, strict=True))
-        self._row_of_slot = torch.tensor([by_slot.get(slot, rows[0]) for slot in range(used)], device=device)
-        self._slots = torch.tensor(slots, device=device)
-        self._rows = torch.tensor(rows, device=device)
+        if not self._in_order:
+            by_slot = dict(zip(slots, rows, strict=True))
+            self._row_of_slot = torch.tensor([by_slot.get(slot, rows[0]) for slot in range(used)], device=device)
+            self._slots = torch.tensor(slots, device=device)
+            self._rows = torch.tensor(rows, device=device)
         self._scaling = torch.tensor([[[factor]] for _, _, factor in members], dtype=self._a.dtype, device=device)
         self.is_whole = len(rows) == count
 
