@@ -67,8 +67,8 @@ class Executor:
         max_rows: largest number of rows in a batch. Larger requests are served in slices. It bounds the memory inside
             base layers that are served whole.
         max_bytes: memory that clients in other processes may take here together, in bytes; at least 96 MiB. A call for
-            which there is no room waits; one call, with its results, may have an eighth of what is counted. See
-            docs/providers.md.
+            which there is no room waits. One call with its results may take at most an eighth of the part that is
+            counted. See docs/providers.md.
         joint: how clients of this process that decode are walked together: ``"exact"``, ``"fast"`` or ``"off"``;
             ``"auto"`` is ``"fast"``, which on a GPU captures walks as CUDA graphs. See docs/tenants.md.
         packed: whether weights on a CPU are packed, in place, so that products of few rows are faster: the last bit of

@@ -17,8 +17,8 @@ from symbiosis.errors import ShareError
 LAYERS = 1000
 """Number of layers that a configuration may always name, whatever the share holds: some models use a layer again."""
 MODULES = 100
-"""Modules that a model may have for each name in its share, and LAYERS times that many more. Most of a model's modules
-have a parameter, and a name in the share."""
+"""A model may have ``MODULES * (names in its share + LAYERS)`` modules. Most modules have a parameter, and so a name in
+the share."""
 
 
 @contextlib.contextmanager

@@ -4,8 +4,7 @@ A bank holds the weights of all experts of a mixture. The router stays with the 
 experts of each row and their routing weights, and the executor computes. Autograd sends the same again with the
 gradient of the result, and gets the gradients of rows and routing weights.
 
-JetMoe's banks take rows that are sorted by their expert, and the number of rows of each. Llama 4's takes as many rows
-for each expert, one expert after another, in which a row that is not for this expert is zero. Only the others are sent:
+The forms of banks are in :mod:`symbiosis.executor.experts`. Of Llama 4's grid, only rows that are not zero are sent:
 rows of zeros give zeros, and no gradient.
 
 Legend: n rows; i in_features; o out_features; k experts for each row.

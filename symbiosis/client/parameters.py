@@ -174,8 +174,9 @@ register_optimizer_step_pre_hook(check_trains)
 
 
 def explain_training(model: nn.Module, _: object, output: Any) -> Any:
-    """Return a model's output in training so that training says what to do if nothing in the model is trainable, where
-    torch would say that the loss does not require grad. Serves as a forward hook; evaluation is left alone.
+    """Return a model's output, changed so that training raises UsageError if no parameter of the model is trainable.
+
+    torch alone would say that the loss does not require grad. Serves as a forward hook; evaluation is left alone.
 
     The backward pass of the model's own loss raises UsageError. Other results may also be the inputs of what the tenant
     trains, such as a head, so their backward pass ends here, and :func:`check_trains` raises at the optimizer's step.

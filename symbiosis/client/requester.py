@@ -50,7 +50,7 @@ class KindTracker:
         return kind
 
 
-_DECODE, _PREFILL, _ = Kind
+_DECODE, _PREFILL = Kind.DECODE, Kind.PREFILL
 
 
 class ThreadState(threading.local):

@@ -63,7 +63,7 @@ def weights_read(resident: Resident) -> dict[str, str]:
 
 
 def _try(resident: Resident) -> set[str]:
-    """Return the names of base layers whose weights a walk reads or writes; those that the first such walk came to."""
+    """Return the names of base layers whose weights a walk reads or writes, from the first walk that does so."""
     device = next(resident.model.parameters()).device
     requester = Requester()
     skeleton: Any = make_skeleton(resident.model, resident.layers, requester, device)

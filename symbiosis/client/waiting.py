@@ -5,7 +5,7 @@
   run on a thread of the client's own (:class:`ClientThread`), because autograd cannot be suspended.
 * In a client without an event loop: the thread blocks (:class:`BlockingWaiter`).
 
-A client on an event loop has both of the former (:class:`LoopWaiter`).
+A client on an event loop has the first two (:class:`LoopWaiter`).
 """
 
 from __future__ import annotations

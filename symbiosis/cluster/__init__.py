@@ -2,6 +2,6 @@
 
 An actor of Ray starts ``symbiosis serve`` for each executor (:mod:`~symbiosis.cluster.executor`). Another actor keeps
 the list of their addresses, and serves it over HTTP to tenants, who need no Ray (:mod:`~symbiosis.cluster.directory`).
-Imports ``errors`` alone. ``ray`` is imported in this package only, and needs the extra ``symbiosis-peft[ray]``. Start
+``ray`` is imported in this package only, and needs the extra ``symbiosis-peft[ray]``. Start
 reading at :mod:`~symbiosis.cluster.manage`.
 """

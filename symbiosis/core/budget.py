@@ -90,8 +90,8 @@ class Budget:
         self._grant()
 
     def rivals(self, owner: str, size: int, since: int = 0) -> list[Account]:
-        """Return the connections that have to end so that an owner finds room for ``size`` more bytes. Return none if
-        those that are ending already give back enough, or if all that may be chosen are too few.
+        """Return the connections that have to end so that an owner finds room for ``size`` more bytes. Return an
+        empty list if connections that are ending give back enough, or if ending all candidates would not.
 
         A connection of another owner may be chosen if it has taken no bytes since turn ``since`` and carries no call.
         Such connections come first, because they lose only what they keep between calls. Another one may be chosen if

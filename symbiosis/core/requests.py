@@ -118,7 +118,7 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
     """
     indices, pass_, fp32, choices = key
     if not indices or not all(0 <= index < len(layers) for index in indices):
-        raise RequestError(f"layers {indices}; there are {len(layers)}, counted from 0")
+        raise RequestError(f"a call asks for layers {indices}; there are {len(layers)}, counted from 0")
     chosen = [layers[index] for index in indices]
     first = chosen[0]
     if any(spec.experts for spec in chosen) or choices:

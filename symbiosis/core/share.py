@@ -107,6 +107,11 @@ def layers_of(description: Mapping[str, Any]) -> list[LayerSpec]:
         raise ShareError(f"the executor's layer table cannot be read: {error}") from error
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def dtype_named(name: str) -> torch.dtype:
     """Return the dtype that a name such as ``"bfloat16"`` stands for.
 

@@ -220,9 +220,10 @@ class Transport(Protocol):
     """One address scheme. Options of a transport are arguments of its constructor."""
 
     def check(self, address: str) -> AbstractContextManager[object]:
-        """Return a context manager in which the address is in use, so that another one that excludes it is found.
+        """Return a context manager that occupies the address.
 
-        Commands enter it before they load a model. Blocks.
+        Commands enter it for each of their addresses before they load a model, so they find addresses that exclude each
+        other. Blocks.
 
         Raises:
             UsageError: here or at the entry: :meth:`listen` cannot open the address, as far as that shows without an

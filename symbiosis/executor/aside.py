@@ -22,7 +22,7 @@ Ended = tuple[float, BaseException | None]
 
 
 class Aside:
-    """The thread of long batches, which exists once other processes are served, and the batch on it.
+    """Runs long batches on one thread, which starts when the executor begins to serve other processes.
 
     Args:
         layers: the base layers, whose batches' durations are learned.

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
 FINETUNES_S = 0.5
-"""Seconds after the latest fine-tuning request for which fine-tuning is taken to go on."""
+"""A client counts as fine-tuning until this many seconds after its latest request."""
 _FINETUNE = Kind.FINETUNE  # on Python 3.11 a member looked up on its class takes six times as long
 
 

@@ -5,8 +5,8 @@ router, which chooses the experts, stays with the client. Rows of several client
 products. Backward recomputes, and returns the gradients of rows and of routing weights.
 
 transformers has three forms of banks. Most take the experts and weights as arguments. JetMoe's take rows that are
-sorted by their expert, and the number of rows of each. Llama 4's takes as many rows for each expert, one expert after
-another, in which a row that is not for this expert is zero. This module makes that grid from the rows that are not
+sorted by their expert, and the number of rows of each. Llama 4's takes a grid with t rows for each expert, one
+expert after another. A row that is not for this expert is zero. This module makes the grid from the rows that are not
 zero.
 
 Legend: n rows; i in_features; o out_features; k experts for each row; e experts in the bank; t rows for each expert.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from symbiosis.core.requests import LayerSpec
-from symbiosis.core.share import fingerprint_of
+from symbiosis.core.share import dtype_name, fingerprint_of
 from symbiosis.executor.quantized import parts_of
 
 _BLOCKS, _BLOCK = 8, 2048
@@ -48,11 +48,6 @@ def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
         for part in parts_of(tensors[name]):
             _sample(found, name, part, part.dtype)
     return found.hexdigest()
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _sample(found: Any, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:

@@ -28,9 +28,9 @@ from symbiosis.executor.splitting import SplitModel
 dist: Any = distributed  # its types leave the stores out
 
 END_WITHIN_S = 5.0
-"""Seconds in which the other shards may end before they are killed."""
+"""Seconds that a shard has to exit before it is killed."""
 PROGRAM = "symbiosis.executor.shards"
-"""Module that a process which is started runs."""
+"""Module that each started shard runs."""
 
 
 def ended(rank: int, count: int, process: subprocess.Popen[bytes]) -> str:

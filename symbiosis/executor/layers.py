@@ -74,7 +74,7 @@ class BaseLayer(ABC):
     def backward(self, tensors: tuple[torch.Tensor, ...], *, fp32: bool) -> tuple[torch.Tensor, ...]: ...
 
 
-_FORWARD, _, _BACKWARD, _NORMS = Pass
+_FORWARD, _BACKWARD, _NORMS = Pass.FORWARD, Pass.BACKWARD, Pass.NORMS
 
 
 class LinearLayer(BaseLayer):

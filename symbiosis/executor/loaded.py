@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from symbiosis.core.share import dtype_name
 from symbiosis.errors import UsageError
 from symbiosis.executor.launch import Launch, ShardSettings
 from symbiosis.executor.loading import dtype_of, load_model
@@ -94,5 +95,5 @@ def settings(
         raise UsageError(f"shards are processes of their own, and {error}; leave that option out") from error
     kind = None if model_class is None else f"{model_class.__module__}.{model_class.__qualname__}"
     named = None if dtype == "auto" else dtype_of(dtype)
-    short = None if named is None else str(named).removeprefix("torch.")
+    short = None if named is None else dtype_name(named)
     return ShardSettings(str(source), kind, options, short, str(device or "cpu"))

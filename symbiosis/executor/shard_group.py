@@ -24,8 +24,8 @@ dist: Any = distributed  # its types leave the stores out
 MEET_WITHIN_S = 600.0
 """Seconds within which all shards must have loaded their parts."""
 WITHIN_S = 600.0
-"""Seconds that an operation of a batch may take. All of a batch's work may be at one shard, if tenants choose experts
-so. A shard that has ended is noticed at once."""
+"""Seconds that one send or receive may take. Tenants choose the experts, so one shard may compute a whole batch while
+the others wait. A shard that has ended is noticed at once."""
 _TOLD, _ROWS, _ANSWER = range(3)
 """Tags of orders and what is told at the start, of matrices, and of answers. NCCL knows no tags, and has a group for
 matrices alone."""

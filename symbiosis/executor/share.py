@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from symbiosis.core.share import Share, fingerprint_of, quantization_of
+from symbiosis.core.share import Share, dtype_name, fingerprint_of, quantization_of
 from symbiosis.errors import ShareError
-from symbiosis.executor.fingerprint import dtype_name, tensors_fingerprint
+from symbiosis.executor.fingerprint import tensors_fingerprint
 from symbiosis.executor.loading import HUB_ID
 from symbiosis.executor.packing import plain
 from symbiosis.executor.splitting import SplitModel

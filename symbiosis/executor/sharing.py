@@ -38,7 +38,8 @@ class Sharing(NamedTuple):
     held: int
     """Parameters and buffers that each process with clients holds. They leave the executor, if it serves others."""
     unserved: tuple[Unserved, ...]
-    """The tensors among these that are no embeddings, heads or computed from the configuration; largest first."""
+    """The held tensors that are neither embeddings nor heads and are not computed from the configuration; largest
+    first."""
 
     def leaving(self) -> list[Unserved]:
         """Return the weights that are too large to leave an executor that keeps its weights."""

@@ -40,7 +40,7 @@ class Unpacked:
         """Let the weights that a batch needs in the usual layout stay in it.
 
         Args:
-            key: of the batch.
+            key: the batch's key.
             counted: whether the copies count in the budget. Copies for a client's own thread do not.
         """
         if key.pass_ is _BACKWARD or key.fp32:

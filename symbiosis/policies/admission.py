@@ -20,7 +20,7 @@ from symbiosis.policies.opportunistic import Opportunistic
 
 
 def token_count(request: Request, layers: int) -> float:
-    """Return a request's part of its tokens' forward walks: one row through all ``layers`` of the model counts 1."""
+    """Return ``rows * layers of the key / layers``: one row through all ``layers`` of the model counts 1."""
     return request.rows * len(request.key.layers) / layers
 
 

@@ -16,10 +16,10 @@ from symbiosis.core.requests import Batch, Key, Request
 _LEARN_GAP = 0.1
 """Weight of the newest gap between two requests for a key."""
 _LEARN_TOGETHER = 0.02
-"""Weight of the newest batch in the share of neighbours that stayed together."""
+"""Weight of the newest batch in the mean of ``_together``."""
 _MAX_LAYERS_TOGETHER = 64
 _MAX_WALK = 16
-"""Number of requests before the one for a key at which a client counts as near the key."""
+"""A client counts as near a key if it needs at most this many requests until the one for the key."""
 _MAX_KEYS = 20_000
 _MAX_CLIENTS = 20_000
 

@@ -23,7 +23,8 @@ from symbiosis.policies.own_work import OwnWork
 from symbiosis.policies.walks import Walks
 
 _UNKNOWN = 64  # rows of a batch with an unknown latency
-_DECODE, _PREFILL, _FINETUNE = Kind  # on Python 3.11 a member looked up on its class takes six times as long
+# On Python 3.11 a member looked up on its class takes six times as long.
+_DECODE, _PREFILL, _FINETUNE = Kind.DECODE, Kind.PREFILL, Kind.FINETUNE
 
 
 class CoServing(Policy):

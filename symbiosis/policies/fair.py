@@ -59,7 +59,8 @@ class _TenantQueue:
 
 
 class _ByCounter:
-    """Tenants by counter. Counters only grow, so an entry is never too high; it is corrected at the top of the heap."""
+    """Tenants by counter. Counters only grow, so a stored counter is at most the present one. A stale entry is
+    corrected when it reaches the top of the heap."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, _TenantQueue]] = []
@@ -131,8 +132,10 @@ class Fair(Admission):
         self._of: dict[str, _TenantQueue] = {}
         """Tenants by client."""
         self._numbers = itertools.count()
-        self._queued, self._held = _ByCounter(), _ByCounter()
-        """Tenants with a request queued, and tenants with a request held back that has room in a batch."""
+        self._queued = _ByCounter()
+        """Tenants with a request queued."""
+        self._held = _ByCounter()
+        """Tenants with a request held back that has room in a batch."""
         self._reached = 0.0
         """Highest counter at which a request was admitted (V)."""
         self._floor = 0.0

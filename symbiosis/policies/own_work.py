@@ -20,8 +20,8 @@ class OwnWork:
     def __init__(self) -> None:
         self._models = {Kind.PREFILL: LatencyModel(), Kind.FINETUNE: LatencyModel()}
         self._answers: dict[str, tuple[Request, float]] = {}
-        """The last answer of each local client without a newer request, and its time less the seconds of batches until
-        then."""
+        """The latest request of each local client whose answer no newer request has followed, and the time of the
+        answer less ``_ran`` at that time."""
         self._ran = 0.0
         """Seconds of batches so far."""
 

@@ -25,7 +25,7 @@ AIM = 0.92
 _LEAST = 0.25
 """Part of the SLO that fine-tuning may take from each token of a text that misses its SLO."""
 _SHARE = 0.1
-"""Fine-tuning's time over that of prompts while prompts are queued that have half of their targets to spare."""
+"""Ratio of fine-tuning's time to prompts' time while each queued prompt has at least half of its target left."""
 _AWAY = 0.8
 """Part of the SLO: a client in another process that computes for so long per token is disregarded."""
 _LEARN = 0.2  # weight of the newest token in the usual time of a token

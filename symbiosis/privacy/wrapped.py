@@ -19,7 +19,8 @@ from symbiosis.privacy.masks import MaskedKey
 from symbiosis.privacy.own_weights import OwnWeights
 
 _LARGEST = {dtype: 2.0 ** (64 - bits) - 2 for dtype, bits in BITS.items()}
-"""Numbers in units of the amplitude that fit into an int64 of :data:`BITS` bits a unit, with room for the noise."""
+"""Largest number, as a multiple of the amplitude, whose fixed-point value with :data:`BITS` bits and noise fits into
+int64."""
 _LARGEST_INT32 = 2.0 ** (32 - BITS[torch.float32]) - 2
 """The same for an int32, the dtype of noise for fp32 rows."""
 _CHUNK_ROWS = 64

@@ -1,7 +1,7 @@
 """A discrete-event simulator around the scheduler and the policies that the executor runs.
 
-It shows what clients would see of a policy, without a model. It may import ``core`` and ``policies``. Start reading at
-:class:`Simulation`.
+It shows what clients would see of a policy, without a model. It may import ``core``, ``policies`` and ``errors``. Start
+reading at :class:`Simulation`.
 """
 
 from symbiosis.simulation.clients import Done, finetune, generate

@@ -38,14 +38,14 @@ def bound(costs: Costs, load: ReplayedLoad, slo: SLO) -> Bound:
     """Return the SLO attainment and the fine-tuning that seem possible.
 
     Rows of prompts and tokens cost what they add to batches that run anyway, on an executor without overhead. Tokens
-    are made exactly at the pace of the SLO. Both is less than any policy needs.
+    are made exactly at the pace of the SLO. Both are lower bounds of what a policy needs.
 
     Prompts run one after another, the earliest target first. Where a target would be missed, the longest prompt since
     the executor was last idle is never served (Moore and Hodgson, 1968). That is best for prompts that arrive together;
     where they arrive one after another, another choice may keep a few more.
 
-    Fine-tuning fills the rest, at the rate that it has alone. A later turn of a conversation arrives with its pause
-    after the answer before it, had that been made at the pace of the SLO without waiting.
+    Fine-tuning fills the rest, at the rate that it has alone. A later turn of a conversation arrives its
+    pause after the earliest time at which the answer before it can be complete at the pace of the SLO.
     """
     prompts: list[_Prompt] = []
     ends: dict[object, float] = {}

@@ -47,7 +47,7 @@ class Ask(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Walk the model for one token, if clients decode jointly together with all others that are ready to."""
+    """Walk the model for one token; in joint decoding, together with all other clients that are ready."""
 
     walk: Callable[[int], SimulatedClient]
     """Function of the number of tokens: a generator of the walk's actions."""

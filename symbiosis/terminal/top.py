@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from symbiosis.errors import WireError
@@ -289,16 +289,42 @@ def screen(console: Console) -> Iterator[Callable[[RenderableType], object]]:
 
 
 def _table(rows: list[dict[str, str]], more: int, what: str) -> list[RenderableType]:
-    """Return a table of the columns that have content, and how many rows more there are."""
+    """Return a table, unless there are no rows."""
     if not rows:
         return []
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
-    for heading in shown:
-        table.add_column(heading)
-    for row in rows:
-        table.add_row(*(Text(row[heading]) for heading in shown))
-    return [table, Text(f"… and {more} {what} more")] if more else [table]
+    return [_Lines(rows, f"{more} {what} more" if more else "")]
+
+
+class _Lines:
+    """A table with a line for each row. Columns on the right are left out if the console is too narrow for all.
+
+    Args:
+        rows: their cells by column. Columns without content are left out.
+        more: what the table leaves out, such as "5 tenants more".
+    """
+
+    def __init__(self, rows: list[dict[str, str]], more: str) -> None:
+        self.rows = rows
+        self.more = more
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        shown = [heading for heading in self.rows[0] if any(row[heading] for row in self.rows)]
+        wide = options.update(width=1000)
+        whole = width = console.measure(self._table(shown), options=wide).maximum
+        while width > options.max_width and len(shown) > 1:
+            shown.pop()
+            width = console.measure(self._table(shown), options=wide).maximum
+        yield self._table(shown)
+        hidden = [f"… and {self.more}"] if self.more else []
+        hidden += [f"a width of {whole} shows all columns"] if width < whole else []
+        if hidden:
+            yield Text("; ".join(hidden))
+
+    def _table(self, shown: list[str]) -> Table:
+        table = Table(*(Column(heading, no_wrap=True) for heading in shown), box=box.SIMPLE_HEAD, pad_edge=False)
+        for row in self.rows:
+            table.add_row(*(Text(row[heading]) for heading in shown))
+        return table
 
 
 def _largest(parts: Mapping[str, float], form: Callable[[float], str]) -> str:

@@ -189,7 +189,8 @@ def as_symbiosis(replica: Replica, error: Exception) -> SymbiosisError:
 
 
 def together(errors: Sequence[SymbiosisError]) -> SymbiosisError:
-    """Return the error for a client that could join no replica: one after which it tries again, if there is any."""
+    """Return the error for a client that could join no replica. If any of them allows another attempt, so does this
+    one."""
     may_return = [error for error in errors if isinstance(error, MAY_RETURN)]
     if not may_return:
         return errors[0]

@@ -88,9 +88,18 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class BlockingChannel(SynchronousChannel):
-    """A channel of which any thread may make calls; they take turns. Joins the executor at ``address``. After each
-    walk, ``better`` tells whether to join again, because there is a better executor. Raises SymbiosisError: the errors
-    of ``join``."""
+    """A channel of a client without an event loop. Any thread may make calls; they take turns.
+
+    Args:
+        join: joins an executor.
+        address: of the executor, for messages.
+        hello: the client's name and terms.
+        retry_s: seconds for which a client that has lost its executor tries to join again.
+        better: called after each walk; returns whether to join again, because there is a better executor.
+
+    Raises:
+        SymbiosisError: the errors of ``join``.
+    """
 
     def __init__(
         self,

@@ -64,7 +64,8 @@ class Choice:
         self._moves = False
         """Whether the client leaves a replica that works for a better one."""
         self._failures: dict[Replica, tuple[float, float]] = {}
-        """Of a replica that has failed, for how many seconds others are preferred, and until when."""
+        """For each replica that has failed: for how many seconds others are preferred, and the time at which that
+        ends."""
 
     def candidates(self) -> list[Replica]:
         """Return the replicas to join: preferred ones first, then those that were lost recently, then those that did

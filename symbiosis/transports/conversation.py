@@ -304,7 +304,7 @@ class Conversation:
         call_bytes, size = sizes(rows, due)
         if rows > self._most_rows:
             raise UsageError(
-                f"a call of {rows} rows; the executor allows {self._most_rows}; send fewer tokens at once, or ask its "
+                f"a call has {rows} rows; the executor allows {self._most_rows}; send fewer tokens at once, or ask its "
                 "host for a larger rows limit"
             )
         if size > self._most_bytes:

@@ -67,8 +67,8 @@ class Admitted:
 class Courier(ABC):
     """The executor's end of one connection, as far as tensors are concerned."""
 
-    apart = True
-    """Whether the executor can skip the tensors of a call that it refuses, and find those of the next call."""
+    can_skip = True
+    """Whether the executor can skip the tensors of a refused call without losing those of the next one."""
 
     @abstractmethod
     def welcome(self, joined: bool) -> dict[str, Any]:

@@ -5,11 +5,11 @@ map (CUDA IPC). When a call needs more and none is outstanding, a larger segment
 end of the arena in host memory, which clients without this GPU use. The client alone decides what lies where, and the
 executor checks it.
 
-Neither process waits for the GPU. Two interprocess events order the work: the client records ``called`` when its
-rows are written, the executor records ``answered`` when its results are written. Each side has its stream wait for the
-other's event when the corresponding message comes. The event may already have been recorded again for a later call.
-Waiting for the later record takes longer but cannot deadlock: a call's message follows its record, and the answer's
-message follows the executor's wait.
+Neither process waits for the GPU. Two interprocess events order the work: the client records ``called`` when its rows
+are written, the executor records ``answered`` when its results are written. Each side has its stream wait for the
+other's event when the corresponding message comes. A later call may have recorded the event again by then, so the wait
+may be longer. It cannot deadlock, because each side records an event before it sends the message that has the other
+side wait.
 
 Memory comes from the driver and not from torch's allocator, whose blocks contain other tensors. A segment is a multiple
 of 2 MiB, because an IPC handle opens the whole block that contains an allocation, and is zeroed before use.
@@ -48,7 +48,7 @@ class Segment(Memory):
     def size(least: int, limit: int) -> int:
         """Return the bytes of a segment for calls of ``least`` bytes. Raises WireError if they exceed the limit."""
         if not 0 < least <= limit:
-            raise WireError(f"a segment of {least} bytes; this client may have {limit}")
+            raise WireError(f"the client asks for a segment of {least} bytes; it may have {limit}")
         return -(-min(max(least, FIRST), limit) // BLOCK) * BLOCK
 
     @classmethod

@@ -155,7 +155,9 @@ class DirectoryChannel:
         try:
             places = [self._places[layer] for layer in call.key.layers]
         except IndexError:
-            raise RequestError(f"layers {call.key.layers}; there are {len(self.layers)}, counted from 0") from None
+            raise RequestError(
+                f"a call asks for layers {call.key.layers}; there are {len(self.layers)}, counted from 0"
+            ) from None
         channel = places[0][0]
         if any(other is not channel for other, _ in places):
             raise RequestError(f"layers {call.key.layers} are at several executors; ask for each of them")

@@ -106,7 +106,7 @@ class LaneCourier(TcpCourier):
     The lanes open when the client has sent the first message that needs them: a client that only looks has none.
     """
 
-    apart = False
+    can_skip = False
 
     def __init__(self, backend: str, line: TcpLine) -> None:
         super().__init__(line)

@@ -206,7 +206,7 @@ class Peer:
 
     def _fail(self, message: CallMessage, error: SymbiosisError) -> None:
         """Refuse a call whose tensors were not taken."""
-        if self._courier.apart:
+        if self._courier.can_skip:
             self._service.rejected(type(error).__name__)
             self._line.send(wire.pack_error(message.id, error))
         else:  # its tensors would be taken for those of the next call

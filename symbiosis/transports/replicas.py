@@ -139,7 +139,7 @@ class Replicas:
 
         Raises:
             RefusedError: executors serve different models, or a layer is served by none of them.
-            ConnectionLostError: the same, and an executor does not answer.
+            ConnectionLostError: a layer is served by none of them, and an executor does not answer.
             UsageError: an address cannot be used in this way.
         """
         whole, looks = self._seen_whole(PATIENCE_S)

@@ -16,7 +16,7 @@ AT_ONCE = 16
 """Messages of one client that are read before other clients get their turn."""
 WRITTEN_AT_ONCE = 1 << 20
 """Bytes to one client that are encrypted and written before the event loop does other work."""
-MOST_SAID = 64 << 10
+MAX_UNREAD = 64 << 10
 """Unread bytes, without tensors of results, after which the executor stops reading from this client."""
 MESSAGE_BYTES = 1 << 10
 """Bytes that a message counts for at least: the objects of an event loop that wait with it."""
@@ -40,10 +40,10 @@ class StreamLine(asyncio.BufferedProtocol):
         """Messages of which the event loop does not have all parts yet, in their order."""
         self._writing: asyncio.Handle | None = None
         self._ends = False
-        """Whether nothing is sent after them."""
+        """Whether the connection ends after the messages that wait."""
         self._unsent = False
         """Whether more than the event loop's 64 KiB wait for the client to read."""
-        self._said = 0
+        self._unread = 0
         """Bytes of messages, apart from the tensors of results, sent since the client was last seen to have read
         everything."""
         self._then: list[Callable[[], object]] = []
@@ -124,7 +124,7 @@ class StreamLine(asyncio.BufferedProtocol):
                 if self._stream.awaits and not self._stream.take():
                     self._resume()
                     return
-                if not self._listening or self._said_enough():
+                if not self._listening or self._has_enough_unread():
                     self._pause()
                     return
                 found = self._stream.next()
@@ -175,7 +175,7 @@ class StreamLine(asyncio.BufferedProtocol):
         transport = self._transport
         if not self.peer.gone and not transport.is_closing():
             self._outgoing.append(self._stream.encode(message, payload, parts))
-            self._said += max(len(message) + (0 if results else payload), MESSAGE_BYTES)
+            self._unread += max(len(message) + (0 if results else payload), MESSAGE_BYTES)
             if len(self._outgoing) == 1 and not self._unsent:
                 self._write()
 
@@ -218,15 +218,15 @@ class StreamLine(asyncio.BufferedProtocol):
             one()
         self._read_soon()
 
-    def _said_enough(self) -> bool:
+    def _has_enough_unread(self) -> bool:
         """Return whether the client leaves too much unread. If so, :meth:`resume_writing` is called when it has read
         everything."""
-        if self._said <= MOST_SAID:
+        if self._unread <= MAX_UNREAD:
             return False
         if self._outgoing:
             return True
         if not self._transport.get_write_buffer_size():
-            self._said = 0
+            self._unread = 0
             return False
         if not self._unsent:
             self._transport.set_write_buffer_limits(0)  # calls pause_writing if anything waits
@@ -241,7 +241,7 @@ class StreamLine(asyncio.BufferedProtocol):
         if self._outgoing:
             self._write_on()
         else:
-            self._said = 0
+            self._unread = 0
             self._was_read()
 
     def when_read(self, then: Callable[[], object]) -> None:

@@ -38,8 +38,7 @@ _TICKS = 10
 LINES = 10
 """Lines of the log in a second about peers without a key."""
 LOOKS_OF_ONE = Limits().clients
-"""Status connections that a tenant may have. Joining begins with one, so a lower limit of ``clients`` does not hold for
-them."""
+"""Status connections that a tenant may have, whatever the limit ``clients`` is: a client opens one before it joins."""
 SWEEP_S = 1.0
 """Seconds between two looks at whether the key of a client was removed."""
 

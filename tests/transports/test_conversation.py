@@ -141,7 +141,7 @@ def test_limits_hold(rows: int, sent: int) -> None:
 
 def test_a_call_of_more_rows_than_allowed_is_not_sent() -> None:
     talk = conversation()
-    with pytest.raises(UsageError, match=r"a call of 11 rows; the executor allows 10;.*a larger rows limit"):
+    with pytest.raises(UsageError, match=r"a call has 11 rows; the executor allows 10;.*a larger rows limit"):
         talk.call(a_call(11))
     assert not sendable(talk)
 

@@ -105,8 +105,8 @@ async def test_no_more_is_written_while_the_client_does_not_read(line: Any) -> N
     line.when_read(lambda: read.append(len(transport.sent)))
     await turns(line, 10)
     assert len(transport.sent) < 2 * WRITTEN_AT_ONCE
-    line._said = 1 << 20
-    assert line._said_enough()
+    line._unread = 1 << 20
+    assert line._has_enough_unread()
     for _ in range(10):
         assert not read
         transport.read()
@@ -116,7 +116,7 @@ async def test_no_more_is_written_while_the_client_does_not_read(line: Any) -> N
     assert transport.sent == frame(b"result", SIZE) + ANSWER
     assert read == [len(transport.sent)]
     transport.read()
-    assert not line._said_enough()
+    assert not line._has_enough_unread()
 
 
 async def test_answers_of_any_size_wait_for_the_client_to_read(line: Any) -> None:

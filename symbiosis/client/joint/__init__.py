@@ -29,7 +29,7 @@ class Here(NamedTuple):
     compute: Callable[[Call], Results]
     """Runs base layers at once, beside the queues."""
     submit: Callable[[Call], asyncio.Future[Results]]
-    """Queues a call of the joint client that has ``work``."""
+    """Queues a call of the joint client whose ``work`` is set."""
     finetunes: Callable[[], bool]
     """Returns whether a client fine-tunes."""
 

@@ -1,9 +1,9 @@
 """Captured walks: joint walks that a CUDA graph repeats, so that a token takes one launch instead of thousands.
 
-A graph repeats kernels on the same places in memory. So each client keeps one row of a walk for as long as it decodes,
-its cache is in a :class:`~symbiosis.client.joint.pool.Pool`, and tokens, positions and lengths are copied to fixed
-places before each walk. The rows of clients that do not take part are computed too, and their results are not used. The
-attention of a row ends at its length, behind which there are zeros.
+A CUDA graph reads and writes fixed addresses. So each client keeps one row of a walk for as long as it decodes, its
+cache is in a :class:`~symbiosis.client.joint.pool.Pool`, and tokens, positions and lengths are copied to fixed
+addresses before each walk. The rows of clients that do not take part are computed too, and their results are not used.
+A row attends to as many tokens as its length says; the rest of the row is zero.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
 itself: the policy decides when, and statistics and accounts name the clients of the walk. While a client fine-tunes,
@@ -43,8 +43,9 @@ from symbiosis.core.transport import Channel
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 64
+"""Most rows of a walk. More clients are walked without a capture."""
 STEADY = 4
-"""Joint walks of the same clients after which their walk is captured. That takes as long as some walks."""
+"""Joint walks of the same clients after which their walk is captured. A capture takes as long as several walks."""
 _FIRST = 256
 """Tokens that rows have room for at first. More room is made by doubling, with a new capture."""
 _PART = 0.5
@@ -90,9 +91,9 @@ class CapturedWalks:
     Args:
         model: the joint model.
         here: the executor, in this process.
-        requester: of the joint model's layers.
+        requester: the requester of the joint model's layers.
         trials: what the model gives for some texts.
-        device: of the model.
+        device: the model's device.
 
     Attributes:
         refusal: why no walk is captured, or None.
@@ -153,10 +154,10 @@ class CapturedWalks:
 
     async def outputs(self, steps: Sequence[Token], channel: Channel) -> list[Any] | None:
         """Return the outputs for the tokens of several clients; None if they are to be walked without a capture."""
-        rows = self._place(steps)
-        walk = self._walk
-        if rows is None or walk is None:
+        placed = self._place(steps)
+        if placed is None:
             return None
+        walk, rows = placed
         tokens = [(row, step.ids, step.position, step.attention) for row, step in zip(rows, steps, strict=True)]
         ids = walk.ids[: len(rows)]
 
@@ -192,30 +193,37 @@ class CapturedWalks:
             outputs.append(walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache))
         return outputs
 
-    def _place(self, steps: Sequence[Token]) -> list[int] | None:
-        """Return the row of each token if one captured walk can serve them all now."""
-        if self.refusal is not None or not self._are_steady([step.seat for step in steps]):
+    def _place(self, steps: Sequence[Token]) -> tuple[CapturedWalk, list[int]] | None:
+        """Return a captured walk that can serve these tokens now, and the row of each."""
+        if self.refusal is not None or not self._are_steady([step.seat for step in steps]) or self._here.finetunes():
             return None
-        if self._here.finetunes():
+        for reason in filter(None, map(self._unfit, steps)):
+            self._tell(reason)
             return None
-        lengths = [step.cache.get_seq_length() for step in steps]
-        for step, length in zip(steps, lengths, strict=True):
-            attention, position = step.attention, step.position
-            if not length or {step.ids.dtype, position.dtype} != {torch.long} or position.device != self._device:
-                return None
-            if attention is not None and (attention.shape != (1, length + 1) or attention.device != self._device):
-                return None
-            if any(layer is not DynamicLayer for layer in structure(step.cache)):
-                return None
-        walk = self._walk
-        if walk is None or max(lengths) >= walk.pool.capacity:
-            walk = self._make(steps, max(lengths) + 1)
+        least, walk = max(step.cache.get_seq_length() for step in steps) + 1, self._walk
+        if walk is None or least > walk.pool.capacity:
+            walk = self._make(steps, least)
             if walk is None:
                 return None
         rows = [self._rows.index(step.seat) for step in steps]
         walk.pool.take_out_full(except_=rows)
-        fit = [walk.pool.put(row, step.cache) for row, step in zip(rows, steps, strict=True)]
-        return rows if all(fit) else None
+        if not all(walk.pool.put(row, step.cache) for row, step in zip(rows, steps, strict=True)):
+            self._tell("a client's cache has layers of several lengths")
+            return None
+        return walk, rows
+
+    def _unfit(self, step: Token) -> str | None:
+        """Return why a captured walk cannot serve a token, or None."""
+        length, attention, position = step.cache.get_seq_length(), step.attention, step.position
+        if not length:
+            return "a client's cache is empty"
+        if {step.ids.dtype, position.dtype} != {torch.long} or position.device != self._device:
+            return "a client's tokens or positions are not int64, or are on another device"
+        if attention is not None and (attention.shape != (1, length + 1) or attention.device != self._device):
+            return "a client's attention mask does not have a column for each token, or is on another device"
+        if any(layer is not DynamicLayer for layer in structure(step.cache)):
+            return "a client's cache is of another kind than DynamicCache"
+        return None
 
     def _are_steady(self, seats: Sequence[Walker]) -> bool:
         """Return whether these clients have been walked together for some tokens, so that a capture pays."""
@@ -232,8 +240,8 @@ class CapturedWalks:
         return self._steady > STEADY
 
     def _make(self, steps: Sequence[Token], least: int) -> CapturedWalk | None:
-        """Return a walk with room for texts of ``least`` tokens; None, and the walk stays as it is, if they would take
-        too much memory."""
+        """Return a walk with room for texts of ``least`` tokens. If they would take too much memory, return None and
+        keep the present walk."""
         like, walk = steps[0].cache, self._walk
         rows, capacity = max(_doubled(len(self._rows)), 2), max(_doubled(least), _FIRST)
         freed = 0 if walk is None else walk.pool.bytes
@@ -289,11 +297,11 @@ class CapturedWalk:
 
     Args:
         model: the joint model.
-        adapters: of the rows, from :meth:`JointModel.adapters`.
+        adapters: the adapters of the rows, from :meth:`JointModel.adapters`.
         pool: has the caches of the rows.
         here: runs base layers.
-        requester: of the joint model's layers.
-        device: of the model.
+        requester: the requester of the joint model's layers.
+        device: the model's device.
 
     Attributes:
         ids: tokens [R, 1].

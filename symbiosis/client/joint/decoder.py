@@ -1,9 +1,10 @@
 """Brings the clients of a process together before each token, and walks the model for all of them.
 
 A client's *seat* stands before the forward of its top-level model. A call for one token, in evaluation mode, without
-gradients and with a cache, waits there while another token is under way. When that is done, all who wait are walked
-together if they can be, and a client that waits by itself walks its own model. Nothing else changes: ``generate``, its
-logits processors, streamers and stopping criteria, the client's random numbers and its cache are the client's own.
+gradients and with a cache, waits there while another token is under way. When that token is done, the waiting clients
+whose caches have the same structure are walked together, and a client that waits by itself walks its own model. Nothing
+else changes: ``generate``, its logits processors, streamers and stopping criteria, the client's random numbers and its
+cache are the client's own.
 
 A joint walk is a client of the executor like any other. It runs in a fiber of its own, and its requests name its
 clients.
@@ -47,7 +48,7 @@ class _Step:
     structure: tuple[Any, ...]
     reply: asyncio.Future[Any]
     alone: bool = False
-    """Whether the client is to walk its own model, and to report the end of the token."""
+    """Whether the client is to walk its own model, and to call :meth:`JointDecoder.token_ended` afterwards."""
 
 
 class Seat:

@@ -69,7 +69,7 @@ class PooledLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
 
 
 def _of_its_own(name: str) -> property:
-    """Return an attribute that a layer has once it has left the pool."""
+    """Return a property that takes the layer out of the pool and then reads or sets its attribute."""
 
     def get(layer: Any) -> Any:
         layer.leave()
@@ -126,7 +126,7 @@ class Pool:
             mine = keys[row : row + 1], values[row : row + 1]
             for place, tensor in zip(mine, (layer.keys, layer.values), strict=True):
                 place[:, :, : text.length].copy_(tensor)
-                place[:, :, text.length :].zero_()  # attention multiplies what it does not see by 0
+                place[:, :, text.length :].zero_()  # attention multiplies masked values by 0, and 0 · NaN is NaN
             PooledLayer.take(layer, text, *mine)
         text.layers = [weakref.ref(layer) for layer in cache.layers]
         return True

@@ -71,7 +71,7 @@ class Reading:
         self._hooks: list[Mapping[int, Any]] = []
         self.reason: str | None = None
         self._passing = False
-        """Whether the reason may end without a change that :meth:`is_current` notices."""
+        """Whether the reason, such as training mode, can end without a change that :meth:`is_current` detects."""
         try:
             if model.config.to_dict() != settings:
                 raise _WalksAloneError("a configuration of its own")

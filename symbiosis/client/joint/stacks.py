@@ -17,7 +17,8 @@ import torch
 SLOTS = 8
 """Clients of one stack. More clients have several stacks."""
 _ALIGNED = 64
-"""Bytes that each window starts at a multiple of, as tensors of torch do: results may depend on it in the last bit."""
+"""Alignment of each matrix in bytes, the same as of torch's allocator: with another one the last bit of a result may
+differ."""
 
 
 class _Matrices:
@@ -31,11 +32,11 @@ class _Matrices:
         self._bytes = self._stride * like.element_size()
         self.all = self._room.as_strided((SLOTS, *like.shape), (self._stride, like.shape[1], 1))
 
-    def window(self, slot: int) -> torch.Tensor:
+    def matrix(self, slot: int) -> torch.Tensor:
         """Return one slot's matrix, with a storage of its own."""
         storage: Any = self._room.untyped_storage()[slot * self._bytes : (slot + 1) * self._bytes]
-        window = torch.empty(0, dtype=self._room.dtype, device=self._room.device)
-        return window.set_(storage, 0, self.shape, (self.shape[1], 1))
+        matrix = torch.empty(0, dtype=self._room.dtype, device=self._room.device)
+        return matrix.set_(storage, 0, self.shape, (self.shape[1], 1))
 
 
 class Stack:
@@ -57,9 +58,9 @@ class Stack:
         slot = min(self.free)
         self.free.remove(slot)
         for parameter, matrices in ((a, self._a), (b, self._b)):
-            window = matrices.window(slot)
-            window.copy_(parameter.data)
-            parameter.data = window
+            matrix = matrices.matrix(slot)
+            matrix.copy_(parameter.data)
+            parameter.data = matrix
         return Slot(self, slot, a, b, a.data_ptr(), b.data_ptr())
 
     def transposed(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
