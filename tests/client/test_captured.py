@@ -482,3 +482,63 @@ async def test_a_text_that_is_too_long_for_a_pool_leaves_the_others_theirs(
         await short
     assert made == []
     assert walks.captured > 20
+
+
+async def test_a_cache_that_is_read_during_a_walk_gets_the_walks_token(device: str, walks: _Walks) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    caches = [DynamicCache(), DynamicCache()]
+    async with some_clients(2, base) as (_, clients):
+
+        async def watch() -> None:
+            while True:
+                await asyncio.sleep(0.003)
+                for layer in caches[0].layers[:1]:
+                    assert layer.keys is not None
+
+        watching = asyncio.create_task(watch())
+        outs = await asyncio.gather(
+            *(generate(c, 6, 40, past_key_values=own) for c, own in zip(clients, caches, strict=True))
+        )
+        watching.cancel()
+        await asyncio.wait([watching])
+        assert watching.cancelled()
+    assert walks.captured > 5
+    for number, out in enumerate(outs):
+        assert {layer.get_seq_length() for layer in caches[number].layers} == {45}
+        assert_equal(out, expected_of(plain_base, number, 6, 40), tolerance(device))
+
+
+async def test_errors_of_one_client_and_of_a_pool_do_not_reach_the_others(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+
+    def fail(self: Pool, *args: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    async with some_clients(3, base) as (executor, clients):
+        await asyncio.gather(*map(generate, clients))
+        if device == "cpu":  # on a GPU, a position out of range ends the process's use of the GPU
+            place = captured.CapturedWalk.place
+
+            def place_once(walk: captured.CapturedWalk, tokens: Any) -> None:
+                monkeypatch.setattr(captured.CapturedWalk, "place", place)
+                raise IndexError
+
+            monkeypatch.setattr(captured.CapturedWalk, "place", place_once)
+            await asyncio.gather(*map(generate, clients))
+            assert captured.CapturedWalk.place is place
+            assert walks.refusals == {None}
+        executor.reset_statistics()
+        before = walks.captured
+        with torch.inference_mode():
+            await clients[2].close()
+        monkeypatch.setattr(Pool, "__init__", fail)
+        outs = await asyncio.gather(*map(generate, clients[:2]))
+        assert executor.statistics().clients[clients[0].name].joint > 8
+        assert walks.captured == before
+    assert caplog.text.count("joint walks are not captured: a walk could not be captured: OutOfMemoryError") == 1
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))

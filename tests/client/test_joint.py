@@ -346,6 +346,48 @@ async def test_a_parameter_in_a_stack_has_a_storage_of_its_own_and_is_given_back
         assert all(torch.equal(p, values) for p, values in zip(stacked, before, strict=True))
 
 
+async def test_memory_of_a_tenant_that_has_left_is_not_used_again_while_something_refers_to_it() -> None:
+    """Such as a state dict, or the graph of a loss. Later tenants get other memory, and this once it is free."""
+    async with some_clients(2) as (executor, clients):
+        first, second = clients
+        kept = {name: p.detach() for name, p in first.model.named_parameters() if p.requires_grad}
+        before = {name: tensor.clone() for name, tensor in kept.items()}
+        places = {tensor.data_ptr() for tensor in kept.values()}
+        loss = (await first.forward(input_ids=text(9), labels=text(9))).loss
+        await first.close()
+        for tries in range(2):
+            async with executor.client(lora(), name=f"later-{tries}", seed=7) as later:
+                for _ in range(2):
+                    await asyncio.gather(generate(later), generate(second))
+                theirs = {p.data_ptr() for p in later.model.parameters() if p.requires_grad}
+                if not tries:
+                    assert not theirs & places
+                    assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+                    kept.clear()
+                    del loss
+        assert theirs & places, "the memory is used again"
+
+
+async def test_memory_of_an_adapter_that_something_else_refers_to_is_not_moved() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(lora(), name=name, seed=seed))
+            for seed, name in enumerate(("first", "second"))
+        ]
+        aliases = [p.detach() for name, p in clients[0].model.named_parameters() if "lora_B" in name]
+        await ready(executor, clients)
+        for alias in aliases:
+            alias.zero_()
+        out = await generate(clients[0])
+    model = plain(plain_base, lora(), 0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
+
+
 ALONE: dict[str, tuple[str, Callable[..., Any]]] = {
     "several sequences": ("several sequences at once", lambda c: {"input_ids": text(6, 6).repeat(2, 1)}),
     "beam search": ("several sequences at once", lambda c: {"num_beams": 2}),

@@ -3,7 +3,7 @@
 * ``exact``: products run row by row, with the client's own parameters and in their precision, as in PEFT's own forward
   pass. Each row gets the bits that PEFT gives it.
 * ``fast``: products of the same rank run as one batched product (:mod:`symbiosis.client.joint.stacks`). The order of
-  sums differs, and nothing else.
+  sums differs, and LoRA's factor is rounded to the adapter's precision.
 
 In both, what LoRA adds is added in its own precision and rounded once, as in PEFT.
 

@@ -154,20 +154,29 @@ class CapturedWalks:
 
     async def outputs(self, steps: Sequence[Token], channel: Channel) -> list[Any] | None:
         """Return the outputs for the tokens of several clients; None if they are to be walked without a capture."""
-        placed = self._place(steps)
+        try:
+            placed = self._place(steps)
+        except Exception as error:  # noqa: BLE001 (such as no memory for the pool)
+            self._refuse(error)
+            self._forget()
+            return None
         if placed is None:
             return None
         walk, rows = placed
         tokens = [(row, step.ids, step.position, step.attention) for row, step in zip(rows, steps, strict=True)]
         ids = walk.ids[: len(rows)]
+        failed = False
 
         def run() -> Results:
+            nonlocal failed
+            was_run = walk.was_run
             try:
                 walk.place(tokens)
                 walk.run()
-            except Exception as error:
-                self.refusal = f"a walk could not be captured: {type(error).__name__}: {error}"
-                log.warning("joint walks are not captured: %s", self.refusal, exc_info=error)
+            except Exception as error:  # noqa: BLE001 (the clients are walked without a capture then)
+                failed = True
+                if not was_run:
+                    self._refuse(error)
             return (ids,)
 
         reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), tuple([step.seat.name for step in steps]), run))
@@ -175,21 +184,23 @@ class CapturedWalks:
         self._under_way = True
         try:
             await reply
-            return self._taken(walk, rows, steps)
+            return None if failed else self._taken(walk, rows, steps)
         finally:
             self._under_way = False
             if not self._versions or self.refusal is not None:
                 self._forget()
 
-    def _taken(self, walk: CapturedWalk, rows: Sequence[int], steps: Sequence[Token]) -> list[Any] | None:
-        """Return the outputs of a walk, and count its tokens in the caches; None if it has failed."""
-        if self.refusal is not None:
-            return None
+    def _refuse(self, error: Exception) -> None:
+        """Capture no walk from now on."""
+        self.refusal = f"a walk could not be captured: {type(error).__name__}: {error}"
+        log.warning("joint walks are not captured: %s", self.refusal, exc_info=error)
+
+    def _taken(self, walk: CapturedWalk, rows: Sequence[int], steps: Sequence[Token]) -> list[Any]:
+        """Return the outputs of a walk, and count its tokens in the caches."""
         outputs = []
         for row, step in zip(rows, steps, strict=True):
-            text = walk.pool.texts[row]
-            if text is not None and not step.reply.done():
-                text.length += 1
+            if not step.reply.done():
+                walk.pool.add_token(row, step.cache)
             outputs.append(walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache))
         return outputs
 
@@ -263,6 +274,10 @@ class CapturedWalks:
         walk.kept = [tensor for seat in seats for tensor in seat.reading.tensors()]
         return walk
 
+    def close(self) -> None:
+        """Free the pool and the graph."""
+        self._forget()
+
     def _tell(self, reason: str) -> None:
         """Log once why clients are walked without a capture."""
         if reason not in self._told:
@@ -308,6 +323,7 @@ class CapturedWalk:
         logits: of the latest walk, [R, 1, vocabulary].
         output: class of the model's output.
         layers: the base layers that the walk goes through.
+        was_run: whether it has run. An error of a later run is that of one token, such as a position out of range.
     """
 
     def __init__(
@@ -343,6 +359,7 @@ class CapturedWalk:
         self._requester = requester
         self._device = device
         self._graph: torch.cuda.CUDAGraph | None = None
+        self.was_run = False
 
     def place(self, tokens: Sequence[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> None:
         """Take the next tokens: row, id [1, 1], position [1, 1], and mask [1, length + 1] or None."""
@@ -364,10 +381,11 @@ class CapturedWalk:
         """Walk: the first time by the model's own code, which is captured, and then by the graph."""
         if not can_capture(self._device):
             self.compute()
-            return
-        if self._graph is None:
-            self._graph = self._capture()
-        self._graph.replay()
+        else:
+            if self._graph is None:
+                self._graph = self._capture()
+            self._graph.replay()
+        self.was_run = True
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         now, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

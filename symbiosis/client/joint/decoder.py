@@ -405,6 +405,8 @@ class JointDecoder:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
+        if self.captured is not None:
+            self.captured.close()
         self._requester.close()
         if self.channel is not None:
             self.channel.close()

@@ -52,10 +52,12 @@ class PooledLayer(DynamicLayer):  # type: ignore[misc]  # transformers is not ty
     def leave(self) -> None:
         """Copy the keys and values out of the pool."""
         text, rows = self._text, self._rows
+        with torch.inference_mode(False), torch.no_grad():  # the caller may be another client, with modes of its own
+            keys, values = [tensor[:, :, : text.length].clone() for tensor in rows]
         text.is_whole = False
         del self._text, self._rows
         self.__class__ = DynamicLayer
-        self.keys, self.values = [tensor[:, :, : text.length].clone() for tensor in rows]
+        self.keys, self.values = keys, values
 
     def is_of(self, text: Text) -> bool:
         return self._text is text
@@ -130,6 +132,19 @@ class Pool:
             PooledLayer.take(layer, text, *mine)
         text.layers = [weakref.ref(layer) for layer in cache.layers]
         return True
+
+    @torch.no_grad()
+    def add_token(self, row: int, cache: DynamicCache) -> None:
+        """Count the token behind a row's text, which a walk has computed, in the client's cache. Layers that have left
+        the pool during the walk get copies of its keys and values."""
+        text = self.texts[row]
+        if text is None:
+            return
+        new = slice(text.length, text.length + 1)
+        text.length += 1
+        for keys, values, layer in zip(self.keys, self.values, cache.layers, strict=True):
+            if not isinstance(layer, PooledLayer):
+                layer.update(keys[row : row + 1, :, new], values[row : row + 1, :, new])
 
     def take_out(self, row: int) -> None:
         """Give the cache in a row, if there is one, its keys and values as tensors of its own."""

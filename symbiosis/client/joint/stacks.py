@@ -3,6 +3,7 @@
 A stack holds the A matrices of up to :data:`SLOTS` clients for one layer and rank, and their B matrices. The clients'
 own parameters become windows on the stack: an optimizer step takes effect at once, and nothing is copied for a walk.
 Each window is a storage of its own, so that a client that saves or inspects its parameters sees its own numbers alone.
+A window is given to another client once nothing refers to its memory.
 
 Legend: S slots in use; i in_features; o out_features; r rank.
 """
@@ -44,24 +45,42 @@ class Stack:
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         self._a, self._b = _Matrices(a), _Matrices(b)
-        self.free = list(range(SLOTS))
+        self._free = list(range(SLOTS))
+        self._left: dict[int, list[torch.Tensor]] = {}
+        """Matrices of slots that were given back. Something of the former client's may still refer to their memory,
+        such as a state dict or the graph of a loss."""
 
     def fits(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         mine = self._a.all
-        return bool(self.free) and self.has_shapes(a, b) and mine.dtype is a.dtype and mine.device == a.device
+        return self.has_shapes(a, b) and mine.dtype is a.dtype and mine.device == a.device and self.has_free_slot()
+
+    def has_free_slot(self) -> bool:
+        for slot, matrices in list(self._left.items()):
+            if not any(map(has_other_users, matrices)):
+                del self._left[slot]
+                self._free.append(slot)
+        return bool(self._free)
+
+    def is_empty(self) -> bool:
+        """Return whether no client has a slot."""
+        return len(self._free) + len(self._left) == SLOTS
 
     def has_shapes(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         return self._a.shape == a.shape and self._b.shape == b.shape
 
     def take(self, a: torch.nn.Parameter, b: torch.nn.Parameter) -> Slot:
         """Move the parameters of a client into a free slot."""
-        slot = min(self.free)
-        self.free.remove(slot)
-        for parameter, matrices in ((a, self._a), (b, self._b)):
-            matrix = matrices.matrix(slot)
+        slot = min(self._free)
+        self._free.remove(slot)
+        moved = [self._a.matrix(slot), self._b.matrix(slot)]
+        for parameter, matrix in zip((a, b), moved, strict=True):
             matrix.copy_(parameter.data)
             parameter.data = matrix
-        return Slot(self, slot, a, b, a.data_ptr(), b.data_ptr())
+        return Slot(self, slot, a, b, moved)
+
+    def give_back(self, slot: int, matrices: list[torch.Tensor]) -> None:
+        """Have a slot free as soon as nothing but these matrices refers to its memory."""
+        self._left[slot] = matrices
 
     def transposed(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [S, i, r] and B [S, r, o] of the first slots."""
@@ -75,21 +94,21 @@ class Slot(NamedTuple):
     number: int
     a: torch.nn.Parameter
     b: torch.nn.Parameter
-    a_pointer: int
-    b_pointer: int
+    matrices: list[torch.Tensor]
+    """The memory of A and B in the stack."""
 
     def holds(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Return whether these are the parameters in this slot."""
         if a is not self.a or b is not self.b or not self.stack.has_shapes(a, b):
             return False
-        return a.data_ptr() == self.a_pointer and b.data_ptr() == self.b_pointer
+        return [a.data_ptr(), b.data_ptr()] == [matrix.data_ptr() for matrix in self.matrices]
 
     def give_back(self) -> None:
         """Give the client its parameters back, as tensors of its own."""
-        for parameter, pointer in ((self.a, self.a_pointer), (self.b, self.b_pointer)):
-            if parameter.data_ptr() == pointer:
+        for parameter, matrix in zip((self.a, self.b), self.matrices, strict=True):
+            if parameter.data_ptr() == matrix.data_ptr():
                 parameter.data = parameter.data.clone()
-        self.stack.free.append(self.number)
+        self.stack.give_back(self.number, self.matrices)
 
 
 class Stacks:
@@ -101,16 +120,21 @@ class Stacks:
     def place(
         self, held: Mapping[str, Slot], adapters: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]
     ) -> dict[str, Slot]:
-        """Return the slots of a client's adapters (A and B by layer), given the slots that it has."""
+        """Return the slots of a client's adapters (A and B by layer), given the slots that it has. Parameters whose
+        memory has other users get none."""
         kept = {name: slot for name, slot in held.items() if name in adapters and slot.holds(*adapters[name])}
         give_back(slot for name, slot in held.items() if name not in kept)
-        return {name: kept.get(name) or self._stack(name, a, b).take(a, b) for name, (a, b) in adapters.items()}
+        return kept | {
+            name: self._stack(name, a, b).take(a, b)
+            for name, (a, b) in adapters.items()
+            if name not in kept and not has_other_users(a) and not has_other_users(b)
+        }
 
     def _stack(self, name: str, a: torch.Tensor, b: torch.Tensor) -> Stack:
         stacks = self._stacks.setdefault(name, [])
         found = next((stack for stack in stacks if stack.fits(a, b)), None)
         if found is None:
-            stacks[:] = [stack for stack in stacks if len(stack.free) < SLOTS]
+            stacks[:] = [stack for stack in stacks if not stack.is_empty()]
             found = Stack(a.data, b.data)
             stacks.append(found)
         return found
@@ -165,6 +189,13 @@ class StackRows:
             total[self._first : self._first + len(product)] = product
         else:
             total.index_copy_(0, self._rows, product.to(total.dtype))
+
+
+def has_other_users(tensor: torch.Tensor) -> bool:
+    """Return whether another tensor, such as an entry of a state dict or a matrix that autograd keeps, has the memory
+    of this one."""
+    count = getattr(torch._C, "_storage_Use_Count", None)  # of torch's own; without it, no memory is used again
+    return count is None or count(tensor.untyped_storage()._cdata) > 2  # the tensor, and the object that is asked
 
 
 def can_be_moved(parameter: torch.Tensor) -> bool:
