@@ -10,6 +10,7 @@ Legend: S slots in use; i in_features; o out_features; r rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -194,8 +195,16 @@ class StackRows:
 def has_other_users(tensor: torch.Tensor) -> bool:
     """Return whether another tensor, such as an entry of a state dict or a matrix that autograd keeps, has the memory
     of this one."""
-    count = getattr(torch._C, "_storage_Use_Count", None)  # of torch's own; without it, no memory is used again
-    return count is None or count(tensor.untyped_storage()._cdata) > 2  # the tensor, and the object that is asked
+    return _users(tensor) > _USERS_OF_ONE
+
+
+def _users(tensor: torch.Tensor) -> float:
+    count = getattr(torch._C, "_storage_Use_Count", None)  # private to torch; without it, all memory counts as shared
+    return math.inf if count is None else float(count(tensor.untyped_storage()._cdata))
+
+
+_USERS_OF_ONE = min(_users(torch.empty(1)), 2**32)
+"""What torch counts for memory that one tensor has."""
 
 
 def can_be_moved(parameter: torch.Tensor) -> bool:
