@@ -143,7 +143,7 @@ class Ends:
     def welcome(self, joined: bool) -> dict[str, Any]:
         return {"joined": joined}
 
-    apart = True
+    can_skip = True
 
     def check(self, admitted: Admitted, payload: int) -> int:
         return 0
