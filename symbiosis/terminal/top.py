@@ -272,8 +272,12 @@ def view(past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers:
         for group in busiest
     ]
     tables = [
-        *_table(rows, len(past["tenants"]) - len(rows), "tenants"),
-        *_table(groups, len(past["layers"]) - len(groups), "groups of layers"),
+        _Lines(lines, most - len(lines), what)
+        for lines, most, what in (
+            (rows, len(past["tenants"]), "tenants"),
+            (groups, len(past["layers"]), "groups of layers"),
+        )
+        if lines
     ]
     return Group(*([Text(title, "bold")] if title else []), *map(Text, about), *tables)
 
@@ -288,24 +292,18 @@ def screen(console: Console) -> Iterator[Callable[[RenderableType], object]]:
         yield partial(live.update, refresh=True)
 
 
-def _table(rows: list[dict[str, str]], more: int, what: str) -> list[RenderableType]:
-    """Return a table, unless there are no rows."""
-    if not rows:
-        return []
-    return [_Lines(rows, f"{more} {what} more" if more else "")]
-
-
 class _Lines:
     """A table with a line for each row. Columns on the right are left out if the console is too narrow for all.
 
     Args:
         rows: their cells by column. Columns without content are left out.
-        more: what the table leaves out, such as "5 tenants more".
+        more: how many further rows there are.
+        what: what the rows are, in plural.
     """
 
-    def __init__(self, rows: list[dict[str, str]], more: str) -> None:
+    def __init__(self, rows: list[dict[str, str]], more: int, what: str) -> None:
         self.rows = rows
-        self.more = more
+        self.more = f"… and {more} {what} more" if more else ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         shown = [heading for heading in self.rows[0] if any(row[heading] for row in self.rows)]
@@ -315,10 +313,9 @@ class _Lines:
             shown.pop()
             width = console.measure(self._table(shown), options=wide).maximum
         yield self._table(shown)
-        hidden = [f"… and {self.more}"] if self.more else []
-        hidden += [f"a width of {whole} shows all columns"] if width < whole else []
-        if hidden:
-            yield Text("; ".join(hidden))
+        hidden = [self.more, f"a width of {whole} shows all columns" if width < whole else ""]
+        if any(hidden):
+            yield Text("; ".join(filter(None, hidden)))
 
     def _table(self, shown: list[str]) -> Table:
         table = Table(*(Column(heading, no_wrap=True) for heading in shown), box=box.SIMPLE_HEAD, pad_edge=False)

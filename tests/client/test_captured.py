@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import get_peft_model
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from symbiosis import Client
 from symbiosis.client.joint import captured, decoder
@@ -518,6 +519,7 @@ async def test_errors_of_one_client_and_of_a_pool_do_not_reach_the_others(
     def fail(self: Pool, *args: Any) -> None:
         raise torch.OutOfMemoryError
 
+    caplog.set_level("INFO")
     async with some_clients(3, base) as (executor, clients):
         await asyncio.gather(*map(generate, clients))
         if device == "cpu":  # on a GPU, a position out of range ends the process's use of the GPU
@@ -531,10 +533,16 @@ async def test_errors_of_one_client_and_of_a_pool_do_not_reach_the_others(
             await asyncio.gather(*map(generate, clients))
             assert captured.CapturedWalk.place is place
             assert walks.refusals == {None}
+            assert "joint walks are not captured: a client's token failed: IndexError" in caplog.text
+        cache = DynamicCache()
+        await asyncio.gather(generate(clients[0], past_key_values=cache), *map(generate, clients[1:]))
+        assert isinstance(cache.layers[0], PooledLayer)
         executor.reset_statistics()
         before = walks.captured
         with torch.inference_mode():
             await clients[2].close()
+        assert type(cache.layers[0]) is DynamicLayer, "all caches have left the pool"
+        assert not cache.layers[0].keys.is_inference()
         monkeypatch.setattr(Pool, "__init__", fail)
         outs = await asyncio.gather(*map(generate, clients[:2]))
         assert executor.statistics().clients[clients[0].name].joint > 8

@@ -23,7 +23,8 @@ import torch
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint import Here
 from symbiosis.client.joint.attention import JointCache, JointError, structure
-from symbiosis.client.joint.captured import CapturedWalks, can_capture
+from symbiosis.client.joint.captured import CapturedWalks
+from symbiosis.client.joint.captured_walk import can_capture
 from symbiosis.client.joint.entry import Inputs, enter, leave, not_plain, one_token
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
@@ -406,7 +407,7 @@ class JointDecoder:
             task.cancel()
             await asyncio.wait([task])
         if self.captured is not None:
-            self.captured.close()
+            self.captured.forget()
         self._requester.close()
         if self.channel is not None:
             self.channel.close()

@@ -10,11 +10,14 @@ Legend: S slots in use; i in_features; o out_features; r rank.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+log = logging.getLogger(__name__)
 
 SLOTS = 8
 """Clients of one stack. More clients have several stacks."""
@@ -117,6 +120,8 @@ class Stacks:
 
     def __init__(self) -> None:
         self._stacks: dict[str, list[Stack]] = {}
+        if _count is None:
+            log.warning("this version of torch does not count users of memory, so LoRA products are not batched")
 
     def place(
         self, held: Mapping[str, Slot], adapters: Mapping[str, tuple[torch.nn.Parameter, torch.nn.Parameter]]
@@ -199,10 +204,10 @@ def has_other_users(tensor: torch.Tensor) -> bool:
 
 
 def _users(tensor: torch.Tensor) -> float:
-    count = getattr(torch._C, "_storage_Use_Count", None)  # private to torch; without it, all memory counts as shared
-    return math.inf if count is None else float(count(tensor.untyped_storage()._cdata))
+    return math.inf if _count is None else float(_count(tensor.untyped_storage()._cdata))
 
 
+_count = getattr(torch._C, "_storage_Use_Count", None)  # private to torch
 _USERS_OF_ONE = min(_users(torch.empty(1)), 2**32)
 """What torch counts for memory that one tensor has."""
 

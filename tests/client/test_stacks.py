@@ -1,0 +1,92 @@
+"""Memory of adapters and texts in joint walks: whose it is, and when another tenant gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import io
+
+import torch
+
+from symbiosis import Executor
+from tests.client.test_joint import OPTIONS, assert_equal, generate, model_of, plain, ready, some_clients, text
+from tests.helpers import lora
+
+
+async def test_no_tensor_of_a_tenant_shares_memory_with_another_tenants() -> None:
+    async with some_clients(3) as (executor, clients):
+        outs = await asyncio.gather(
+            *(generate(client, 4 + 3 * n, return_dict_in_generate=True) for n, client in enumerate(clients))
+        )
+        assert executor.statistics().clients[clients[0].name].joint >= 10
+    storages = [
+        {
+            tensor.untyped_storage().data_ptr()
+            for tensor in [
+                *out.logits,
+                *(t for layer in out.past_key_values.layers for t in (layer.keys, layer.values)),
+            ]
+        }
+        for out in outs
+    ]
+    for one, other in [(0, 1), (0, 2), (1, 2)]:
+        assert not storages[one] & storages[other]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in outs[0].logits)
+
+
+async def test_a_parameter_in_a_stack_has_a_storage_of_its_own_and_is_given_back() -> None:
+    async with some_clients(3) as (_, clients):
+        stacked = [p for p in clients[0].model.parameters() if p.requires_grad]
+        before = [p.detach().clone() for p in stacked]
+        file = io.BytesIO()
+        torch.save([p.data for p in stacked], file)
+        assert len(file.getvalue()) < 2 * sum(p.nbytes for p in stacked) + 1000 * len(stacked)
+        assert all(p.untyped_storage().nbytes() < p.nbytes + 64 for p in stacked)
+        pointers = [p.data_ptr() for p in stacked]
+        await clients[0].close()
+        assert all(p.data_ptr() != pointer for p, pointer in zip(stacked, pointers, strict=True))
+        assert all(torch.equal(p, values) for p, values in zip(stacked, before, strict=True))
+
+
+async def test_memory_of_a_tenant_that_has_left_is_not_used_again_while_something_refers_to_it() -> None:
+    """A state dict and the graph of a loss refer to it. Later tenants get other memory, and this memory once it is
+    free."""
+    async with some_clients(2) as (executor, clients):
+        first, second = clients
+        kept = {name: p.detach() for name, p in first.model.named_parameters() if p.requires_grad}
+        before = {name: tensor.clone() for name, tensor in kept.items()}
+        places = {tensor.data_ptr() for tensor in kept.values()}
+        loss = (await first.forward(input_ids=text(9), labels=text(9))).loss
+        await first.close()
+        for tries in range(2):
+            async with executor.client(lora(), name=f"later-{tries}", seed=7) as later:
+                for _ in range(2):
+                    await asyncio.gather(generate(later), generate(second))
+                theirs = {p.data_ptr() for p in later.model.parameters() if p.requires_grad}
+                if not tries:
+                    assert not theirs & places
+                    assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+                    kept.clear()
+                    del loss
+        assert theirs & places, "the memory is used again"
+
+
+async def test_memory_of_an_adapter_that_something_else_refers_to_is_not_moved() -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with Executor(base) as executor, contextlib.AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(executor.client(lora(), name=name, seed=seed))
+            for seed, name in enumerate(("first", "second"))
+        ]
+        aliases = [p.detach() for name, p in clients[0].model.named_parameters() if "lora_B" in name]
+        await ready(executor, clients)
+        for alias in aliases:
+            alias.zero_()
+        out = await generate(clients[0])
+    model = plain(plain_base, lora(), 0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.zero_()
+    assert_equal(out, model.generate(input_ids=text(6, 6), max_new_tokens=12, **OPTIONS))
