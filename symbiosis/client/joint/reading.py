@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from symbiosis.client.joint.stacks import can_be_moved, parameters_of
+from symbiosis.client.joint.stacks import parameters_of
 from symbiosis.client.parameters import SharedParameter, times_owned, values_of
 from symbiosis.client.virtlayer import VirtLayer, VirtModule
 
@@ -86,18 +86,15 @@ class Reading:
         self.note_places()
 
     def lora(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-        """Return A and B of the active LoRA layers that may be moved, by the name of the module that they wrap."""
+        """Return A and B of the active LoRA layers that share no parameter, by the name of the module that they
+        wrap."""
         found = {
             name: parameters_of(layer, adapter)
             for name, (layer, adapter) in self.adapted.items()
             if isinstance(layer, lora.Linear)
         }
         uses = Counter(id(parameter) for pair in found.values() for parameter in pair)
-        return {
-            name: pair
-            for name, pair in found.items()
-            if all(can_be_moved(parameter) and uses[id(parameter)] == 1 for parameter in pair)
-        }
+        return {name: pair for name, pair in found.items() if all(uses[id(parameter)] == 1 for parameter in pair)}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the present values of the active adapters, without copies."""

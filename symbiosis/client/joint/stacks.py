@@ -198,8 +198,8 @@ class StackRows:
 
 
 def has_other_users(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor, such as an entry of a state dict or a matrix that autograd keeps, has the memory
-    of this one."""
+    """Return whether another tensor has the memory of this one: an entry of a state dict, the flat buffer of an
+    optimizer, or a matrix that autograd keeps."""
     return _users(tensor) > _USERS_OF_ONE
 
 
@@ -210,12 +210,6 @@ def _users(tensor: torch.Tensor) -> float:
 _count = getattr(torch._C, "_storage_Use_Count", None)  # private to torch
 _USERS_OF_ONE = min(_users(torch.empty(1)), 2**32)
 """What torch counts for memory that one tensor has."""
-
-
-def can_be_moved(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has a storage of its own. Otherwise something else of the client's, such as the flat
-    buffer of an optimizer, shares its memory."""
-    return parameter.is_contiguous() and parameter.untyped_storage().nbytes() < parameter.nbytes + _ALIGNED
 
 
 def parameters_of(layer: Any, name: str) -> tuple[torch.nn.Parameter, torch.nn.Parameter]:
