@@ -405,8 +405,7 @@ class Executor:
             engine = self.engine
             here = None
             if self._shards is None:
-                compute, finetunes = engine.runner.run_alone, engine.finetunes
-                here = Here(compute, lambda call: engine.submit(JOINT, call, Kind.DECODE), finetunes)
+                here = Here(engine.runner.run_alone, lambda call: engine.submit(JOINT, call, Kind.DECODE))
             self._joint = make_decoder(self._joint_mode, self._connect_joint, engine.may_join, engine.walked, here)
         return Client(
             connect,

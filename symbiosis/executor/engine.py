@@ -42,9 +42,12 @@ log = logging.getLogger(__name__)
 
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
-FINETUNES_S = 0.5
-"""A client counts as fine-tuning until this many seconds after its latest request."""
-_FINETUNE = Kind.FINETUNE  # on Python 3.11 a member looked up on its class takes six times as long
+AHEAD_S = 0.01
+"""Expected seconds of prompts and fine-tuning that a GPU has yet to compute, above which no batch is launched. What is
+launched cannot be overtaken, so a token waits about as long (docs/decisions/0042-captured-walks.md)."""
+_POLL_S = 0.001
+"""Seconds between two looks at what the GPU has done."""
+_DECODE = Kind.DECODE  # on Python 3.11 a member looked up on its class takes six times as long
 
 
 class Engine:
@@ -93,8 +96,6 @@ class Engine:
         self._pump: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._policy_failures = 0
-        self._finetuned = -math.inf
-        """Time of the latest fine-tuning request."""
         self._unpacked = Unpacked(layers, budget)
         self._aside = Aside(layers)
         self._on_cpu = device.type == "cpu"  # other devices run batches beside the event loop anyway
@@ -193,7 +194,12 @@ class Engine:
         reply: asyncio.Future[Results] = loop.create_future()
         request = self._request(client, call, kind)
         # A tenant's modes must not reach base layers, and one batch runs at a time.
-        if in_modes() or self._aside.batch is not None or self._aside.takes(call.key, request.rows):
+        if (
+            in_modes()
+            or self._aside.batch is not None
+            or self._aside.takes(call.key, request.rows)
+            or self._is_far_ahead()
+        ):
             with self._lock:
                 self.scheduler.submit(request)
         else:
@@ -229,9 +235,21 @@ class Engine:
             batch = self.scheduler.offer_alone(request, request.arrived)
         return None if batch is None else self._run_lone(batch, call)
 
-    def finetunes(self) -> bool:
-        """Return whether a client fine-tunes."""
-        return now() - self._finetuned < FINETUNES_S
+    def _is_far_ahead(self) -> bool:
+        """Return whether the device has more than AHEAD_S of launched work to do."""
+        clock = self.device_clock
+        if clock is None or clock.ahead_s <= AHEAD_S:
+            return False
+        with self._lock:
+            self._read_clock(clock)
+        return clock.ahead_s > AHEAD_S
+
+    def _read_clock(self, clock: DeviceClock) -> None:
+        """Note how long batches have taken that a device has finished."""
+        for batch, seconds in clock.done():
+            self.scheduler.measured(batch, seconds)
+            self.counters.load.ran(batch.rows, seconds, now())
+            self._aside.pace.learn(batch.key, batch.rows, seconds)
 
     def cancel(self, call: Call) -> bool:
         """Withdraw a call; see :meth:`symbiosis.core.transport.Session.cancel`."""
@@ -264,8 +282,6 @@ class Engine:
     def _request(self, client: str, call: Call, kind: Kind) -> Request:
         key, rows, arrived = call.key, call.tensors[0].shape[0], now()
         self._unpacked.asked(client, key)
-        if kind is _FINETUNE:
-            self._finetuned = arrived
         return Request(next(self._ids), client, key, rows, kind, arrived, joint=call.joint)
 
     def _pump_soon(self) -> None:
@@ -288,6 +304,9 @@ class Engine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._is_far_ahead():
+            self._timer = loop.call_later(_POLL_S, self._pump_soon)
+            return
         with self._lock:
             action = self.scheduler.next_action(now())
         if self.scheduler.policy_errors:
@@ -390,10 +409,9 @@ class Engine:
                 self.counters.load.ran(batch.rows, ended - started, ended)
             else:
                 answered = self.scheduler.completed(batch, None, now())
-                clock.launched(batch, began)
-                for earlier, seconds in clock.done():
-                    self.scheduler.measured(earlier, seconds)
-                    self.counters.load.ran(earlier.rows, seconds, ended)
+                decodes = all(request.kind is _DECODE for request, _, _ in batch.slices)
+                clock.launched(batch, began, 0.0 if decodes else self._aside.pace.expects(batch.key, batch.rows))
+                self._read_clock(clock)
         if count_later and self._loop is not None:
             self._loop.call_soon(self._count, batch, answered, started, ended, beside)
         else:
@@ -401,7 +419,8 @@ class Engine:
         return answered
 
     def _count(self, batch: Batch, answered: list[Request], started: float, ended: float, beside: str) -> None:
-        self._aside.pace.learn(batch.key, batch.rows, ended - started)
+        if self.device_clock is None:
+            self._aside.pace.learn(batch.key, batch.rows, ended - started)
         with self._lock:
             self.counters.count(batch, answered, started, ended, beside)
         if self.timeline is not None:

@@ -35,11 +35,15 @@ class DeviceClock:
 
     It records an event before and after each batch, on the batch's stream, and reads them once the device has passed
     them, so no thread waits for the device.
+
+    Attributes:
+        ahead_s: expected seconds of the batches that the device has yet to finish.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.ahead_s = 0.0
         self._device = device
-        self._under_way: deque[tuple[Batch, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._under_way: deque[tuple[Batch, float, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def mark(self) -> torch.cuda.Event:
         """Return an event at the present position of the device's stream."""
@@ -47,14 +51,16 @@ class DeviceClock:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def launched(self, batch: Batch, began: torch.cuda.Event) -> None:
-        """Note that a batch was launched after the event ``began``."""
-        self._under_way.append((batch, began, self.mark()))
+    def launched(self, batch: Batch, began: torch.cuda.Event, expected_s: float) -> None:
+        """Note that a batch was launched after the event ``began``, and is expected to take so many seconds."""
+        self.ahead_s += expected_s
+        self._under_way.append((batch, expected_s, began, self.mark()))
 
     def done(self) -> Iterator[tuple[Batch, float]]:
         """Yield batches that have finished since the last call, and how many seconds each took."""
-        while self._under_way and self._under_way[0][2].query():  # type: ignore[no-untyped-call]
-            batch, began, ended = self._under_way.popleft()
+        while self._under_way and self._under_way[0][3].query():  # type: ignore[no-untyped-call]
+            batch, expected_s, began, ended = self._under_way.popleft()
+            self.ahead_s = self.ahead_s - expected_s if self._under_way else 0.0
             yield batch, began.elapsed_time(ended) / 1e3
 
 

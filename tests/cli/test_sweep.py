@@ -59,6 +59,7 @@ def test_a_sweep_goes_on_and_replaces_nothing(service: Service, data: Path, tmp_
     assert (output / "small.log").read_bytes().startswith(log)
 
 
+@pytest.mark.thorough  # two runs more
 def test_runs_of_a_sweep_have_data_of_their_own(service: Service, data: Path, tmp_path: Path) -> None:
     file, output = tmp_path / "sweep.toml", tmp_path / "out"
     file.write_text(f"[one]\ndata = '{data}'\n[other]\nlora = 'r=2'\n", encoding="utf-8")

@@ -18,7 +18,6 @@ from symbiosis import Client
 from symbiosis.client.joint import captured, decoder
 from symbiosis.client.joint.captured import CapturedWalks
 from symbiosis.client.joint.pool import Pool, PooledLayer
-from symbiosis.executor import engine
 from symbiosis.policies import Fair, NoLockstep
 from tests.client.test_joint import assert_equal, check_each_tenant, expected_of, generate, model_of, some_clients, text
 from tests.helpers import BATCH, LOGITS, adamw, lora
@@ -327,30 +326,21 @@ async def test_statistics_and_fair_sharing_count_captured_walks(device: str, wal
         assert statistics.tenants[client.name].service > 0
 
 
-async def test_walks_are_not_captured_while_somebody_fine_tunes(
-    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "FINETUNES_S", 0.2)
+async def test_walks_are_captured_beside_fine_tuning(device: str, walks: _Walks) -> None:
     base = model_of("llama").to(device)
     plain_base = copy.deepcopy(base)
     async with some_clients(2, base) as (executor, clients), executor.client(lora()) as trainer:
-        optimizer = adamw(trainer.model)
+        task = asyncio.create_task(_train(trainer, adamw(trainer.model)))
         await asyncio.gather(*map(generate, clients))
-        before = walks.captured
-        assert before > 5
-        task = asyncio.create_task(_train(trainer, optimizer))
-        await asyncio.sleep(0.1)
-        beside = await asyncio.gather(*map(generate, clients))
-        assert walks.captured == before
+        before = walks.captured, executor.statistics().clients[trainer.name].requests
+        outs = await asyncio.gather(*map(generate, clients))
+        after = walks.captured, executor.statistics().clients[trainer.name].requests
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-        await asyncio.sleep(0.3)
-        after = await asyncio.gather(*map(generate, clients))
-        assert walks.captured > before
-    for outs in (beside, after):
-        for number, out in enumerate(outs):
-            assert_equal(out, expected_of(plain_base, number), tolerance(device))
+    assert all(more > less for more, less in zip(after, before, strict=True))
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number), tolerance(device))
 
 
 async def _train(client: Client, optimizer: torch.optim.Optimizer) -> None:
@@ -390,10 +380,7 @@ def _write(model: Any, ids: torch.Tensor, grad: bool = False, **options: Any) ->
     return output.past_key_values, layer
 
 
-async def test_a_prompt_with_gradients_and_a_layer_that_the_client_keeps(
-    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "FINETUNES_S", 0.0)
+async def test_a_prompt_with_gradients_and_a_layer_that_the_client_keeps(device: str, walks: _Walks) -> None:
     async with some_clients(2, model_of("llama").to(device)) as (_, clients):
         await asyncio.gather(*map(generate, clients))
         before = walks.captured

@@ -280,7 +280,7 @@ async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis
     assert seen == [6, 3, 6]
 
 
-@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+@pytest.mark.parametrize("base_layers", ["linear", pytest.param("mlp", marks=pytest.mark.thorough)])
 async def test_compiled_code_calls_layers_uncompiled(base: Any, base_layers: str) -> None:
     compile_config = CompileConfig(backend="eager")
     compile_config._compile_all_devices = True

@@ -105,6 +105,7 @@ async def test_a_call_may_name_any_number_of_siblings(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough  # four processes that import torch
 async def test_an_executor_ends_with_its_shards(tmp_path: Path) -> None:
     """Clients of this process get the reason, and so does who waits for the executor. No process is left."""
     checkpoint, _ = saved(tmp_path)

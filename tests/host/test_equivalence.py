@@ -38,7 +38,7 @@ async def test_alone_bit_equal(architecture: str, method: str | None, base_layer
         )
 
 
-@pytest.mark.parametrize("base_layers", ["linear", "mlp"])
+@pytest.mark.parametrize("base_layers", ["linear", pytest.param("mlp", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 async def test_among_seven_others(architecture: str, base_layers: str) -> None:
     """Three tenants are compared, with LoRA, IA3 and prefix tuning. Each of them runs beside the other two and five
@@ -66,7 +66,7 @@ async def test_among_seven_others(architecture: str, base_layers: str) -> None:
         assert_close(outcome, plain)
 
 
-@pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic:wait_ms=0", "co-serving:slo_ms=20"])
+@pytest.mark.parametrize("policy", ["no-lockstep", "lockstep", "opportunistic:wait_ms=0", "co-serving:slo_ms=200"])
 async def test_among_others_under_every_policy(policy: str) -> None:
     model = tiny_model()
     expected = run_job_plain(model, lora(), seed=3)

@@ -552,17 +552,20 @@ async def test_a_client_that_stopped_in_a_walk_is_not_waited_for(base: Any, monk
             await asyncio.wait_for(again, 5)
 
 
+class Event:
+    """An event of a GPU that it passes when the test says so."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return Event.passed
+
+    def elapsed_time(self, later: Event) -> float:
+        return 7.0
+
+
 async def test_policies_get_the_time_of_the_gpu(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel launches return at once. Events here complete when the test says so; tests/test_gpu.py has real ones."""
-
-    class Event:
-        passed = False
-
-        def query(self) -> bool:
-            return Event.passed
-
-        def elapsed_time(self, later: Event) -> float:
-            return 7.0
 
     class Notes(NoLockstep):
         lone_at_once = False
@@ -572,6 +575,7 @@ async def test_policies_get_the_time_of_the_gpu(base: Any, monkeypatch: pytest.M
             self.seen.append(seconds)
 
     clock = DeviceClock(torch.device("cpu"))
+    monkeypatch.setattr(Event, "passed", False)
     monkeypatch.setattr(clock, "mark", Event)
     async with symbiosis.Executor(base, policy=Notes()) as executor, executor.client() as client, executor.client():
         executor.engine.device_clock = clock
@@ -583,3 +587,21 @@ async def test_policies_get_the_time_of_the_gpu(base: Any, monkeypatch: pytest.M
         await client.forward(input_ids=IDS)
         assert len(Notes.seen) >= batches
         assert set(Notes.seen) == {7e-3}
+
+
+async def test_little_is_launched_ahead_of_a_gpu(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launched batches cannot be overtaken, so the next one waits while the GPU has enough to do."""
+    clock = DeviceClock(torch.device("cpu"))
+    monkeypatch.setattr(Event, "passed", False)
+    monkeypatch.setattr(clock, "mark", Event)
+    monkeypatch.setattr("symbiosis.executor.engine.AHEAD_S", 0.0)
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        executor.engine.device_clock = clock
+        prompt = asyncio.create_task(client.forward(input_ids=IDS))
+        await asyncio.sleep(0.05)
+        assert executor.statistics().batches == 1
+        assert clock.ahead_s > 0
+        Event.passed = True
+        await prompt
+        assert executor.statistics().batches > 1
+        assert clock.ahead_s >= 0

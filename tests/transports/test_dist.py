@@ -261,7 +261,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05])
+@pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.02, marks=pytest.mark.thorough), 0.05])
 async def test_a_client_killed_in_the_middle_of_a_matrix(base: Any, delay_s: float, lanes_left: LeftLanes) -> None:
     """gloo in the executor's process survives a peer that dies while it sends 50 MB; other clients are served."""
     async with symbiosis.Executor(base) as executor:

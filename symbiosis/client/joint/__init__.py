@@ -30,8 +30,6 @@ class Here(NamedTuple):
     """Runs base layers at once, beside the queues."""
     submit: Callable[[Call], asyncio.Future[Results]]
     """Queues a call of the joint client whose ``work`` is set."""
-    finetunes: Callable[[], bool]
-    """Returns whether a client fine-tunes."""
 
 
 def make_decoder(

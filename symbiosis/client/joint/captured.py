@@ -7,8 +7,8 @@ A row attends to as many tokens as its length says. Behind them are zeros, and a
 part.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
-itself: the policy decides when, and statistics and accounts name the clients of the walk. While a client fine-tunes,
-walks are not captured, so that the policy decides layer by layer (docs/decisions/0042-captured-walks.md).
+itself: the policy decides when, and statistics and accounts name the clients of the walk
+(docs/decisions/0042-captured-walks.md).
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class CapturedWalks:
 
     def _place(self, steps: Sequence[Token]) -> tuple[CapturedWalk, list[int]] | None:
         """Return a captured walk that can serve these tokens now, and the row of each."""
-        if self.refusal is not None or not self._are_steady([step.seat for step in steps]) or self._here.finetunes():
+        if self.refusal is not None or not self._are_steady([step.seat for step in steps]):
             return None
         reason = next(filter(None, map(self._unfit, steps)), None)
         if reason is not None:
