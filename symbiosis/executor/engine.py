@@ -249,7 +249,8 @@ class Engine:
         for batch, seconds in clock.done():
             self.scheduler.measured(batch, seconds)
             self.counters.load.ran(batch.rows, seconds, now())
-            self._aside.pace.learn(batch.key, batch.rows, seconds)
+            if not _decodes(batch):
+                self._aside.pace.learn(batch.key, batch.rows, seconds)
 
     def cancel(self, call: Call) -> bool:
         """Withdraw a call; see :meth:`symbiosis.core.transport.Session.cancel`."""
@@ -409,8 +410,8 @@ class Engine:
                 self.counters.load.ran(batch.rows, ended - started, ended)
             else:
                 answered = self.scheduler.completed(batch, None, now())
-                decodes = all(request.kind is _DECODE for request, _, _ in batch.slices)
-                clock.launched(batch, began, 0.0 if decodes else self._aside.pace.expects(batch.key, batch.rows))
+                expected_s = 0.0 if _decodes(batch) else self._aside.pace.expects(batch.key, batch.rows)
+                clock.launched(batch, began, expected_s)
                 self._read_clock(clock)
         if count_later and self._loop is not None:
             self._loop.call_soon(self._count, batch, answered, started, ended, beside)
@@ -444,3 +445,8 @@ class Engine:
             self._policy_failures += 1
             if self._policy_failures & (self._policy_failures - 1) == 0:  # the 1st, 2nd, 4th, 8th… time
                 log.error("%s (%d such faults so far)", error, self._policy_failures, exc_info=error.__cause__)
+
+
+def _decodes(batch: Batch) -> bool:
+    """Return whether a batch has only decode rows. On a GPU it takes as long as reading the weights."""
+    return all(request.kind is _DECODE for request, _, _ in batch.slices)

@@ -26,10 +26,11 @@ from symbiosis.errors import (
     UnknownNameError,
     UsageError,
 )
+from symbiosis.executor.pace import Pace
 from symbiosis.executor.runner import DeviceClock
 from symbiosis.policies import Lockstep, NoLockstep
 from symbiosis.testing import run_job, run_job_plain, tiny_model
-from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora
+from tests.helpers import BATCH, IDS, adamw, assert_close, crowd, ia3, lora, until
 
 
 class Moody(Policy):
@@ -598,6 +599,7 @@ async def test_little_is_launched_ahead_of_a_gpu(base: Any, monkeypatch: pytest.
     async with symbiosis.Executor(base) as executor, executor.client() as client:
         executor.engine.device_clock = clock
         prompt = asyncio.create_task(client.forward(input_ids=IDS))
+        await until(lambda: executor.statistics().batches == 1)
         await asyncio.sleep(0.05)
         assert executor.statistics().batches == 1
         assert clock.ahead_s > 0
@@ -605,3 +607,18 @@ async def test_little_is_launched_ahead_of_a_gpu(base: Any, monkeypatch: pytest.
         await prompt
         assert executor.statistics().batches > 1
         assert clock.ahead_s >= 0
+
+
+async def test_decode_rows_do_not_tell_how_long_prompts_take(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU 40 decode rows take as long as one, because the weights are read once."""
+    learned: list[int] = []
+    clock = DeviceClock(torch.device("cpu"))
+    monkeypatch.setattr(Event, "passed", True)
+    monkeypatch.setattr(clock, "mark", Event)
+    monkeypatch.setattr(Pace, "learn", lambda self, key, rows, seconds: learned.append(rows))
+    async with symbiosis.Executor(base) as executor, executor.client() as client:
+        executor.engine.device_clock = clock
+        await client.generate(input_ids=IDS[:1, :4].repeat(40, 1), max_new_tokens=3)
+        assert executor.statistics().clients[client.name].tokens["decode"] > 0
+    assert 160 in learned
+    assert learned.count(40) == 1  # lm_head, for the prompts' last tokens
