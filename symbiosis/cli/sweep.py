@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -67,7 +68,7 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
         results = {name: _results(output / name) for name in runs if _written(output / name) != before[name]}
         if told is not None:
             write_json(told, {"address": context.params["address"], "runs": results})
-        _show(results)
+        _show(console(stderr=bool(signals)), results)  # Ctrl-C also ends a program that reads standard output
     # A run that had ended when the signal ended its process is complete.
     codes |= {name: 0 for name, result in results.items() if not result["stopped"] and "error" not in result}
     stopped = [name for name, code in codes.items() if signals and code in (-signals[0], 128 + signals[0])]
@@ -201,7 +202,7 @@ def _results(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _show(results: dict[str, Any]) -> None:
+def _show(out: Console, results: dict[str, Any]) -> None:
     """Print the runs, the one with the lowest validation loss, or else the lowest last loss, first."""
 
     def best(result: dict[str, Any]) -> float:
@@ -213,4 +214,4 @@ def _show(results: dict[str, Any]) -> None:
         losses = f"{result['losses'][0]:.3f} → {result['losses'][-1]:.3f}"
         tested = f"{best(result):.3f}" if result["validation"] else "–"
         table.add_row(name, str(result["steps"]), losses, tested, result["adapter"])
-    console().print(table)
+    out.print(table)

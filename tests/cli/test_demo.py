@@ -190,8 +190,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def nothing(step: int, steps: int, loss: float) -> None: ...
 
 
-def test_the_model_is_trained_once_and_cached(own_cache: Path) -> None:
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_model_is_trained_once_and_cached(own_cache: Path, monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setattr(base_model, "bf16_is_fast", lambda: fast)
 
     seen: list[tuple[int, int]] = []
     folder = base_model.base_model(lambda step, steps, loss: seen.append((step, steps)))
@@ -231,7 +234,7 @@ def test_training_ends_early_when_time_is_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(base_model, "LIMIT_S", 1e-9)
     seen: list[int] = []
     batches = [{"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}] * 3
-    base_model.fit(tiny_model(), batches, lambda step, steps, loss: seen.append(step))
+    base_model.fit(tiny_model(), batches, lambda step, steps, loss: seen.append(step), False)
     assert not seen
 
 
