@@ -225,10 +225,11 @@ def after_steps(folder: Path, act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str, stdout: int | None = None) -> subprocess.Popen[str]:
     """Start the command in a process of its own, which SIGHUP would end."""
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "symbiosis.cli.main", *arguments],
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -355,7 +356,10 @@ def test_the_runs_of_a_sweep_end_with_it(service: Service, data: Path, tmp_path:
 def test_a_sweep_that_is_stopped_keeps_what_its_runs_have_done(service: Service, data: Path, tmp_path: Path) -> None:
     made, told, file = tmp_path / "made", tmp_path / "told.json", tmp_path / "sweep.toml"
     file.write_text(f"[short]\nsteps = 2\n[long]\nsteps = {LONG}\n", encoding="utf-8")
-    process = start(*options(service, data, made, "--sweep", file, "--json", told))
+    read, unread = os.pipe()
+    os.close(read)  # as if Ctrl-C had ended a `tee`
+    process = start(*options(service, data, made, "--sweep", file, "--json", told), stdout=unread)
+    os.close(unread)
     wait(lambda: (made / "short" / "results.json").exists() or process.poll() is not None)
     wait(lambda: losses_in(made / "long") or process.poll() is not None)
     process.send_signal(signal.SIGTERM)
