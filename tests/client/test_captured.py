@@ -61,7 +61,7 @@ def walks(device: str, monkeypatch: pytest.MonkeyPatch) -> _Walks:
     async def counted(self: CapturedWalks, *args: Any) -> Any:
         found = await outputs(self, *args)
         count.all += 1
-        count.captured += found is not None
+        count.captured += bool(found)
         count.refusals.add(self.refusal)
         return found
 
@@ -537,3 +537,129 @@ async def test_errors_of_one_client_and_of_a_pool_do_not_reach_the_others(
     assert caplog.text.count("joint walks are not captured: a walk could not be captured: OutOfMemoryError") == 1
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number), tolerance(device))
+
+
+def _pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the capacity of each further pool is added."""
+    made: list[int] = []
+    make = Pool.__init__
+
+    def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
+        made.append(capacity)
+        make(self, like, rows, capacity)
+
+    monkeypatch.setattr(Pool, "__init__", noted)
+    return made
+
+
+async def test_a_client_whose_tokens_do_not_fit_leaves_the_others_their_walk(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    options = {"position_ids": torch.tensor([[6.0]], device=device)}
+    async with some_clients(3, base) as (_, clients):
+        made = _pools(monkeypatch)
+        await asyncio.gather(*(generate(client, 6, 14) for client in clients))
+        before = walks.all - walks.captured
+        (_, layer), *outs = await asyncio.gather(
+            clients[0].run(_write, clients[0].model, text(6).to(device), **options),
+            *(generate(client, 6, 14) for client in clients[1:]),
+        )
+        assert walks.all - walks.captured == before, "a captured walk served the others at each token"
+    assert len(made) == 1
+    assert "tokens of a client are not captured: its tokens or positions are not integers" in caplog.text
+    torch.manual_seed(0)
+    plain = get_peft_model(copy.deepcopy(plain_base), lora()).eval()
+    _, expected = _write(plain, text(6).to(device), **options)
+    torch.testing.assert_close(layer.keys, expected.keys, atol=1e-4, rtol=1e-3)
+    for number, out in enumerate(outs, 1):
+        assert_equal(out, expected_of(plain_base, number, 6, 14), tolerance(device))
+
+
+async def test_a_client_that_changes_its_adapter_again_and_again(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(3, base) as (_, clients):
+        clients[0].model.add_adapter("other", lora())
+        clients[0].model.eval()
+        made = _pools(monkeypatch)
+
+        async def change() -> None:
+            for number in range(12):
+                clients[0].model.set_adapter(("other", "default")[number % 2])
+                await generate(clients[0], 4, 8)
+
+        _, *outs = await asyncio.gather(change(), *(generate(client, 6, 60) for client in clients[1:]))
+    assert walks.captured > 40
+    assert len(made) == 1
+    for number, out in enumerate(outs, 1):
+        assert_equal(out, expected_of(plain_base, number, 6, 60), tolerance(device))
+
+
+async def test_clients_that_begin_one_after_another_need_one_capture(
+    device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (executor, clients), contextlib.AsyncExitStack() as stack:
+        made = _pools(monkeypatch)
+        staying = asyncio.gather(*(generate(client, 6, 60) for client in clients))
+        while not made:  # noqa: ASYNC110 (a pool sends no event)
+            await asyncio.sleep(0)
+        guests = [
+            await stack.enter_async_context(executor.client(lora(), name=f"guest-{number}", seed=number))
+            for number in range(2, 5)
+        ]
+        before = walks.all
+
+        async def begin(number: int, client: Client) -> Any:
+            while walks.all < before + 2 * number:  # noqa: ASYNC110 (a walk sends no event)
+                await asyncio.sleep(0)
+            return await generate(client, 6, 20)
+
+        outs = [*await asyncio.gather(*map(begin, range(3), guests)), *await staying]
+        assert len(made) == 2
+    for number, out in zip((2, 3, 4), outs, strict=False):
+        assert_equal(out, expected_of(plain_base, number, 6, 20), tolerance(device))
+    for number, out in enumerate(outs[3:]):
+        assert_equal(out, expected_of(plain_base, number, 6, 60), tolerance(device))
+
+
+async def test_a_pool_shrinks_after_a_long_text(device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "_FIRST", 16)
+    monkeypatch.setattr(captured, "_SHRINK", 4)
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (_, clients):
+        made = _pools(monkeypatch)
+        await asyncio.gather(generate(clients[0], 100, 16), generate(clients[1], 5, 16))
+        outs = await asyncio.gather(*(generate(client, 5, 10) for client in clients))
+    assert made == [128, 16]
+    for number, out in enumerate(outs):
+        assert_equal(out, expected_of(plain_base, number, 5, 10), tolerance(device))
+
+
+async def test_tokens_of_32_bits_are_captured(device: str, walks: _Walks) -> None:
+    def write(model: Any, ids: torch.Tensor) -> list[int]:
+        with torch.no_grad():
+            cache, token, tokens = None, ids, []
+            for _ in range(16):
+                output = model(input_ids=token, past_key_values=cache, use_cache=True)
+                cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1).int()
+                tokens.append(int(token))
+        return tokens
+
+    base = model_of("llama").to(device)
+    plain_base = copy.deepcopy(base)
+    async with some_clients(2, base) as (_, clients):
+        found = await asyncio.gather(
+            *(client.run(write, client.model, text(6, number).to(device)) for number, client in enumerate(clients))
+        )
+    assert walks.captured > 5
+    for number, tokens in enumerate(found):
+        torch.manual_seed(number)
+        assert tokens == write(get_peft_model(copy.deepcopy(plain_base), lora()).eval(), text(6, number).to(device))

@@ -2,9 +2,9 @@
 
 A CUDA graph reads and writes fixed addresses. So each client keeps one row of a walk for as long as it decodes, its
 cache is in a :class:`~symbiosis.client.joint.pool.Pool`, and tokens, positions and lengths are copied to fixed
-addresses before each walk. The rows of clients that do not take part are computed too, and their results are not used.
-A row attends to as many tokens as its length says. Behind them are zeros, and a token of a client that does not take
-part.
+addresses before each walk. A client that does not fit is walked by the model's own code. The rows of clients that do
+not take part are computed too, and their results are not used. A row attends to as many tokens as its length says.
+Behind them are zeros, and a token of a client that does not take part.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
 itself: the policy decides when, and statistics and accounts name the clients of the walk
@@ -40,11 +40,16 @@ log = logging.getLogger(__name__)
 MAX_ROWS = 64
 """Most rows of a walk. More clients are walked without a capture."""
 STEADY = 4
-"""Joint walks of the same clients after which their walk is captured. A capture takes as long as several walks."""
+"""Tokens after which a client takes part in captured walks, times the number of adapters that it has had. A capture
+takes as long as several walks, and each client and each of its adapters needs one."""
 _FIRST = 256
 """Tokens that rows have room for at first. More room is made by doubling, with a new capture."""
 _PART = 0.5
 """Part of the device's free memory that a pool may take."""
+_ROOMY, _SHRINK = 4, 256
+"""A pool is made anew if its rows have been so many times as long as its longest text needs, for so many walks. The
+capture then takes about a fifth of the time of these walks."""
+_TOKENS = "tokens of a client"
 
 
 class Walker(Protocol):
@@ -101,9 +106,12 @@ class CapturedWalks:
         """The clients, by row."""
         self._versions: list[int] = []
         """Versions of the clients' readings whose adapters are in the walk."""
-        self._steady = 0
-        """Joint walks that these clients have made."""
+        self._tokens: dict[Walker, tuple[int, int]] = {}
+        """The version of each client's reading, and its tokens with it that could have been captured, since a client of
+        the walk has left."""
         self._walk: CapturedWalk | None = None
+        self._roomy = 0
+        """Latest walks in a row that have used a small part of the pool's room."""
         self._under_way = False
         self._key = Key((0,), Pass.FORWARD)
         self._told: set[str] = set()
@@ -137,23 +145,28 @@ class CapturedWalks:
 
     def unseat(self, seat: Walker) -> None:
         """Forget a client. Its adapter may be freed."""
+        self._tokens.pop(seat, None)
         if seat in self._rows:
+            self._tokens.clear()  # others may leave too
             self._versions = []  # forgets the clients' rows, at the end of a walk under way
             if not self._under_way:
                 self.forget()
 
-    async def outputs(self, steps: Sequence[Token], channel: Channel) -> list[Any] | None:
-        """Return the outputs for the tokens of several clients; None if they are to be walked without a capture."""
+    async def outputs(self, steps: Sequence[Token], channel: Channel) -> dict[Token, Any]:
+        """Return the outputs for the tokens that a captured walk serves. The others are to be walked without one."""
+        fit = [] if self.refusal is not None else self._choose(steps)
+        if not fit:
+            return {}
         try:
-            placed = self._place(steps)
+            placed = self._place(fit)
         except Exception as error:  # noqa: BLE001 (such as no memory for the pool)
             self._refuse(error)
             self.forget()
-            return None
+            return {}
         if placed is None:
-            return None
-        walk, rows = placed
-        tokens = [(row, step.ids, step.position, step.attention) for row, step in zip(rows, steps, strict=True)]
+            return {}
+        walk, rows, fit = placed
+        tokens = [(row, step.ids, step.position, step.attention) for row, step in zip(rows, fit, strict=True)]
         ids = walk.ids[: len(rows)]
         failed = False
 
@@ -171,12 +184,12 @@ class CapturedWalks:
                     self._refuse(error)
             return (ids,)
 
-        reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), tuple([step.seat.name for step in steps]), run))
+        reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), tuple([step.seat.name for step in fit]), run))
         channel.flush()
         self._under_way = True
         try:
             await reply
-            return None if failed else self._taken(walk, rows, steps)
+            return {} if failed else self._taken(walk, rows, fit)
         finally:
             self._under_way = False
             if not self._versions or self.refusal is not None:
@@ -187,61 +200,89 @@ class CapturedWalks:
         self.refusal = f"a walk could not be captured: {type(error).__name__}: {error}"
         log.warning("joint walks are not captured: %s", self.refusal, exc_info=error)
 
-    def _taken(self, walk: CapturedWalk, rows: Sequence[int], steps: Sequence[Token]) -> list[Any]:
+    def _taken(self, walk: CapturedWalk, rows: Sequence[int], steps: Sequence[Token]) -> dict[Token, Any]:
         """Return the outputs of a walk, and count its tokens in the caches."""
-        outputs = []
+        outputs: dict[Token, Any] = {}
         for row, step in zip(rows, steps, strict=True):
             if not step.reply.done():
                 walk.pool.add_token(row, step.cache)
-            outputs.append(walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache))
+            outputs[step] = walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache)
         return outputs
 
-    def _place(self, steps: Sequence[Token]) -> tuple[CapturedWalk, list[int]] | None:
-        """Return a captured walk that can serve these tokens now, and the row of each."""
-        if self.refusal is not None or not self._are_steady([step.seat for step in steps]):
+    def _place(self, fit: Sequence[Token]) -> tuple[CapturedWalk, list[int], list[Token]] | None:
+        """Return a captured walk, the rows of the tokens that it can serve now, and these tokens; None if there are
+        none."""
+        if not self._give_rows([step.seat for step in fit]):
             return None
-        reason = next(filter(None, map(self._unfit, steps)), None)
-        if reason is not None:
-            self._tell(reason)
-            return None
-        least, walk = max(step.cache.get_seq_length() for step in steps) + 1, self._walk
-        if walk is None or least > walk.pool.capacity:
-            walk = self._make(steps, least)
+        least, walk = max(step.cache.get_seq_length() for step in fit) + 1, self._walk
+        if walk is None or least > walk.pool.capacity or self._is_roomy(walk, least):
+            walk = self._make(fit, least)
             if walk is None:
                 return None
-        rows = [self._rows.index(step.seat) for step in steps]
+        rows = [self._rows.index(step.seat) for step in fit]
         walk.pool.take_out_full(except_=rows)
-        if not all(walk.pool.put(row, step.cache) for row, step in zip(rows, steps, strict=True)):
-            self._tell("a client's cache has layers of several lengths, or of other shapes or dtypes than the pool")
-            return None
-        return walk, rows
+        placed = [(row, step) for row, step in zip(rows, fit, strict=True) if walk.pool.put(row, step.cache)]
+        if len(placed) < len(fit):
+            self._tell("its cache has layers of several lengths, or of other shapes or dtypes than the pool", _TOKENS)
+        return (walk, *map(list, zip(*placed, strict=True))) if placed else None  # type: ignore[return-value]
+
+    def _is_roomy(self, walk: CapturedWalk, least: int) -> bool:
+        """Return whether the pool has been too large for some time."""
+        texts = [text.length for text in walk.pool.texts if text is not None]
+        enough = max(_doubled(max([least, *texts])), _FIRST)
+        self._roomy = self._roomy + 1 if _ROOMY * enough <= walk.pool.capacity else 0
+        return self._roomy > _SHRINK
+
+    def _choose(self, steps: Sequence[Token]) -> list[Token]:
+        """Return the tokens that a captured walk is to serve.
+
+        A client that has no row yet gets one after some tokens, with all who soon would, so that clients that begin one
+        after another need one capture. It waits for them no longer than it has waited before.
+        """
+        known, usual, new = dict(zip(self._rows, self._versions, strict=True)), [], []
+        others = long = False
+        for step in steps:
+            reason, seat = self._unfit(step), step.seat
+            if reason is not None:
+                self._tell(reason, _TOKENS)
+                continue
+            version, tokens = self._tokens.get(seat, (seat.version, 0))
+            tokens = tokens + 1 if version == seat.version else 1
+            self._tokens[seat] = seat.version, tokens
+            enough = STEADY * seat.version
+            if known.get(seat) == seat.version:
+                usual.append(step)
+            elif tokens > enough:
+                new.append(step)
+                long = long or tokens > 2 * enough
+            else:
+                others = True
+        return usual + new if long or not others else usual
 
     def _unfit(self, step: Token) -> str | None:
-        """Return why a captured walk cannot serve a token, or None."""
+        """Return why captured walks cannot serve a client's token, or None."""
         length, attention, position = step.cache.get_seq_length(), step.attention, step.position
         if not length:
-            return "a client's cache is empty"
-        if {step.ids.dtype, position.dtype} != {torch.long} or position.device != self._device:
-            return "a client's tokens or positions are not int64, or are on another device"
+            return "its cache is empty"
+        if not {step.ids.dtype, position.dtype} <= {torch.int, torch.long} or position.device != self._device:
+            return "its tokens or positions are not integers, or are on another device"
         if attention is not None and (attention.shape != (1, length + 1) or attention.device != self._device):
-            return "a client's attention mask does not have a column for each token, or is on another device"
+            return "its attention mask does not have a column for each token, or is on another device"
         if any(layer is not DynamicLayer for layer in structure(step.cache)):
-            return "a client's cache is of another kind than DynamicCache"
+            return "its cache is of another kind than DynamicCache"
         return None
 
-    def _are_steady(self, seats: Sequence[Walker]) -> bool:
-        """Return whether these clients have been walked together for some tokens, so that a capture pays."""
-        new = [seat for seat in seats if seat not in self._rows]
-        if new or self._versions != [seat.version for seat in self._rows]:
-            kept = zip(self._rows, self._versions, strict=True)
-            rows = [*(seat for seat, version in kept if seat.version == version and seat not in seats), *seats]
+    def _give_rows(self, seats: Sequence[Walker]) -> bool:
+        """Return whether these clients have rows, each with its present adapter."""
+        known = dict(zip(self._rows, self._versions, strict=True))
+        if any(known.get(seat) != seat.version for seat in seats):
+            rows = [*(seat for seat, version in known.items() if seat.version == version and seat not in seats), *seats]
             self.forget()
-            if len(rows) <= MAX_ROWS:
-                self._rows, self._versions = rows, [seat.version for seat in rows]
-            else:
+            if len(rows) > MAX_ROWS:
                 self._tell(f"{len(rows)} clients decode, and a captured walk has {MAX_ROWS} rows")
-        self._steady += 1
-        return self._steady > STEADY
+                return False
+            self._rows, self._versions = rows, [seat.version for seat in rows]
+        return True
 
     def _make(self, steps: Sequence[Token], least: int) -> CapturedWalk | None:
         """Return a walk with room for texts of ``least`` tokens. If they would take too much memory, return None and
@@ -267,18 +308,19 @@ class CapturedWalks:
         walk.kept = [tensor for seat in seats for tensor in seat.reading.tensors()]
         return walk
 
-    def _tell(self, reason: str) -> None:
-        """Log once why clients are walked without a capture."""
+    def _tell(self, reason: str, what: str = "joint walks") -> None:
+        """Log once why one client, or all of them, are walked without a capture."""
         if reason not in self._told:
             self._told.add(reason)
-            log.info("joint walks are not captured: %s", reason)
+            log.info("%s are not captured: %s", what, reason)
 
     def forget(self) -> None:
         """Free the pool and the graph, and forget the clients' rows."""
-        self._rows, self._versions, self._steady = [], [], 0
+        self._rows, self._versions = [], []
         self._drop()
 
     def _drop(self) -> None:
+        self._roomy = 0
         if self._walk is not None:
             self._walk.pool.close()
             self._walk = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +48,8 @@ class _Step:
     cache: Any
     structure: tuple[Any, ...]
     reply: asyncio.Future[Any]
-    alone: bool = False
-    """Whether the client is to walk its own model, and to call :meth:`JointDecoder.token_ended` afterwards."""
+    alone: str = ""
+    """Why the client is to walk its own model, and to call :meth:`JointDecoder.token_ended` afterwards."""
 
 
 class Seat:
@@ -119,7 +119,7 @@ class Seat:
         if output is not None:
             decoder.walked(self.name, None)
             return output
-        decoder.walked(self.name, "no other client was ready")
+        decoder.walked(self.name, step.alone)
         try:
             return walk_alone(*args, **kwargs)
         finally:
@@ -220,8 +220,9 @@ class JointDecoder:
         self._stream: RandomStream | None = None
         self._waiting: list[_Step] = []
         self._walking: Sequence[_Step] = ()
-        """Steps of the joint walk under way, by row."""
+        """Steps of the joint walk under way."""
         self._cache: JointCache | None = None
+        """The cache of these steps, by row; None while a captured walk serves some of them."""
         self._under_way = 0
         """Tokens under way, joint or not."""
         self._start: asyncio.Handle | None = None
@@ -277,6 +278,7 @@ class JointDecoder:
 
     def withdraw(self, step: _Step, error: BaseException) -> None:
         """Note that a client does not wait for its token any more."""
+        step.reply.cancel()
         if step in self._waiting:
             self._waiting.remove(step)
         elif self._cache is not None and step in self._walking:
@@ -297,59 +299,66 @@ class JointDecoder:
         self._waiting = [step for step in self._waiting if step.reply.done()]
         (structure, count), *_ = Counter([step.structure for step in waiting]).most_common(1)
         steps = [step for step in waiting if count > 1 and step.structure == structure]
-        for step in waiting:
-            if step not in steps:  # it walks at the same time, so that its rows can share batches with the others
-                self.token_began()
-                step.alone = True
-                step.reply.set_result(None)
+        # They walk at the same time, so that their rows can share batches with the others.
+        self._walk_apart([step for step in waiting if step not in steps], "no other client was ready")
         if steps:
             self.token_began()
             steps.sort(key=lambda step: step.seat.number)
             self._walking = steps
             assert self.model is not None
-            self._cache = cache = self.model.cache([step.cache for step in steps], [step.attention for step in steps])
-            self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps, cache))
+            self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps))
 
-    async def _run(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> None:
-        """Walk the model for several clients, and give each its output."""
-        assert self._stream is not None
+    async def _run(self, model: JointModel, steps: Sequence[_Step]) -> None:
+        """Walk the model for several clients, and give each its output. A captured walk serves those that it can."""
         channel = self.channel
         assert channel is not None
-        self._requester.joint = tuple([step.seat.name for step in steps])
         channel.begin_walk()
         try:
-            outputs = None if self.captured is None else await self.captured.outputs(steps, channel)
-            if outputs is None:
-                outputs = await run_in_fiber(self._stream, channel, self._walk, model, steps, cache)
+            if self.captured is not None:
+                _give((await self.captured.outputs(steps, channel)).items())
+            left = [step for step in steps if not step.reply.done()]
+            if len(left) == 1:
+                self._walk_apart(left, "no other client was left by a captured walk")
+            elif left:
+                await self._run_by_code(model, left, channel)
         except BaseException as error:
-            # One client's token or position may have been wrong. In walks of their own, only this client sees it.
-            apart = not cache.was_updated and not isinstance(error, SymbiosisError) and isinstance(error, Exception)
             for step in steps:
-                if step.reply.done():
-                    continue
-                if apart:
-                    self.token_began()
-                    step.alone = True
-                    step.reply.set_result(None)
-                else:
+                if not step.reply.done():
                     step.reply.set_exception(_copy(error))
             if not isinstance(error, Exception):
                 raise
-        else:
-            for step, output in zip(steps, outputs, strict=True):
-                if step.reply.done():
-                    continue
-                if isinstance(output, Exception):
-                    step.reply.set_exception(output)
-                else:
-                    step.reply.set_result(output)
         finally:
-            self._walking, self._cache = (), None
+            self._walking = ()
             if not self._seated:  # a client has left meanwhile
                 model.seat({})
-            self._requester.forget()
             channel.end_walk()
             self.token_ended()
+
+    async def _run_by_code(self, model: JointModel, steps: Sequence[_Step], channel: Channel) -> None:
+        """Walk by the model's own code."""
+        assert self._stream is not None
+        self._walking = steps
+        self._cache = cache = model.cache([step.cache for step in steps], [step.attention for step in steps])
+        self._requester.joint = tuple([step.seat.name for step in steps])
+        try:
+            outputs = await run_in_fiber(self._stream, channel, self._walk, model, steps, cache)
+            _give(zip(steps, outputs, strict=True))
+        except Exception as error:
+            # One client's token or position may have been wrong. In walks of their own, only this client sees it.
+            if cache.was_updated or isinstance(error, SymbiosisError):
+                raise
+            self._walk_apart(steps, "a joint walk failed")
+        finally:
+            self._cache = None
+            self._requester.forget()
+
+    def _walk_apart(self, steps: Sequence[_Step], why: str) -> None:
+        """Have clients walk models of their own, before the next token."""
+        for step in steps:
+            if not step.reply.done():
+                self.token_began()
+                step.alone = why
+                step.reply.set_result(None)
 
     @torch.no_grad()
     def _walk(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> list[Any]:
@@ -411,6 +420,17 @@ class JointDecoder:
         self._requester.close()
         if self.channel is not None:
             self.channel.close()
+
+
+def _give(outputs: Iterable[tuple[Any, Any]]) -> None:
+    """Give clients that still wait their outputs, or their errors."""
+    for step, output in outputs:
+        if step.reply.done():
+            continue
+        if isinstance(output, Exception):
+            step.reply.set_exception(output)
+        else:
+            step.reply.set_result(output)
 
 
 def _copy(error: BaseException) -> BaseException:
