@@ -109,6 +109,8 @@ class CapturedWalks:
         self._tokens: dict[Walker, tuple[int, int]] = {}
         """The version of each client's reading, and its tokens with it that could have been captured, since a client of
         the walk has left."""
+        self._like = trials[0].cache
+        """A cache whose layers have the shapes and dtypes of the model's."""
         self._walk: CapturedWalk | None = None
         self._roomy = 0
         """Latest walks in a row that have used a small part of the pool's room."""
@@ -129,7 +131,7 @@ class CapturedWalks:
         """Walk texts of different lengths in a pool, with empty rows between them, and compare the results."""
         if any(structure(trial.cache) != (DynamicLayer,) * len(trial.cache.layers) for trial in trials):
             raise JointError("its cache has layers with a window")
-        pool = Pool(trials[0].cache, 2 * len(trials), 2 * max(trial.cache.get_seq_length() for trial in trials))
+        pool = Pool(self._like, 2 * len(trials), 2 * max(trial.cache.get_seq_length() for trial in trials))
         walk = self._walk_in(pool, [])
         rows = [2 * number for number, _ in enumerate(trials)][::-1]
         for row, trial in zip(rows, trials, strict=True):
@@ -154,11 +156,10 @@ class CapturedWalks:
 
     async def outputs(self, steps: Sequence[Token], channel: Channel) -> dict[Token, Any]:
         """Return the outputs for the tokens that a captured walk serves. The others are to be walked without one."""
-        fit = [] if self.refusal is not None else self._choose(steps)
-        if not fit:
+        if self.refusal is not None:
             return {}
         try:
-            placed = self._place(fit)
+            placed = self._place(steps)
         except Exception as error:  # noqa: BLE001 (such as no memory for the pool)
             self._refuse(error)
             self.forget()
@@ -209,10 +210,11 @@ class CapturedWalks:
             outputs[step] = walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache)
         return outputs
 
-    def _place(self, fit: Sequence[Token]) -> tuple[CapturedWalk, list[int], list[Token]] | None:
+    def _place(self, steps: Sequence[Token]) -> tuple[CapturedWalk, list[int], list[Token]] | None:
         """Return a captured walk, the rows of the tokens that it can serve now, and these tokens; None if there are
         none."""
-        if not self._give_rows([step.seat for step in fit]):
+        fit = self._choose(steps)
+        if not fit or not self._give_rows([step.seat for step in fit]):
             return None
         least, walk = max(step.cache.get_seq_length() for step in fit) + 1, self._walk
         if walk is None or least > walk.pool.capacity or self._is_roomy(walk, least):
@@ -223,7 +225,9 @@ class CapturedWalks:
         walk.pool.take_out_full(except_=rows)
         placed = [(row, step) for row, step in zip(rows, fit, strict=True) if walk.pool.put(row, step.cache)]
         if len(placed) < len(fit):
-            self._tell("its cache has layers of several lengths, or of other shapes or dtypes than the pool", _TOKENS)
+            self._tell(
+                "its cache has layers of several lengths, or of other shapes or dtypes than the model's", _TOKENS
+            )
         return (walk, *map(list, zip(*placed, strict=True))) if placed else None  # type: ignore[return-value]
 
     def _is_roomy(self, walk: CapturedWalk, least: int) -> bool:
@@ -287,7 +291,7 @@ class CapturedWalks:
     def _make(self, steps: Sequence[Token], least: int) -> CapturedWalk | None:
         """Return a walk with room for texts of ``least`` tokens. If they would take too much memory, return None and
         keep the present walk."""
-        like, walk = steps[0].cache, self._walk
+        like, walk = self._like, self._walk
         rows, capacity = max(_doubled(len(self._rows)), 2), max(_doubled(least), _FIRST)
         freed = 0 if walk is None else walk.pool.bytes
         if Pool.size(like, rows, capacity) > _PART * (_free(self._device) + freed):
