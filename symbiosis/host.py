@@ -128,12 +128,12 @@ class Executor:
         self._shards = None if loaded.launch is None else Shards(split, loaded.launch)
         compute = None if self._shards is None else self._shards.run
         budget = Budget(_counted(max_bytes), return_freed)
-        self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.part, compute)
+        self.engine = Engine(split.layers, split.device, policy, max_rows, budget, split.fraction, compute)
         walked = split.token_layers()
         self._token_s = self.engine.time_layers(walked) if walked else 0.0
         """Seconds that one token takes in the base layers of the idle executor; 0 where that is not known."""
         if walked:
-            tell_unloaded(policy, self._token_s / split.part)
+            tell_unloaded(policy, self._token_s / split.fraction)
         address = f"inproc://{name or f'executor-{next(_numbers)}'}"
         self.service = ExecutorService(split, self.engine, budget, address, loaded.source, model_name)
         log.info("%s: %s", type(loaded.model).__name__, "; ".join(self.service.sharing.lines()))

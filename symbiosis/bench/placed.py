@@ -171,7 +171,7 @@ class MachineCosts:
                 overhead_s=costs.batch_s,
                 thread=thread,
                 threads=costs.threads,
-                part=len(part) / settings.preset.layers,
+                fraction=len(part) / settings.preset.layers,
             )
             executors.append(executor)
             ways.append(_Wire(clock, thread, costs.wait_s / 2, costs.request_s / 2))

@@ -74,14 +74,14 @@ class Scheduler:
         policy: chooses what runs.
         layers: size of the layer table.
         max_rows: largest number of rows in a batch; larger requests are served in slices.
-        part: the fraction (0 to 1) of a walk's work that these layers do. Latency targets of clients are multiplied by
+        fraction: the part (0 to 1) of a walk's work that these layers do. Latency targets of clients are multiplied by
             it.
 
     Raises:
         UsageError: ``max_rows`` is less than 1, or the policy belongs to another scheduler.
     """
 
-    def __init__(self, policy: Policy, *, layers: int, max_rows: int, part: float = 1.0) -> None:
+    def __init__(self, policy: Policy, *, layers: int, max_rows: int, fraction: float = 1.0) -> None:
         if max_rows < 1:
             raise UsageError(f"max_rows is {max_rows}; a batch needs room for at least 1 row")
         policy.bind()
@@ -90,7 +90,7 @@ class Scheduler:
         self._lone_at_once = policy.lone_at_once
         self.layers = layers
         self.max_rows = max_rows
-        self._part = part
+        self._fraction = fraction
         self.batches = 0
         self._clients = Clients()
         self._states = self._clients.states
@@ -148,7 +148,7 @@ class Scheduler:
             instead=NO_TERMS,
             consequence="the client joins without terms of the policy",
         )
-        granted = effective(terms, default, trusted=local).times(self._part)
+        granted = effective(terms, default, trusted=local).times(self._fraction)
         self._states[client] = ClientState(granted, local)
         return granted
 

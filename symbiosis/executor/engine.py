@@ -59,7 +59,7 @@ class Engine:
         policy: chooses what runs.
         max_rows: largest number of rows in a batch.
         budget: has the room to keep packed weights in the usual layout too.
-        part: the fraction (0 to 1) of a walk's work that these layers do.
+        fraction: the part (0 to 1) of a walk's work that these layers do.
         compute: runs the layers of a key on rows in place of ``layers``, in an executor with shards.
 
     Attributes:
@@ -79,10 +79,10 @@ class Engine:
         policy: Policy,
         max_rows: int,
         budget: Budget,
-        part: float = 1.0,
+        fraction: float = 1.0,
         compute: Compute | None = None,
     ) -> None:
-        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, part=part)
+        self.scheduler = Scheduler(policy, layers=len(layers), max_rows=max_rows, fraction=fraction)
         self.counters = Counters()
         self.timeline: Timeline | None = None
         self.layers = layers

@@ -62,7 +62,7 @@ class SplitModel:
         parts: this process's parts of the base layers, whose own weights are on the meta device then.
         fingerprints: those of the whole base layers, if their weights are on the meta device.
         order: names of all base layers, wherever they are served, in the model's order.
-        part: fraction of the elements of all base layers' weights that this executor serves.
+        fraction: the part (0 to 1) of the elements of all base layers' weights that this executor serves.
         allowed: names of these base layers.
         packed: number of packed weights.
         left_out: names of modules that are not served although they could be, each with the reason.
@@ -108,7 +108,7 @@ class SplitModel:
             log.info("not served: %s", "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items()))
         self.order = [layer.spec.name for layer in self.layers]
         self.elsewhere: list[tuple[LayerSpec, nn.Module]] = []
-        self.part = 1.0
+        self.fraction = 1.0
         self.parts: list[BaseLayer] = []
         self.fingerprints: list[str] | None = None
         if divided:
@@ -150,7 +150,7 @@ class SplitModel:
             raise SplitError(f"layers: {layers!r} divides {min(divided)}; serve blocks whole")
         self.elsewhere = [(layer.spec, layer.module) for layer in self.layers if layer.spec.name not in served]
         sizes = {layer.spec.name: _elements(layer.module) for layer in self.layers}
-        self.part = sum(sizes[name] for name in served) / sum(sizes.values())
+        self.fraction = sum(sizes[name] for name in served) / sum(sizes.values())
         self._keep(served)
         self._drop(self.elsewhere)
 

@@ -40,7 +40,7 @@ class SimulatedExecutor:
             the order of their answers, and a batch starts when no client has anything to compute.
         thread: the thread that runs batches; None if nothing slows them down.
         threads: number of cores that a batch uses.
-        part: the fraction (0 to 1) of a walk's work that its layers do.
+        fraction: the part (0 to 1) of a walk's work that its layers do.
 
     Raises:
         PolicyError: from :meth:`decide`: the scheduler refused a decision of the policy.
@@ -58,9 +58,9 @@ class SimulatedExecutor:
         local: bool = False,
         thread: Thread | None = None,
         threads: float = 1.0,
-        part: float = 1.0,
+        fraction: float = 1.0,
     ) -> None:
-        self.scheduler = Scheduler(policy, layers=layers, max_rows=max_rows, part=part)
+        self.scheduler = Scheduler(policy, layers=layers, max_rows=max_rows, fraction=fraction)
         self.totals = Totals()
         self.local = local
         self.settle = self.decide

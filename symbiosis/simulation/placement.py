@@ -141,7 +141,7 @@ def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: Simu
         return base.seconds(machine, site.shards, batch)
 
     served = [layer for layer, block in enumerate(base.of_block) if block in site.blocks]
-    part = base.weights(served) / base.weights(range(len(base.sizes)))
+    fraction = base.weights(served) / base.weights(range(len(base.sizes)))
     walk = [key for key in base.walk if base.of_block[key.layers[0]] in site.blocks]
     return SimulatedExecutor(
         clock,
@@ -150,7 +150,7 @@ def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: Simu
         max_rows=_MAX_ROWS,
         cost=cost,
         overhead_s=OVERHEAD_S,
-        part=part,
+        fraction=fraction,
     )
 
 

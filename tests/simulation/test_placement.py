@@ -130,7 +130,7 @@ def test_targets_are_those_of_a_part() -> None:
 
     targets: list[float | None] = []
     clock = Clock()
-    executor, cluster = _executor(clock, Seen(), part=0.25), Cluster(clock)
+    executor, cluster = _executor(clock, Seen(), fraction=0.25), Cluster(clock)
     cluster.add("a", generate(4, 1, 2, 0.0, Done()), terms=Terms(slo_ms=80.0), route=Route([Hop(executor)]))
     cluster.run()
     assert targets == [20.0] * 8

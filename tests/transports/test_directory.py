@@ -154,9 +154,9 @@ async def test_no_weight_of_another_part_is_there_or_leaves(tmp_path: Path) -> N
 async def test_targets_are_divided(tmp_path: Path) -> None:
     """An executor with a part of the layers has a part of a token's time."""
     async with divided(tmp_path, tiny_model(), policy="co-serving:slo_ms=100,ttft_ms=1000") as (executors, addresses):
-        assert sum(executor.service._split.part for executor in executors) == pytest.approx(1)
+        assert sum(executor.service._split.fraction for executor in executors) == pytest.approx(1)
         for executor in executors:
-            part = executor.service._split.part
+            part = executor.service._split.fraction
             granted = executor.engine.join("alice", Terms(slo_ms=200), local=False)
             assert (granted.slo_ms, granted.ttft_ms) == pytest.approx((200 * part, 1000 * part))
         async with symbiosis.connect(addresses) as base, base.client(lora(), seed=0, slo_ms=300) as client:
