@@ -281,11 +281,17 @@ def _asked(place: str, record: Any) -> Record:
             return {"instruction": record["instruction"], **({"input": given} if given else {})}
         messages: Any = record.get("messages")
         if _are_messages(messages):
+            _refuse_tools(place, record)
             answered = bool(messages) and messages[-1]["role"] == "assistant"
             return {"messages": messages[:-1] if answered else messages}
     raise UsageError(
         f'{place}: give each prompt as an object with "prompt", "instruction" (and "input") or "messages", as texts'
     )
+
+
+def _refuse_tools(place: str, record: dict[str, Any]) -> None:
+    if record.get("tools"):
+        raise UsageError(f'{place}: "tools" are not given to chat templates; leave them out, or name them in a message')
 
 
 def _are_messages(messages: Any) -> bool:
@@ -302,6 +308,7 @@ def _check(place: str, record: Any, name: str) -> None:
         messages = record["messages"]
         if not _are_messages(messages):
             raise UsageError(f'{place}: "messages" is no list of objects with "role" and "content" as texts')
+        _refuse_tools(place, record)
         if not any(one["role"] == "assistant" for one in messages):
             raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
         return

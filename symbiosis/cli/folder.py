@@ -196,6 +196,14 @@ def _damage(checkpoint: Path) -> str | None:
     return None
 
 
+def _changes(name: str, before: Any, now: Any) -> list[str]:
+    """Return how an option has changed; of two objects, only the parts that differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        return [part for key in keys for part in _changes(f"{key} of {name}", before.get(key), now.get(key))]
+    return [f"{name} was {before!r} and is {now!r}"]
+
+
 def check_same(folder: Path, kept: dict[str, Any]) -> None:
     """Check that the run in a folder had the same options.
 
@@ -211,5 +219,5 @@ def check_same(folder: Path, kept: dict[str, Any]) -> None:
         if name in different:
             raise UsageError(f"--resume: {what} are not those of the run; give the same ones, or begin a new run")
     if different:
-        text = ", ".join(f"{name} was {before.get(name)!r} and is {kept[name]!r}" for name in different)
+        text = ", ".join(part for name in different for part in _changes(name, before.get(name), kept[name]))
         raise UsageError(f"--resume: the options differ from those of the run ({text}); give the same ones")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, op
 from symbiosis.core.registry import addresses_in, is_several, make_transport
 from symbiosis.errors import BusyError, ConnectionLostError, ExecutorClosedError
 from symbiosis.terminal.console import console, visible
+from symbiosis.terminal.signals import heeded
 from symbiosis.terminal.top import between, fitted, read, screen, view
 
 AWAY = (BusyError, ConnectionLostError, ExecutorClosedError)
@@ -56,7 +58,17 @@ def top(
         }
 
     print_all: Callable[[RenderableType], object] = out.print
-    with contextlib.suppress(KeyboardInterrupt), nullcontext(print_all) if once or json else screen(out) as show:
+    signals: list[int] = []
+
+    def stop(number: int) -> None:
+        signals.append(number)
+        raise KeyboardInterrupt
+
+    with (
+        heeded(stop),
+        contextlib.suppress(KeyboardInterrupt),
+        nullcontext(print_all) if once or json else screen(out) as show,
+    ):
         states, before = look(), States()
         if out.is_terminal and not once and not json:
             # What was done since the start, until there is something newer.
@@ -71,6 +83,8 @@ def top(
                 show(_shown(done, out, once))
             if once:
                 break
+    if signals and signals[0] != signal.SIGINT:
+        raise typer.Exit(128 + signals[0])
     if once and any("error" in state for state in states.values()):
         raise typer.Exit(1)
 

@@ -75,7 +75,7 @@ class Training:
         torch.manual_seed(seed)
         try:
             model: Any = get_peft_model(base, config)
-        except (IndexError, TypeError, ValueError) as error:  # the model has no such layers
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # what PEFT raises
             raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
         self._model = model
         self._watch = _Watch(output)

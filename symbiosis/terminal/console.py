@@ -27,8 +27,15 @@ PLOTS = (".png", ".svg", ".pdf")
 
 
 class _Messages(Console):
-    """A console on standard error, which goes on without output when the reader of it has ended. Rich would end the
-    process. But Ctrl-C also ends a ``tee`` that gets the messages of a run, and the run still has to be saved."""
+    """A console on standard error, which goes on without output when nothing can be written there. Rich would end the
+    process. But Ctrl-C also ends a ``tee`` that gets the messages of a run, and the run still has to be saved; so it
+    has if the disk of a log file is full."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError:
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -95,7 +102,12 @@ def write_json(file: Path, value: Any) -> None:
     text = json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     direct = file.is_symlink() or (file.exists() and not file.is_file())  # such as /dev/stdout
     part = file if direct else file.with_name(f".{file.name}.part")
-    part.write_text(text + "\n", encoding="utf-8")
+    try:
+        part.write_text(text + "\n", encoding="utf-8")
+    except OSError:
+        if not direct:
+            part.unlink(missing_ok=True)
+        raise
     if not direct:
         part.replace(file)
 

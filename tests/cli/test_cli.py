@@ -25,7 +25,7 @@ from symbiosis.cli.commands import app
 from symbiosis.cli.main import main
 from symbiosis.core import registry
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import CommandGroup
+from symbiosis.terminal.console import CommandGroup, write_json
 from symbiosis.transports.keys import load_key
 from tests.service import save_model
 
@@ -299,6 +299,14 @@ def test_unknown_policy_shows_before_any_work(runner: CliRunner) -> None:
 @pytest.mark.parametrize("arguments", [["demo", "--seed", "-1"], ["serve", "x", "--retry"], ["dmo"]])
 def test_wrong_arguments(runner: CliRunner, arguments: list[str]) -> None:
     assert runner.invoke(app, arguments).exit_code == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+def test_a_result_that_cannot_be_written_leaves_no_file(tmp_path: Path) -> None:
+    (tmp_path / ".x.json.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write_json(tmp_path / "x.json", {"a": 1})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_results_with_nan_and_infinity_are_valid_json(tmp_path: Path) -> None:

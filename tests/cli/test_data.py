@@ -77,6 +77,13 @@ def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> N
         read_records(write(tmp_path, {"messages": messages}))
 
 
+def test_tools_of_a_conversation_are_refused(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    assert read_records(write(tmp_path, {"messages": messages, "tools": []}))
+    with pytest.raises(UsageError, match='line 1: "tools" are not given to chat templates'):
+        read_records(write(tmp_path, {"messages": messages, "tools": [{"name": "clock"}]}))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [

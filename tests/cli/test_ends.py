@@ -225,12 +225,12 @@ def after_steps(folder: Path, act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def start(*arguments: str, stdout: int | None = None) -> subprocess.Popen[str]:
+def start(*arguments: str, stdout: int | None = None, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start the command in a process of its own, which SIGHUP would end."""
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "symbiosis.cli.main", *arguments],
         stdout=stdout,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
@@ -311,6 +311,15 @@ def test_ctrl_c_ends_the_reader_of_messages_first(service: Service, data: Path, 
     steps = json.loads(told.read_text(encoding="utf-8"))["steps"]
     assert (made / f"checkpoint-{steps}" / "trainer_state.json").is_file()
     assert (made / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+def test_a_full_disk_under_the_messages_ends_no_run(service: Service, data: Path, tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    process = start(*options(service, data, tmp_path / "a", "--steps", 3), stderr=full)
+    os.close(full)
+    assert process.wait(60) == 0
+    assert (tmp_path / "a" / "adapter_model.safetensors").is_file()
 
 
 def test_a_run_that_went_back_keeps_its_new_checkpoints(service: Service, data: Path, tmp_path: Path) -> None:

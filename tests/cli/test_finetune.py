@@ -136,6 +136,16 @@ def test_the_best_checkpoint_becomes_the_adapter(service: Service, data: Path, t
     assert (tmp_path / "a" / "adapter_model.safetensors").read_bytes() == chosen
 
 
+@pytest.mark.parametrize("content", [{"bias": "foo"}, {"rank_pattern": 3}, {"r": 4_000_000_000}])
+def test_options_that_peft_refuses(service: Service, data: Path, tmp_path: Path, content: dict[str, Any]) -> None:
+    file = tmp_path / "peft.json"
+    file.write_text(json.dumps({"peft_type": "LORA", **content}), encoding="utf-8")
+    done = command(*options(service, data, tmp_path / "a", "--steps", 2, "--peft", file))
+    assert done.exit_code == 1
+    assert f"--peft {file}:" in done.stderr.replace("\n", "")
+    assert "Traceback" not in done.stderr
+
+
 def test_any_peft_method_from_a_file(service: Service, data: Path, tmp_path: Path) -> None:
     file = tmp_path / "ia3.json"
     file.write_text('{"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}', encoding="utf-8")

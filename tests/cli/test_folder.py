@@ -22,9 +22,12 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
     done = command(*options(service, data, made, "--steps", 2))
     assert done.exit_code == 1
     assert "the run would replace checkpoint-1, adapter_config.json" in " ".join(done.stderr.split())
-    done = command(*options(service, data, made, "--steps", 2, "--resume", "--batch", 2))
+    done = command(*options(service, data, made, "--steps", 2, "--resume", "--batch", 2, "--lora", "r=3"))
     assert done.exit_code == 1
-    assert "batch was 4 and is 2" in done.stderr
+    text = " ".join(done.stderr.split())
+    assert "batch was 4 and is 2" in text
+    assert "r of peft was 8 and is 3" in text
+    assert "task_type" not in text
     assert (made / "adapter_model.safetensors").read_bytes() == weights
     assert command(*options(service, data, made, "--steps", 2, "--overwrite")).exit_code == 0
     assert (made / "adapter_model.safetensors").read_bytes() != weights

@@ -126,7 +126,8 @@ def test_it_goes_on_when_the_executor_returns(checkpoint: Path, tmp_path: Path) 
             top.kill()
 
 
-def test_a_terminal_shows_the_view_in_place_until_ctrl_c(service: Service) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_shows_the_view_in_place_until_a_signal(service: Service, number: signal.Signals) -> None:
     ours, terminal = pty.openpty()
     command = [*TOP, service.address, "--interval", "0.5"]
     env = {**os.environ, "COLUMNS": "100", "LINES": "40", "TERM": "xterm"}
@@ -137,9 +138,9 @@ def test_a_terminal_shows_the_view_in_place_until_ctrl_c(service: Service) -> No
             while data := _read(ours):
                 shown += data
                 if not sent and shown.count(b"NoLockstep") > 2:
-                    top.send_signal(signal.SIGINT)
+                    top.send_signal(number)
                     sent = True
-            assert top.wait(20) == 0, shown.decode()
+            assert top.wait(20) == (0 if number == signal.SIGINT else 128 + number), shown.decode()
         finally:
             top.kill()
             os.close(ours)
