@@ -15,12 +15,14 @@ import pytest
 import torch
 from click.testing import Result
 from peft import IA3Config, LoraConfig, PeftConfig, PrefixTuningConfig
+from torch import nn
 from typer.testing import CliRunner
 
 import symbiosis
 from symbiosis.cli.commands import app
 from symbiosis.core.policy import Policy
 from symbiosis.core.terms import NO_TERMS, Terms
+from symbiosis.executor.packing import pack
 from symbiosis.testing import Comparison, Job, Outcome, PolicyConformance, World
 
 T = TypeVar("T")
@@ -203,3 +205,9 @@ with symbiosis.open_model(sys.argv[1]) as model:
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def packs_bf16() -> bool:
+    """Return whether weights in bf16 are packed on this processor: whether it has instructions for such products."""
+    module = nn.Linear(256, 512, dtype=torch.bfloat16)
+    return pack(module, [module]) == 1

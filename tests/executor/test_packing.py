@@ -20,7 +20,20 @@ from symbiosis.errors import UsageError
 from symbiosis.executor import packing
 from symbiosis.executor.packing import PackedWeight
 from symbiosis.testing import compare, run_job, run_job_plain, tiny_model
-from tests.helpers import GRADIENTS, IDS, LOGITS, METHODS, SHORT, TRAINED, adamw, assert_close, command, lora, until
+from tests.helpers import (
+    GRADIENTS,
+    IDS,
+    LOGITS,
+    METHODS,
+    SHORT,
+    TRAINED,
+    adamw,
+    assert_close,
+    command,
+    lora,
+    packs_bf16,
+    until,
+)
 
 LINEAR = 15
 """Linear layers of the tiny Llama: seven in each of two blocks, and ``lm_head``."""
@@ -82,6 +95,7 @@ async def test_tenants_beside_each_other(base: Any, joint: str) -> None:
             await client.close()
 
 
+@pytest.mark.skipif(not packs_bf16(), reason="weights in bf16 are not packed on this processor")
 async def test_a_masked_client_of_a_model_in_bf16() -> None:
     """Its rows are computed in fp32, with the usual layout."""
     model = tiny_model("llama", dtype=torch.bfloat16)

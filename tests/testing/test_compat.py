@@ -35,7 +35,7 @@ from symbiosis.testing.compat import (
 from symbiosis.testing.compat_page import write_page
 from symbiosis.testing.formats import FORMATS, IN_FORMATS, split_name
 from symbiosis.testing.zoo import SMALL, ZOO, zoo_inputs, zoo_model
-from tests.helpers import command
+from tests.helpers import command, packs_bf16
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore::FutureWarning", "ignore::RuntimeWarning")
 
@@ -88,6 +88,8 @@ async def test_methods(method: str, transport: str, verdict: str) -> None:
 
 @pytest.mark.parametrize("format_", [format_ for format_ in FORMATS if format_ != "torchao int4"])
 async def test_formats(format_: str) -> None:
+    if format_ == "bitsandbytes NF4 with bf16" and not packs_bf16():
+        pytest.skip("this model differs on processors without instructions for bf16; docs/status.md has the figures")
     name = f"Qwen3MoeForCausalLM in {format_}"
     model, reads = load(name)
     assert shares_of(name, model, reads).served > 0.9
