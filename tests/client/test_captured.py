@@ -52,6 +52,19 @@ def tolerance(device: str) -> float:
     return LOGITS if device == "cpu" else 1e-4
 
 
+def _pools(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return a list to which the rows and the capacity of each further pool are added."""
+    made: list[tuple[int, int]] = []
+    make = Pool.__init__
+
+    def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
+        made.append((rows, capacity))
+        make(self, like, rows, capacity)
+
+    monkeypatch.setattr(Pool, "__init__", noted)
+    return made
+
+
 @pytest.fixture
 def walks(device: str, monkeypatch: pytest.MonkeyPatch) -> _Walks:
     """Count joint walks, and have the decoder make captured ones on a CPU too."""
@@ -121,17 +134,9 @@ async def test_the_rows_of_one_client_change_nothing_of_another(device: str, wal
 async def test_room_for_longer_texts_is_made(device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch) -> None:
     base = model_of("llama").to(device)
     plain_base = copy.deepcopy(base)
-    sizes = []
-    make = Pool.__init__
-
-    def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
-        sizes.append((rows, capacity))
-        make(self, like, rows, capacity)
-
     monkeypatch.setattr(captured, "_FIRST", 8)
-    monkeypatch.setattr(Pool, "__init__", noted)
     async with some_clients(3, base) as (_, clients):
-        sizes.clear()
+        sizes = _pools(monkeypatch)
         lengths = 4, 9, 30
         outs = await asyncio.gather(
             *(generate(client, length, 24) for client, length in zip(clients, lengths, strict=True))
@@ -449,20 +454,13 @@ async def test_positions_and_prompts_that_a_captured_walk_cannot_take(device: st
 async def test_a_text_that_is_too_long_for_a_pool_leaves_the_others_theirs(
     device: str, walks: _Walks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = []
-    make = Pool.__init__
-
-    def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
-        made.append(capacity)
-        make(self, like, rows, capacity)
-
     monkeypatch.setattr(captured, "_FIRST", 64)
     monkeypatch.setattr(Pool, "size", lambda like, rows, capacity: capacity)
     monkeypatch.setattr(captured, "_free", lambda device: 130.0)
     monkeypatch.setattr(Pool, "bytes", 0)
     async with some_clients(3, model_of("llama").to(device)) as (_, clients):
         await asyncio.gather(*(generate(client, 4, 10) for client in clients))
-        monkeypatch.setattr(Pool, "__init__", noted)
+        made = _pools(monkeypatch)
         short = asyncio.gather(*(generate(client, 4, 50) for client in clients[:2]))
         for _ in range(3):
             await generate(clients[2], 70, 4)
@@ -537,19 +535,6 @@ async def test_errors_of_one_client_and_of_a_pool_do_not_reach_the_others(
     assert caplog.text.count("joint walks are not captured: a walk could not be captured: OutOfMemoryError") == 1
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number), tolerance(device))
-
-
-def _pools(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the capacity of each further pool is added."""
-    made: list[int] = []
-    make = Pool.__init__
-
-    def noted(self: Pool, like: Any, rows: int, capacity: int) -> None:
-        made.append(capacity)
-        make(self, like, rows, capacity)
-
-    monkeypatch.setattr(Pool, "__init__", noted)
-    return made
 
 
 async def test_a_client_whose_tokens_do_not_fit_leaves_the_others_their_walk(
@@ -638,7 +623,7 @@ async def test_a_pool_shrinks_after_a_long_text(device: str, walks: _Walks, monk
         made = _pools(monkeypatch)
         await asyncio.gather(generate(clients[0], 100, 16), generate(clients[1], 5, 16))
         outs = await asyncio.gather(*(generate(client, 5, 10) for client in clients))
-    assert made == [128, 16]
+    assert [capacity for _, capacity in made] == [128, 16]
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number, 5, 10), tolerance(device))
 

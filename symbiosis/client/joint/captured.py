@@ -2,9 +2,10 @@
 
 A CUDA graph reads and writes fixed addresses. So each client keeps one row of a walk for as long as it decodes, its
 cache is in a :class:`~symbiosis.client.joint.pool.Pool`, and tokens, positions and lengths are copied to fixed
-addresses before each walk. A client that does not fit is walked by the model's own code. The rows of clients that do
-not take part are computed too, and their results are not used. A row attends to as many tokens as its length says.
-Behind them are zeros, and a token of a client that does not take part.
+addresses before each walk. A client whose token a captured walk cannot serve, such as one with another kind of
+cache, is walked by the model's own code. Every captured walk computes all rows, those of clients that wait for no token
+too, whose results are not used. A row attends to as many tokens as its length says. What lies behind them in the cache
+is not attended to.
 
 The base layers are part of the graph. For the executor, a captured walk is one request for all layers that runs by
 itself: the policy decides when, and statistics and accounts name the clients of the walk
@@ -159,16 +160,15 @@ class CapturedWalks:
         if self.refusal is not None:
             return {}
         try:
-            placed = self._place(steps)
+            walk, placed = self._place(steps)
         except Exception as error:  # noqa: BLE001 (such as no memory for the pool)
             self._refuse(error)
             self.forget()
             return {}
-        if placed is None:
+        if walk is None:
             return {}
-        walk, rows, fit = placed
-        tokens = [(row, step.ids, step.position, step.attention) for row, step in zip(rows, fit, strict=True)]
-        ids = walk.ids[: len(rows)]
+        tokens = [(row, step.ids, step.position, step.attention) for row, step in placed]
+        names, ids = tuple([step.seat.name for _, step in placed]), walk.ids[: len(placed)]
         failed = False
 
         def run() -> Results:
@@ -185,12 +185,12 @@ class CapturedWalks:
                     self._refuse(error)
             return (ids,)
 
-        reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), tuple([step.seat.name for step in fit]), run))
+        reply = self._here.submit(Call(self._key, Kind.DECODE, (ids,), names, run))
         channel.flush()
         self._under_way = True
         try:
             await reply
-            return {} if failed else self._taken(walk, rows, fit)
+            return {} if failed else self._taken(walk, placed)
         finally:
             self._under_way = False
             if not self._versions or self.refusal is not None:
@@ -201,26 +201,26 @@ class CapturedWalks:
         self.refusal = f"a walk could not be captured: {type(error).__name__}: {error}"
         log.warning("joint walks are not captured: %s", self.refusal, exc_info=error)
 
-    def _taken(self, walk: CapturedWalk, rows: Sequence[int], steps: Sequence[Token]) -> dict[Token, Any]:
+    def _taken(self, walk: CapturedWalk, placed: Sequence[tuple[int, Token]]) -> dict[Token, Any]:
         """Return the outputs of a walk, and count its tokens in the caches."""
         outputs: dict[Token, Any] = {}
-        for row, step in zip(rows, steps, strict=True):
+        for row, step in placed:
             if not step.reply.done():
                 walk.pool.add_token(row, step.cache)
             outputs[step] = walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache)
         return outputs
 
-    def _place(self, steps: Sequence[Token]) -> tuple[CapturedWalk, list[int], list[Token]] | None:
-        """Return a captured walk, the rows of the tokens that it can serve now, and these tokens; None if there are
+    def _place(self, steps: Sequence[Token]) -> tuple[CapturedWalk | None, list[tuple[int, Token]]]:
+        """Return a captured walk, and the tokens that it can serve now, each after its row; None if it can serve
         none."""
         fit = self._choose(steps)
         if not fit or not self._give_rows([step.seat for step in fit]):
-            return None
+            return None, []
         least, walk = max(step.cache.get_seq_length() for step in fit) + 1, self._walk
         if walk is None or least > walk.pool.capacity or self._is_roomy(walk, least):
             walk = self._make(fit, least)
             if walk is None:
-                return None
+                return None, []
         rows = [self._rows.index(step.seat) for step in fit]
         walk.pool.take_out_full(except_=rows)
         placed = [(row, step) for row, step in zip(rows, fit, strict=True) if walk.pool.put(row, step.cache)]
@@ -228,7 +228,7 @@ class CapturedWalks:
             self._tell(
                 "its cache has layers of several lengths, or of other shapes or dtypes than the model's", _TOKENS
             )
-        return (walk, *map(list, zip(*placed, strict=True))) if placed else None  # type: ignore[return-value]
+        return (walk if placed else None), placed
 
     def _is_roomy(self, walk: CapturedWalk, least: int) -> bool:
         """Return whether the pool has been too large for some time."""
