@@ -8,7 +8,6 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +33,7 @@ from symbiosis.executor.service import ExecutorService
 from symbiosis.executor.shards import Shards, ignore_signals, work
 from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
-from symbiosis.executor.statistics import Statistics
+from symbiosis.executor.statistics import Counters, Statistics
 from symbiosis.executor.timeline import Timeline
 from symbiosis.transports.limits import Limits
 
@@ -230,9 +229,7 @@ class Executor:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -420,7 +417,7 @@ class Executor:
 
     def statistics(self) -> Statistics:
         """Return requests, batches, rows and waits so far, per layer and per client."""
-        return self.service.statistics()
+        return self.engine.statistics()
 
     def status(self) -> dict[str, Any]:
         """Return what the executor is and does, as plain data."""
@@ -428,7 +425,7 @@ class Executor:
 
     def reset_statistics(self) -> None:
         """Count from zero, for instance after a warm-up."""
-        self.engine.reset_counters()
+        self.engine.counters = Counters()
 
     @contextlib.contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:
@@ -446,12 +443,11 @@ class Executor:
         """
         if self.engine.timeline is not None:
             raise UsageError("a trace of this executor is being written already; end that first")
-        timeline = Timeline(file, [spec.name for spec in self.layers], now())
-        self.engine.record(timeline)
+        self.engine.timeline = timeline = Timeline(file, [spec.name for spec in self.layers], now())
         try:
             yield
         finally:
-            self.engine.record(None)
+            self.engine.timeline = None
             timeline.close()
 
 

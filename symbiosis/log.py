@@ -25,7 +25,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     )
 
 
-def render(json: bool, level: int = logging.INFO) -> None:
+def render(json: bool) -> None:
     """Write the package's events to standard error: as text, or as one JSON object per line."""
     shared: list[structlog.types.Processor] = [
         structlog.stdlib.ExtraAdder(),
@@ -34,7 +34,7 @@ def render(json: bool, level: int = logging.INFO) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     final: structlog.types.Processor = (
-        structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=None or False)
+        structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=False)
     )
     handler = logging.StreamHandler()
     handler.setFormatter(
@@ -49,5 +49,5 @@ def render(json: bool, level: int = logging.INFO) -> None:
     )
     logger = logging.getLogger("symbiosis")
     logger.handlers = [handler]
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False

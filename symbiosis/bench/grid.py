@@ -210,16 +210,14 @@ def means(rows: Sequence[GridResult]) -> dict[str, dict[str, Any]]:
 
 def plot(file: Path, rows: Sequence[GridResult]) -> None:
     """Draw SLO attainment against fine-tuning, a panel for each load and a mark for each policy and rate."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     tuned = [row for row in rows if row.cell.tuning] or list(rows)
     names = list(dict.fromkeys(row.cell.load for row in tuned))
     across = min(len(names), 3)
     down = math.ceil(len(names) / across)
-    figure, axes = pyplot.subplots(down, across, figsize=(4.5 * across, 3.6 * down), squeeze=False, sharey=True)
+    figure = Figure(figsize=(4.5 * across, 3.6 * down), layout="tight")
+    axes = figure.subplots(down, across, squeeze=False, sharey=True)
     for axis, name in zip(axes.flat, names, strict=False):
         mine = [row for row in tuned if row.cell.load == name]
         for number, policy in enumerate(tuned[0].outcomes):
@@ -238,7 +236,4 @@ def plot(file: Path, rows: Sequence[GridResult]) -> None:
     axes[0, 0].legend(fontsize=7)
     for axis in axes.flat[len(names) :]:
         axis.set_visible(False)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +33,11 @@ async def memory(settings: Settings, *, lengths: tuple[int, ...], window: int) -
     check(device)
     report = Report("memory", preset.name, GOALS)
     found = {}
+    # Processes started from here on return freed memory at once, so that resident memory is memory in use.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)
     for way in _WAYS:
         settings.progress(way)
-        with _exact_heap():
-            found[way] = in_process(_measure, way, preset.name, str(device), sorted(set(lengths)), window)
+        found[way] = in_process(_measure, way, preset.name, str(device), sorted(set(lengths)), window)
     for length in sorted(set(lengths)):
         used = {way: found[way][str(length)] for way in _WAYS}
         report.rows.append(
@@ -61,21 +60,6 @@ async def memory(settings: Settings, *, lengths: tuple[int, ...], window: int) -
         "KiB and more mapped on its own, so that what is freed is gone; on CUDA it is torch's."
     )
     return report
-
-
-@contextlib.contextmanager
-def _exact_heap() -> Iterator[None]:
-    """Have processes started meanwhile return freed memory at once, so that resident memory is memory in use."""
-    name = "MALLOC_MMAP_THRESHOLD_"
-    before = os.environ.get(name)
-    os.environ[name] = str(64 * 1024)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _measure(way: str, preset_name: str, device_name: str, lengths: list[int], window: int) -> dict[str, float]:

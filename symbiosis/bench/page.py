@@ -47,12 +47,10 @@ def _plot(report: Report, folder: Path) -> Path | None:
     columns = [column for column in report.rows[0] if column.endswith(ending)]
     if not columns:
         return None
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), constrained_layout=True)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     counts = [row[by] for row in report.rows]
     for column in columns:
         axes.plot(counts, [row[column] for row in report.rows], marker="o", label=column.removesuffix(ending))
@@ -62,5 +60,4 @@ def _plot(report: Report, folder: Path) -> Path | None:
     axes.legend()
     path = folder / f"{'-'.join(filter(None, (report.preset, report.name, report.transport)))}.png"
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
     return path

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from symbiosis.errors import UsageError
 
+T = TypeVar("T")
 
-def in_process(fn: Callable[..., dict[str, float]], *args: Any) -> dict[str, float]:
+
+def in_process(fn: Callable[..., T], *args: Any) -> T:
     """Run a function in a new process and return its result."""
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(send, fn, args))
-    process.start()
-    send.close()
-    try:
-        return dict(json.loads(receive.recv_bytes()))
-    except EOFError:
-        raise RuntimeError(f"the process that measured memory ended with exit code {process.exitcode}") from None
-    finally:
-        process.join()
-
-
-def _report(send: Any, fn: Callable[..., dict[str, float]], args: tuple[Any, ...]) -> None:
-    send.send_bytes(json.dumps(fn(*args)).encode())
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *args).result()
 
 
 class PeakMemory:

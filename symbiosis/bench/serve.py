@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from symbiosis.bench.jobs import Decoding, Tenant, now
 from symbiosis.bench.models import lora, plain_peft
 from symbiosis.bench.models import varied as varied_adapter
 from symbiosis.bench.report import Report, ratio
-from symbiosis.bench.service import served, tenant_processes
+from symbiosis.bench.service import TenantProcess, served, tenant_processes
 from symbiosis.bench.settings import Settings
 from symbiosis.bench.vllm_peer import VllmProcess, vllm_process
 from symbiosis.core.registry import make_transport
@@ -33,13 +33,7 @@ GOALS = {
 VARIED_GOALS = {"varied_speedup_8": "≥ 6"}
 
 
-class _Decoder(Protocol):
-    """A tenant, in this process or in its own."""
-
-    async def prefill(self) -> object: ...
-    async def steps(self, count: int) -> object: ...
-
-
+_Decoder = Tenant | TenantProcess
 _Counters = Callable[[], tuple[int, int]]
 """Returns the requests and the batches of the executor so far."""
 

@@ -409,12 +409,10 @@ def _as_data(
 
 
 def _plot(file: Path, results: dict[str, LoadOutcome], slo: SLO) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 3, figsize=(14, 4.2))
+    figure = Figure(figsize=(14, 4.2), layout="tight")
+    axes = figure.subplots(1, 3)
     names = list(results)
     for axis, (title, fields) in zip(
         axes,
@@ -434,7 +432,4 @@ def _plot(file: Path, results: dict[str, LoadOutcome], slo: SLO) -> None:
         axis.legend(fontsize=8)
     axes[1].axvline(slo.token_ms, color="black", linestyle=":")
     axes[2].axvline(slo.first_ms, color="black", linestyle=":")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.tight_layout()
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from symbiosis.client.requester import Requester
-from symbiosis.client.virtlayer import VirtModule, is_missing, uncompiled
+from symbiosis.client.virtlayer import VirtModule, is_missing, uncompiled, virtualize
 from symbiosis.core.requests import Key, LayerSpec, Pass
 from symbiosis.core.terms import Kind
 from symbiosis.errors import PlaceholderError, PrivacyError, RequestError
@@ -164,9 +164,6 @@ def may_be_bank(module: nn.Module, spec: LayerSpec) -> bool:
 def virtualize_experts(module: nn.Module, spec: LayerSpec, requester: Requester) -> None:
     """Turn a bank of experts of a client's skeleton into VirtExperts, in place."""
     arguments = tuple(inspect.signature(module.forward).parameters)
-    cls = type(module)
-    module.__class__ = type(f"Virt{cls.__name__}", (VirtExperts, cls), {"__module__": __name__})
+    virtualize(module, spec, requester, VirtExperts)
     assert isinstance(module, VirtExperts)
-    module._attach(spec, requester)
-    module._watch_inside()
     module._arguments = arguments

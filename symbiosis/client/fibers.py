@@ -21,12 +21,13 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy
 import torch
 from greenlet import getcurrent, greenlet
 
+from symbiosis.core.transport import Channel
 from symbiosis.modes import Modes, in_modes
 
 P = ParamSpec("P")
@@ -98,10 +99,10 @@ class Fiber(greenlet):  # type: ignore[misc]  # greenlet is not typed
     """A greenlet that may suspend on the event loop."""
 
     stream: RandomStream
-    observer: WalkObserver
+    observer: Channel
     """The channel of the client whose walk this is."""
 
-    def wait(self, awaitable: Awaitable[T], channel: WalkObserver | None = None) -> T:
+    def wait(self, awaitable: Awaitable[T], channel: Channel | None = None) -> T:
         """Suspend this fiber until ``awaitable`` is done, and return its result or raise its exception.
 
         The fiber must be the running one. ``channel`` is the channel that the fiber waits for. If it belongs to another
@@ -133,16 +134,8 @@ def current_fiber() -> Fiber | None:
     return current if isinstance(current, Fiber) else None
 
 
-class WalkObserver(Protocol):
-    """The part of a channel that a fiber needs."""
-
-    def begin_walk(self) -> None: ...
-    def end_walk(self) -> None: ...
-    def flush(self) -> None: ...
-
-
 async def run_in_fiber(
-    stream: RandomStream, observer: WalkObserver, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    stream: RandomStream, observer: Channel, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run a synchronous function in a fiber and return its result. ``observer`` is flushed whenever the fiber suspends.
 
@@ -167,8 +160,5 @@ async def run_in_fiber(
 
 
 def _entry(stream: RandomStream, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-    stream.enter()
-    try:
+    with stream:
         return fn(*args, **kwargs)
-    finally:
-        stream.leave()

@@ -384,10 +384,10 @@ class VirtModule(VirtLayer):
         return self._call(x)
 
 
-def virtualize(module: nn.Module, spec: LayerSpec, requester: Requester) -> None:
-    """Turn a module of a client's skeleton into a VirtModule, in place."""
+def virtualize(module: nn.Module, spec: LayerSpec, requester: Requester, kind: type[VirtModule] = VirtModule) -> None:
+    """Turn a module of a client's skeleton into a VirtModule of this kind, in place."""
     cls = type(module)
-    module.__class__ = type(f"Virt{cls.__name__}", (VirtModule, cls), {"__module__": __name__})
+    module.__class__ = type(f"Virt{cls.__name__}", (kind, cls), {"__module__": __name__})
     assert isinstance(module, VirtModule)
     module._attach(spec, requester)
     module._watch_inside()
@@ -417,13 +417,8 @@ def rehearse(
         inputs: arguments of the model; if there are none, one token with id 0.
         device: device of that token.
     """
-    stream = RandomStream(device)
-    stream.enter()
-    try:
-        with requester.rehearsing(), torch.no_grad():
-            model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
-    finally:
-        stream.leave()
+    with RandomStream(device), requester.rehearsing(), torch.no_grad():
+        model(**(inputs or {"input_ids": torch.zeros(1, 1, dtype=torch.long, device=device)}))
     keys: dict[Key, None] = {}
     for layer in model.modules():
         if isinstance(layer, _VirtLinear):

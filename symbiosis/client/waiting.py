@@ -1,11 +1,8 @@
 """How a VirtLayer waits for the answer to its call, which depends on where it is called.
 
-* In a fiber, on the event loop: the fiber suspends (:class:`FiberWaiter`).
-* On another thread of a client that lives on an event loop: the thread blocks (:class:`ThreadWaiter`). Backward passes
-  run on a thread of the client's own (:class:`ClientThread`), because autograd cannot be suspended.
-* In a client without an event loop: the thread blocks (:class:`BlockingWaiter`).
-
-A client on an event loop has the first two (:class:`LoopWaiter`).
+* In a client on an event loop (:class:`LoopWaiter`), a fiber suspends, and any other thread blocks. Backward passes run
+  on a thread of the client's own (:class:`ClientThread`), because autograd cannot be suspended.
+* In a client without an event loop, the thread blocks (:class:`BlockingWaiter`).
 """
 
 from __future__ import annotations
@@ -47,34 +44,21 @@ class BlockingWaiter:
         return channel.call(call)
 
 
-class FiberWaiter:
-    """Waits in the running fiber."""
+class LoopWaiter:
+    """Waits in clients that live on the running event loop: in the running fiber, or on a thread.
 
-    def wait(self, fiber: Fiber, channel: Channel, call: Call, name: str) -> Results:
-        if torch._C._current_graph_task_id() != -1:
-            raise CannotWaitError(
-                f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
-                "return the loss and `await client.backward(loss)` instead, or run a whole trainer on a thread: "
-                "`await asyncio.to_thread(trainer.train)`"
-            )
-        reply = channel.send(call)
-        if reply.done():
-            return reply.result()
-        try:
-            return fiber.wait(reply, channel)
-        except BaseException:
-            channel.cancel(call)
-            raise
+    Args:
+        thread: the client's own thread.
+    """
 
-
-class ThreadWaiter:
-    """Waits on threads of a client that lives on an event loop: the client's own, and the user's."""
-
-    def __init__(self, thread: ClientThread, loop_thread: int) -> None:
+    def __init__(self, thread: ClientThread) -> None:
         self._thread = thread
-        self._loop_thread = loop_thread
+        self._loop_thread = threading.get_ident()
 
     def wait(self, channel: Channel, call: Call, name: str) -> Results:
+        fiber = getcurrent()
+        if isinstance(fiber, Fiber):
+            return _wait_in_fiber(fiber, channel, call, name)
         if threading.get_ident() == self._loop_thread:
             verb = "backward(loss)" if call.key.pass_.is_backward else "forward(...), generate(...) or run(fn, ...)"
             raise CannotWaitError(
@@ -99,18 +83,21 @@ class ThreadWaiter:
             stream.enter()
 
 
-class LoopWaiter:
-    """Waits in clients that live on the running event loop: in the running fiber, or on a thread."""
-
-    def __init__(self, thread: ClientThread) -> None:
-        self._in_fiber = FiberWaiter()
-        self._on_thread = ThreadWaiter(thread, threading.get_ident())
-
-    def wait(self, channel: Channel, call: Call, name: str) -> Results:
-        fiber = getcurrent()
-        if isinstance(fiber, Fiber):
-            return self._in_fiber.wait(fiber, channel, call, name)
-        return self._on_thread.wait(channel, call, name)
+def _wait_in_fiber(fiber: Fiber, channel: Channel, call: Call, name: str) -> Results:
+    if torch._C._current_graph_task_id() != -1:
+        raise CannotWaitError(
+            f"{name}: loss.backward() was called inside a fiber, where autograd cannot be suspended; "
+            "return the loss and `await client.backward(loss)` instead, or run a whole trainer on a thread: "
+            "`await asyncio.to_thread(trainer.train)`"
+        )
+    reply = channel.send(call)
+    if reply.done():
+        return reply.result()
+    try:
+        return fiber.wait(reply, channel)
+    except BaseException:
+        channel.cancel(call)
+        raise
 
 
 class _Running(threading.local):
@@ -167,13 +154,12 @@ class ClientThread:
 
     def with_stream(self, stream: RandomStream, fn: Callable[..., T], *args: object) -> T:
         """Run a function on this thread, with random numbers from a stream."""
-        stream.enter()
-        self.stream = stream
-        try:
-            return fn(*args)
-        finally:
-            self.stream = None
-            stream.leave()
+        with stream:
+            self.stream = stream
+            try:
+                return fn(*args)
+            finally:
+                self.stream = None
 
     def close(self) -> None:
         """End the thread, once its work is done."""

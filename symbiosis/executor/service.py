@@ -28,7 +28,6 @@ from symbiosis.executor.session import ExecutorSession
 from symbiosis.executor.share import name_of, share_of
 from symbiosis.executor.sharing import Sharing, describe, sharing_of
 from symbiosis.executor.splitting import SplitModel
-from symbiosis.executor.statistics import Statistics
 
 KEYS = 1 << 12
 """Keys whose shapes are kept. Few models have as many layers and groups of siblings."""
@@ -225,15 +224,11 @@ class ExecutorService:
         """What is served, and what every client holds."""
         return sharing_of(self._split)
 
-    def statistics(self) -> Statistics:
-        """Return what the executor has done since it started, or since its counters were reset."""
-        return self._engine.statistics()
-
     def _present_activity(self) -> dict[str, Any]:
         """Return what tenants did, as of at most ACTIVITY_EVERY_S ago."""
         if now() >= self._activity_until:
             at = round(now() - (self._started or now()), 6)
-            found = activity_of(self.statistics(), self.clients, self.budget.by_client())
+            found = activity_of(self._engine.statistics(), self.clients, self.budget.by_client())
             self._activity, self._activity_until = {"at": at, **found}, now() + ACTIVITY_EVERY_S
         return self._activity
 

@@ -58,17 +58,17 @@ class Sharing(NamedTuple):
         ]
 
 
-def describe(unserved: Iterable[Unserved], most: int = 5) -> list[str]:
-    """Return a text for each sort of weights, largest first; at most ``most``, and one for the remainder."""
+def describe(unserved: Iterable[Unserved]) -> list[str]:
+    """Return a text for each of the five largest sorts of weights, and one for the remainder."""
     sorts: dict[tuple[str, str], list[int]] = {}
     for name, size, reason in unserved:
         sorts.setdefault((re.sub(r"\b\d+\b", "*", name), reason), []).append(size)
     found = sorted(sorts.items(), key=lambda item: -sum(item[1]))
     texts = [
         f"{name}, {size_text(sum(sizes))}{f' in {len(sizes)} blocks' if len(sizes) > 1 else ''} ({reason})"
-        for (name, reason), sizes in found[:most]
+        for (name, reason), sizes in found[:5]
     ]
-    rest = [size for _, sizes in found[most:] for size in sizes]
+    rest = [size for _, sizes in found[5:] for size in sizes]
     return [*texts, f"{len(rest)} further weights, {size_text(sum(rest))}"] if rest else texts
 
 

@@ -256,7 +256,7 @@ class Counters:
     """Counts of forgotten clients, by tenant."""
     _joint: tuple[str, ...] = ()
     """Clients of the latest joint walk."""
-    _each: _ClientCounts = field(default_factory=lambda: _ClientCounts())
+    _each: _ClientCounts = field(default_factory=_ClientCounts)
     """Counts of one client of the latest joint walk that are not in the clients' own counts yet."""
 
     def count(self, batch: Batch, answered: Sequence[Request], started: float, ended: float, beside: str = "") -> None:

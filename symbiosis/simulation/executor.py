@@ -14,6 +14,9 @@ from symbiosis.core.terms import Kind
 from symbiosis.errors import PolicyError
 from symbiosis.simulation.clock import Clock, Thread
 
+MAX_ROWS = 8192
+"""Largest number of rows in a batch."""
+
 
 @dataclass(slots=True)
 class Totals:
@@ -33,7 +36,6 @@ class SimulatedExecutor:
         clock: simulated time.
         policy: a new policy.
         layers: size of the layer table.
-        max_rows: largest number of rows in a batch.
         cost: function of a batch, and of whether the batch before it had the same key: the latency in seconds.
         overhead_s: seconds that the executor needs for each batch besides its latency.
         local: whether clients compute in the executor's process, where one action happens at a time: clients compute in
@@ -52,7 +54,6 @@ class SimulatedExecutor:
         policy: Policy,
         *,
         layers: int,
-        max_rows: int = 8192,
         cost: Callable[[Batch, bool], float],
         overhead_s: float = 0.0,
         local: bool = False,
@@ -60,7 +61,7 @@ class SimulatedExecutor:
         threads: float = 1.0,
         fraction: float = 1.0,
     ) -> None:
-        self.scheduler = Scheduler(policy, layers=layers, max_rows=max_rows, fraction=fraction)
+        self.scheduler = Scheduler(policy, layers=layers, max_rows=MAX_ROWS, fraction=fraction)
         self.totals = Totals()
         self.local = local
         self.settle = self.decide

@@ -11,7 +11,7 @@ from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.simulation.clients import backward
 from symbiosis.simulation.clock import Clock, Link
 from symbiosis.simulation.costs import Costs, Gpu, LlamaShape
-from symbiosis.simulation.executor import SimulatedExecutor
+from symbiosis.simulation.executor import MAX_ROWS, SimulatedExecutor
 from symbiosis.simulation.machines import Fleet, Machine, Placement, Site
 from symbiosis.simulation.replay import SimulatedPlacement, told
 from symbiosis.simulation.simulation import Hop, Route
@@ -23,8 +23,6 @@ THINK_S = 40e-6
 each other, or the executor."""
 OVERHEAD_S = 20e-6
 """Seconds that an executor needs for each batch besides its latency."""
-_MAX_ROWS = 8192
-"""Largest number of rows in a batch."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,6 @@ def _executor(clock: Clock, policy: Policy, fleet: Fleet, site: Site, base: Simu
         clock,
         told(policy, walk, cost),
         layers=len(base.sizes),
-        max_rows=_MAX_ROWS,
         cost=cost,
         overhead_s=OVERHEAD_S,
         fraction=fraction,
@@ -192,7 +189,7 @@ def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> di
             if part == 0 and placement.clients is None:
                 homes.append((site.machine, len(devices)))
             weights = base.weights([layer for layer, block in enumerate(base.of_block) if block in site.blocks])
-            rows = min(max(decoded, tenants.rows * tuned), _MAX_ROWS)
+            rows = min(max(decoded, tenants.rows * tuned), MAX_ROWS)
             device = {"weights": BYTES * weights / site.shards, "rows": float(BYTES * rows * widest)}
             devices += [dict(device) for _ in range(site.shards)]
     if placement.clients is not None:
@@ -200,7 +197,6 @@ def needs(base: SimulatedModel, tenants: TenantWork, placement: Placement) -> di
         homes.append((placement.clients, 0))
         if not devices:
             devices.append({})
-    shape = base.shape
     lora = tenants.rank * shape.blocks * sum(into + out for group in shape.siblings()[:2] for into, out in group)
     cache = 2 * BYTES * shape.kv * shape.blocks
     for number, (name, index) in enumerate(homes):

@@ -83,7 +83,7 @@ Place = Callable[[Clock, Callable[[], Policy]], SimulatedPlacement]
 """Function of a clock and of a maker of policies: makes the executors of a placement."""
 
 
-def replicas(costs: Costs, count: int = 1, max_rows: int = 8192) -> Place:
+def replicas(costs: Costs, count: int = 1) -> Place:
     """Place some executors of the same base model, whose messages take no time."""
 
     def placed(clock: Clock, make_policy: Callable[[], Policy]) -> SimulatedPlacement:
@@ -92,7 +92,6 @@ def replicas(costs: Costs, count: int = 1, max_rows: int = 8192) -> Place:
                 clock,
                 told(make_policy(), costs.walk, costs.batch),
                 layers=costs.layers,
-                max_rows=max_rows,
                 cost=costs.batch,
                 overhead_s=costs.overhead_s,
                 local=costs.local,

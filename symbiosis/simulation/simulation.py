@@ -299,10 +299,8 @@ class Simulation(Cluster):
     Args:
         policy: a new policy.
         layers: size of the layer table.
-        max_rows: largest number of rows in a batch.
         cost: function of a batch, and of whether the batch before it had the same key: the latency in seconds, such as
             :meth:`Cost.of`.
-        overhead_s: seconds that the executor needs for each batch besides its latency.
         local: whether clients compute in the executor's process; see :class:`SimulatedExecutor`.
         joint: whether clients decode jointly; see :class:`Cluster`.
 
@@ -315,16 +313,12 @@ class Simulation(Cluster):
         policy: Policy,
         *,
         layers: int,
-        max_rows: int = 8192,
         cost: Callable[[Batch, bool], float],
-        overhead_s: float = 0.0,
         local: bool = False,
         joint: bool = False,
     ) -> None:
         super().__init__(Clock(), joint)
-        self._executor = SimulatedExecutor(
-            self.clock, policy, layers=layers, max_rows=max_rows, cost=cost, overhead_s=overhead_s, local=local
-        )
+        self._executor = SimulatedExecutor(self.clock, policy, layers=layers, cost=cost, local=local)
 
     @property
     def totals(self) -> Totals:

@@ -18,6 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +58,7 @@ class Walker(Protocol):
     """A client in walks: what a :class:`~symbiosis.client.joint.decoder.Seat` has."""
 
     name: str
+    number: int
     version: int
     slots: dict[str, Slot]
 
@@ -64,21 +66,19 @@ class Walker(Protocol):
     def reading(self) -> Reading: ...
 
 
-class Token(Protocol):
-    """One client's next token, on its way into a walk: what a step of the decoder has."""
+@dataclass(slots=True, eq=False)
+class Step:
+    """One client's next token, on its way into a walk."""
 
-    @property
-    def seat(self) -> Walker: ...
-    @property
-    def ids(self) -> torch.Tensor: ...
-    @property
-    def position(self) -> torch.Tensor: ...
-    @property
-    def attention(self) -> torch.Tensor | None: ...
-    @property
-    def cache(self) -> Any: ...
-    @property
-    def reply(self) -> asyncio.Future[Any]: ...
+    seat: Walker
+    ids: torch.Tensor
+    position: torch.Tensor
+    attention: torch.Tensor | None
+    cache: Any
+    structure: tuple[Any, ...]
+    reply: asyncio.Future[Any]
+    alone: str = ""
+    """Why the client is to walk its own model, and then to call ``JointDecoder.token_ended``."""
 
 
 class CapturedWalks:
@@ -155,7 +155,7 @@ class CapturedWalks:
             if not self._under_way:
                 self.forget()
 
-    async def outputs(self, steps: Sequence[Token], channel: Channel) -> dict[Token, Any]:
+    async def outputs(self, steps: Sequence[Step], channel: Channel) -> dict[Step, Any]:
         """Return the outputs for the tokens that a captured walk serves. The others are to be walked without one."""
         if self.refusal is not None:
             return {}
@@ -201,16 +201,16 @@ class CapturedWalks:
         self.refusal = f"a walk could not be captured: {type(error).__name__}: {error}"
         log.warning("joint walks are not captured: %s", self.refusal, exc_info=error)
 
-    def _taken(self, walk: CapturedWalk, placed: Sequence[tuple[int, Token]]) -> dict[Token, Any]:
+    def _taken(self, walk: CapturedWalk, placed: Sequence[tuple[int, Step]]) -> dict[Step, Any]:
         """Return the outputs of a walk, and count its tokens in the caches."""
-        outputs: dict[Token, Any] = {}
+        outputs: dict[Step, Any] = {}
         for row, step in placed:
             if not step.reply.done():
                 walk.pool.add_token(row, step.cache)
             outputs[step] = walk.output(logits=walk.logits[row : row + 1].clone(), past_key_values=step.cache)
         return outputs
 
-    def _place(self, steps: Sequence[Token]) -> tuple[CapturedWalk | None, list[tuple[int, Token]]]:
+    def _place(self, steps: Sequence[Step]) -> tuple[CapturedWalk | None, list[tuple[int, Step]]]:
         """Return a captured walk, and the tokens that it can serve now, each after its row; None if it can serve
         none."""
         fit = self._choose(steps)
@@ -237,7 +237,7 @@ class CapturedWalks:
         self._roomy = self._roomy + 1 if _ROOMY * enough <= walk.pool.capacity else 0
         return self._roomy > _SHRINK
 
-    def _choose(self, steps: Sequence[Token]) -> list[Token]:
+    def _choose(self, steps: Sequence[Step]) -> list[Step]:
         """Return the tokens that a captured walk is to serve.
 
         A client that has no row yet gets one after some tokens, with all who soon would, so that clients that begin one
@@ -263,7 +263,7 @@ class CapturedWalks:
                 others = True
         return usual + new if long or not others else usual
 
-    def _unfit(self, step: Token) -> str | None:
+    def _unfit(self, step: Step) -> str | None:
         """Return why captured walks cannot serve a client's token, or None."""
         length, attention, position = step.cache.get_seq_length(), step.attention, step.position
         if not length:
@@ -288,7 +288,7 @@ class CapturedWalks:
             self._rows, self._versions = rows, [seat.version for seat in rows]
         return True
 
-    def _make(self, steps: Sequence[Token], least: int) -> CapturedWalk | None:
+    def _make(self, steps: Sequence[Step], least: int) -> CapturedWalk | None:
         """Return a walk with room for texts of ``least`` tokens. If they would take too much memory, return None and
         keep the present walk."""
         like, walk = self._like, self._walk

@@ -13,9 +13,9 @@ clients.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from symbiosis.client.fibers import RandomStream, current_fiber, run_in_fiber
 from symbiosis.client.joint import Here
 from symbiosis.client.joint.attention import JointCache, JointError, structure
-from symbiosis.client.joint.captured import CapturedWalks
+from symbiosis.client.joint.captured import CapturedWalks, Step
 from symbiosis.client.joint.captured_walk import can_capture
 from symbiosis.client.joint.entry import Inputs, enter, leave, not_plain, one_token
 from symbiosis.client.joint.model import JointModel
@@ -35,21 +35,6 @@ from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError, SymbiosisError
 from symbiosis.modes import in_modes
-
-
-@dataclass(slots=True, eq=False)
-class _Step:
-    """One client's next token, on its way into a walk."""
-
-    seat: Seat
-    ids: torch.Tensor
-    position: torch.Tensor
-    attention: torch.Tensor | None
-    cache: Any
-    structure: tuple[Any, ...]
-    reply: asyncio.Future[Any]
-    alone: str = ""
-    """Why the client is to walk its own model, and to call :meth:`JointDecoder.token_ended` afterwards."""
 
 
 class Seat:
@@ -70,7 +55,7 @@ class Seat:
         self._decoder = decoder
         self._model = model
         self._reading: Reading | None = None
-        self._step: _Step | None = None
+        self._step: Step | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the client's model has no seat: it walks alone."""
@@ -125,7 +110,7 @@ class Seat:
         finally:
             decoder.token_ended()
 
-    def _wait(self, step: _Step) -> Any:
+    def _wait(self, step: Step) -> Any:
         fiber, decoder = current_fiber(), self._decoder
         assert fiber is not None
         self._step = step
@@ -138,7 +123,7 @@ class Seat:
         finally:
             self._step = None
 
-    def _prepare(self, inputs: Inputs, kwargs: dict[str, Any]) -> _Step | str:
+    def _prepare(self, inputs: Inputs, kwargs: dict[str, Any]) -> Step | str:
         """Return the step for a call, or why it walks alone."""
         ids, cache = inputs
         layers = structure(cache)
@@ -159,7 +144,7 @@ class Seat:
         thorough, self._checked = not self._checked, True
         if reading is None or not reading.is_current(thorough=thorough):
             if reading is None:
-                self.number = self._decoder.next_number()
+                self.number = next(self._decoder.numbers)
             joint = self._decoder.model
             assert joint is not None
             self._reading = reading = Reading(self._model, joint.module, joint.settings)
@@ -179,7 +164,7 @@ class Seat:
         elif position.shape != (1, 1):
             return "positions of another shape"
         loop = asyncio.get_running_loop()
-        return _Step(self, ids, position, attention, cache, layers, loop.create_future())
+        return Step(self, ids, position, attention, cache, layers, loop.create_future())
 
 
 class JointDecoder:
@@ -213,13 +198,14 @@ class JointDecoder:
         self.captured: CapturedWalks | None = None
         self.stacks = None if exact else Stacks()
         self._seats: set[Seat] = set()
-        self._numbers = 0
+        self.numbers = itertools.count(1)
+        """Places of the rows of clients in walks."""
         self.model: JointModel | None = None
         """None while :attr:`refusal` says why."""
         self._requester = Requester()
         self._stream: RandomStream | None = None
-        self._waiting: list[_Step] = []
-        self._walking: Sequence[_Step] = ()
+        self._waiting: list[Step] = []
+        self._walking: Sequence[Step] = ()
         """Steps of the joint walk under way."""
         self._cache: JointCache | None = None
         """The cache of these steps, by row; None while a captured walk serves some of them."""
@@ -230,10 +216,6 @@ class JointDecoder:
         self._seated: tuple[Any, ...] = ()
         """Seats and versions of the readings whose adapters the joint model has."""
         self._opened = False
-
-    def next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
 
     def seat(self, name: str, model: Any) -> Seat:
         """Give a client's skeleton a seat."""
@@ -272,11 +254,11 @@ class JointDecoder:
         self._under_way -= 1
         self._start_soon()
 
-    def arrive(self, step: _Step) -> None:
+    def arrive(self, step: Step) -> None:
         self._waiting.append(step)
         self._start_soon()
 
-    def withdraw(self, step: _Step, error: BaseException) -> None:
+    def withdraw(self, step: Step, error: BaseException) -> None:
         """Note that a client does not wait for its token any more."""
         step.reply.cancel()
         if step in self._waiting:
@@ -308,7 +290,7 @@ class JointDecoder:
             assert self.model is not None
             self._task = asyncio.get_running_loop().create_task(self._run(self.model, steps))
 
-    async def _run(self, model: JointModel, steps: Sequence[_Step]) -> None:
+    async def _run(self, model: JointModel, steps: Sequence[Step]) -> None:
         """Walk the model for several clients, and give each its output. A captured walk serves those that it can."""
         channel = self.channel
         assert channel is not None
@@ -334,7 +316,7 @@ class JointDecoder:
             channel.end_walk()
             self.token_ended()
 
-    async def _run_by_code(self, model: JointModel, steps: Sequence[_Step], channel: Channel) -> None:
+    async def _run_by_code(self, model: JointModel, steps: Sequence[Step], channel: Channel) -> None:
         """Walk by the model's own code."""
         assert self._stream is not None
         self._walking = steps
@@ -352,7 +334,7 @@ class JointDecoder:
             self._cache = None
             self._requester.forget()
 
-    def _walk_apart(self, steps: Sequence[_Step], why: str) -> None:
+    def _walk_apart(self, steps: Sequence[Step], why: str) -> None:
         """Have clients walk models of their own, before the next token."""
         for step in steps:
             if not step.reply.done():
@@ -361,7 +343,7 @@ class JointDecoder:
                 step.reply.set_result(None)
 
     @torch.no_grad()
-    def _walk(self, model: JointModel, steps: Sequence[_Step], cache: JointCache) -> list[Any]:
+    def _walk(self, model: JointModel, steps: Sequence[Step], cache: JointCache) -> list[Any]:
         """Return each client's output, or its error."""
         seated = tuple([(step.seat, step.seat.version) for step in steps])
         if seated != self._seated:

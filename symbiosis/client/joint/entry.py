@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,15 +15,8 @@ _SEAT = "_symbiosis_seat"
 _USED = {"input_ids", "past_key_values", "position_ids", "attention_mask"}
 
 
-class Entered(Protocol):
-    """What stands before a model's own forward."""
-
-    def forward(self, walk_alone: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the model's output for a call; ``walk_alone`` is the model's own forward."""
-
-
-def enter(model: Any, seat: Entered) -> None:
-    """Let the calls of a model go to a seat from now on."""
+def enter(model: Any, seat: Any) -> None:
+    """Let the calls of a model go to a :class:`~symbiosis.client.joint.decoder.Seat` from now on."""
     cls: Any = type(model)
     model.__class__ = _with_seat(cls)
     model.__dict__[_SEAT] = seat

@@ -87,14 +87,13 @@ def _content(matrix: torch.Tensor) -> tuple[torch.Size, bytes]:
     return matrix.shape, matrix.contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def random_traffic(
-    evidence: Evidence, meant: Mapping[Place, torch.Tensor], generator: torch.Generator, vectors: int = 24
-) -> Evidence:
+def random_traffic(evidence: Evidence, meant: Mapping[Place, torch.Tensor], generator: torch.Generator) -> Evidence:
     """Return traffic of the same shape without information: independent uniform noise at every place.
+
+    At each place, 24 unrelated vectors of noise look as if they were sent for their effects.
 
     Args:
         meant: the tenant's bare rows. The noise is 256 times as large; nothing else of them is used.
-        vectors: unrelated noise vectors at each place that look as if they were sent for their effects.
     """
 
     def noise(rows: int, width: int) -> torch.Tensor:
@@ -104,7 +103,7 @@ def random_traffic(
         place: Stream(
             noise(*stream.rows.shape).mul_(256.0 * float(meant[place].square().mean(1).sqrt().max())),
             stream.request,
-            noise(vectors, stream.rows.shape[1]),
+            noise(24, stream.rows.shape[1]),
         )
         for place, stream in evidence.items()
     }

@@ -175,14 +175,12 @@ def as_data(audit: Audit) -> dict[str, Any]:
 
 def plot(file: Path, audit: Audit) -> None:
     """Draw the cosine of the best attack for each scheme and goal."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names = [observation.name for observation in audit.observations]
     tops = [[best(observation, goal) for goal in GOALS] for observation in audit.observations]
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(names) + 1.5), constrained_layout=True)
+    figure = Figure(figsize=(8, 0.5 * len(names) + 1.5), layout="constrained")
+    axes = figure.subplots()
     cosines = [[0.0 if top is None else max(top[1].cosine, 0.0) for top in row] for row in tops]
     axes.imshow(cosines, vmin=0, vmax=1, cmap="Reds", aspect="auto")
     for y, row in enumerate(tops):
@@ -193,6 +191,4 @@ def plot(file: Path, audit: Audit) -> None:
     axes.set_xticks(range(len(GOALS)), list(GOALS))
     axes.set_yticks(range(len(names)), names)
     axes.set_title("cosine of the best attack that found more than in random traffic", fontsize=9)
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
-    pyplot.close(figure)
