@@ -116,7 +116,6 @@ def test_a_ratio_without_both_figures_is_empty() -> None:
     assert [_ratio(predicted, real) for predicted, real in pairs] == ["0.50", "", "", "", ""]
 
 
-@pytest.mark.slow
 def test_predictions_beside_a_real_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are measured, and the load is replayed on a real executor. A benchmark checks the accuracy of the
     predictions.

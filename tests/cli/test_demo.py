@@ -252,6 +252,7 @@ def test_relative_cache_homes_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
 # --------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
+@pytest.mark.thorough
 def test_ctrl_c_while_tenants_work(tmp_path: Path) -> None:
     """Ctrl-C ends the command with exit status 130 and without a traceback, at any moment."""
     code = f"""

@@ -287,6 +287,7 @@ def test_an_evaluation_that_an_executor_did_not_answer_is_made_again(
     assert resumed["best_step"] == undisturbed["best_step"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="the system has no SIGHUP")
 def test_sighup_saves_a_checkpoint(service: Service, data: Path, tmp_path: Path) -> None:
     made, told = tmp_path / "a", tmp_path / "a.json"
@@ -299,6 +300,7 @@ def test_sighup_saves_a_checkpoint(service: Service, data: Path, tmp_path: Path)
     assert (made / f"checkpoint-{steps}" / "trainer_state.json").is_file()
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_the_reader_of_messages_first(service: Service, data: Path, tmp_path: Path) -> None:
     """As with `2>&1 | tee log`: a terminal's Ctrl-C ends both."""
     made, told = tmp_path / "a", tmp_path / "a.json"
@@ -313,6 +315,7 @@ def test_ctrl_c_ends_the_reader_of_messages_first(service: Service, data: Path, 
     assert (made / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
 def test_a_full_disk_under_the_messages_ends_no_run(service: Service, data: Path, tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
@@ -349,6 +352,7 @@ def test_a_run_that_cannot_be_resumed_says_so(
     assert "--resume" not in text
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills the children of a killed process")
 def test_the_runs_of_a_sweep_end_with_it(service: Service, data: Path, tmp_path: Path) -> None:
     made, file = tmp_path / "made", tmp_path / "sweep.toml"
@@ -362,6 +366,7 @@ def test_the_runs_of_a_sweep_end_with_it(service: Service, data: Path, tmp_path:
     assert gone == [run]
 
 
+@pytest.mark.thorough
 def test_a_sweep_that_is_stopped_keeps_what_its_runs_have_done(service: Service, data: Path, tmp_path: Path) -> None:
     made, told, file = tmp_path / "made", tmp_path / "told.json", tmp_path / "sweep.toml"
     file.write_text(f"[short]\nsteps = 2\n[long]\nsteps = {LONG}\n", encoding="utf-8")

@@ -225,6 +225,7 @@ async def test_an_event_loop_that_hangs_is_not_healthy(monkeypatch: pytest.Monke
         server.close()
 
 
+@pytest.mark.thorough
 def test_slow_peers_take_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would take all file descriptors and threads of the executor, and with them those of tenants."""
     monkeypatch.setattr(metrics, "REQUEST_WITHIN_S", 1.0)

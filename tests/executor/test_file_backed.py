@@ -50,7 +50,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(folder / "small"), str(folder / "large")]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell anonymous memory")
 def test_memory_that_is_not_of_the_file(checkpoints: list[str]) -> None:
     """Anonymous memory grows by less than an eighth of the weights. Packed weights are a copy, so there it grows by all

@@ -76,6 +76,7 @@ async def test_plain_pefts_numbers(name: str, count: int, method: Any, tmp_path:
         assert executor.statistics().mean_batch > 1
 
 
+@pytest.mark.thorough
 async def test_it_is_the_same_model_as_that_of_a_whole_executor(tmp_path: Path) -> None:
     """So that they can be each other's replicas; also in another precision than the checkpoint's."""
     checkpoint, _ = saved(tmp_path)
@@ -141,6 +142,7 @@ async def test_an_idle_executor_ends_with_its_shards(tmp_path: Path) -> None:
             await asyncio.wait_for(executor.wait_closed(), 10)
 
 
+@pytest.mark.thorough
 def test_a_tenant_goes_on_at_a_replica_when_a_shard_ends(tmp_path: Path) -> None:
     """In the middle of a step; the losses are those of an undisturbed run. The command names the shard, and exits."""
     checkpoint = save_model(tmp_path / "model", num_hidden_layers=2)
@@ -163,6 +165,7 @@ def test_a_tenant_goes_on_at_a_replica_when_a_shard_ends(tmp_path: Path) -> None
         assert f"shard 1 of 2 (process {shard.pid}) was ended by signal 9" in divided.log
 
 
+@pytest.mark.thorough
 def test_shards_end_with_the_first(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model", num_hidden_layers=1)
     with Service(checkpoint, f"shm://{tmp_path}/one.sock", "--shards", "2", fresh=True) as divided:

@@ -134,6 +134,7 @@ def test_without_inference_fine_tuning_has_all_turns() -> None:
     assert simulate(TemporalSharing(every=64), 0, 2)[2] >= 0.8 * best[2]
 
 
+@pytest.mark.thorough
 def test_dynamic_follows_the_pressure() -> None:
     calm, busy = DynamicTemporalSharing(), DynamicTemporalSharing()
     calm_gaps, _, calm_steps = simulate(calm, 1, 1, 60)

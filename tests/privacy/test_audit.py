@@ -436,7 +436,7 @@ def test_allowed_widths_make_a_model(hidden: int) -> None:
     assert build(replace(SMALL, hidden=hidden)).config.hidden_size == hidden
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_the_command(tmp_path: Path) -> None:
     """The command prints tables, writes files, and states which schemes hold."""

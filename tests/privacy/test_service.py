@@ -495,7 +495,6 @@ def run(*command: str, within_s: float = 100) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model")
     data = tmp_path / "data.txt"

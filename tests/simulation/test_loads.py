@@ -36,6 +36,7 @@ def in_spells(trace: list[Arrival]) -> list[int]:
     return spells
 
 
+@pytest.mark.thorough
 def test_chat_resembles_azures_conversations() -> None:
     """Means are those of the original: 1,155 tokens of prompt, 211 generated, 5.53 requests a second, and so is the
     median of 129 generated tokens. The number of arrivals in 10 s has a variance of 4.0 times its mean.

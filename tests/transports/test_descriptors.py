@@ -74,6 +74,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.thorough
 def test_more_connections_than_descriptors(tmp_path: Path) -> None:
     """The executor refuses them while it has descriptors left. With none left, asyncio reported each attempt to accept
     one of them, for nine tenths of a core.

@@ -228,7 +228,6 @@ async def test_another_replica_of_a_part_goes_on(tmp_path: Path) -> None:
         assert all(executor.statistics().requests for executor in executors)
 
 
-@pytest.mark.slow
 def test_parts_of_a_checkpoint_in_processes_of_their_own(tmp_path: Path) -> None:
     """Each is killed between forward and backward, and started again. Losses are those of plain PEFT."""
     from peft import get_peft_model
@@ -360,7 +359,6 @@ print(json.dumps({"grown": grown, "served": executor.sharing.served, "dtype": dt
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell memory")
 @pytest.mark.parametrize("dtype", ["", pytest.param("float32", marks=pytest.mark.thorough)])
 def test_the_other_part_is_not_loaded(dtype: str, tmp_path: Path) -> None:

@@ -185,6 +185,7 @@ print("end of script")
 """
 
 
+@pytest.mark.thorough
 async def test_a_process_ends_without_errors(base: Any) -> None:
     """gloo has threads of its own, which must not run during the shutdown of the interpreter."""
     async with symbiosis.Executor(base) as executor:
@@ -401,6 +402,7 @@ def test_values_that_gloo_does_not_write(what: str) -> None:
         lanes.check_gloo(*NOT_OF_GLOO[what], TENANT)
 
 
+@pytest.mark.thorough
 def test_an_executor_survives_values_that_gloo_does_not_write(tmp_path: Path) -> None:
     """An empty value ended the process, and values with ever new keys filled its memory."""
     checkpoint = save_model(tmp_path / "model")
@@ -431,6 +433,7 @@ except SymbiosisError as error:
 """
 
 
+@pytest.mark.thorough
 async def test_a_client_survives_values_that_gloo_does_not_write(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def publish(self: Lanes, lane: int, key: str, value: bytes) -> None:
         self.rendezvous(wire.pack(Type.RENDEZVOUS, lane, key, b""))

@@ -97,7 +97,7 @@ def test_memory_stays_within_the_total_under_all_attacks_at_once(tmp_path: Path,
         assert psutil.Process(service.pid).num_fds() < 60
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_calls_of_many_numbers_of_rows_leave_little_behind(scheme: str, tmp_path: Path) -> None:
     """In bf16, oneDNN makes new code for each number of rows: for 960 products here, of about 1 MiB each."""
