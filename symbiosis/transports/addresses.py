@@ -18,7 +18,7 @@ from symbiosis.errors import ConnectionLostError, SymbiosisError, UsageError
 from symbiosis.log import get_logger
 from symbiosis.transports.connection import BlockingJoin, Join
 from symbiosis.transports.conversation import MAY_RETURN
-from symbiosis.transports.directory import checked
+from symbiosis.transports.model_parts import checked
 from symbiosis.transports.shm_client import socket_path
 from symbiosis.transports.sockets import host_and_port
 

@@ -14,8 +14,8 @@ from symbiosis.core.transport import Check, Look
 from symbiosis.errors import RefusedError, SymbiosisError
 from symbiosis.transports.addresses import Addresses, Looks, Replica, fingerprint_in, together
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection
-from symbiosis.transports.directory import checked
 from symbiosis.transports.limits import Limits
+from symbiosis.transports.model_parts import checked
 
 CROWDED = 0.5
 """Load from which on a replica has no room for more clients."""

@@ -1,6 +1,6 @@
 """Several addresses of one model: a client joins one of its executors, and another one when that is lost.
 
-Executors may also serve different parts of the model (:mod:`symbiosis.transports.directory`); then a client joins one
+Executors may also serve different parts of the model (:mod:`symbiosis.transports.model_parts`); then a client joins one
 executor for each part. A replica is an executor with the same fingerprint. Every call is self-contained, so a client
 can send it to any of them. Before it joins, a client asks all replicas for their load. It prefers the busiest one that
 is not crowded, since clients that share batches read the weights once for all of them. When its replica is crowded and
@@ -30,7 +30,7 @@ from symbiosis.transports.channel import AsyncChannel
 from symbiosis.transports.choice import Choice
 from symbiosis.transports.connection import AsyncConnection, BlockingConnection
 from symbiosis.transports.conversation import MAY_RETURN
-from symbiosis.transports.directory import DirectoryChannel, GapError, merge
+from symbiosis.transports.model_parts import GapError, PartsChannel, merge
 from symbiosis.transports.wire import Hello
 
 
@@ -179,4 +179,4 @@ def _merge(looks: Looks) -> dict[str, Any]:
 
 
 def _whole(channels: list[Channel], whole: Mapping[str, Any], loop: asyncio.AbstractEventLoop | None) -> Channel:
-    return channels[0] if len(channels) == 1 else DirectoryChannel(channels, whole, loop)
+    return channels[0] if len(channels) == 1 else PartsChannel(channels, whole, loop)

@@ -33,7 +33,7 @@ from symbiosis.executor.share import client_side
 from symbiosis.privacy import LocalPads, SecretShares
 from symbiosis.testing import Job, run_job, run_job_plain, tiny_model
 from symbiosis.testing.zoo import zoo_model
-from symbiosis.transports.directory import merge
+from symbiosis.transports.model_parts import merge
 from tests.helpers import IDS, LOGITS, METHODS, SHORT, assert_close, in_thread, lora, until
 from tests.moe import mixture
 from tests.service import Service, free_port, save_model

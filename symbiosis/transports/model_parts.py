@@ -107,7 +107,7 @@ def _different(first: str, other: str, entry: str, one: Mapping[str, Any], two: 
     return RefusedError(f"{first} and {other} serve different models ({named}): their {entry.replace('_', ' ')} differ")
 
 
-class DirectoryChannel:
+class PartsChannel:
     """A client's channels to the executors that together serve one model.
 
     Args:
