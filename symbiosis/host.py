@@ -33,7 +33,7 @@ from symbiosis.executor.service import ExecutorService
 from symbiosis.executor.shards import Shards, ignore_signals, work
 from symbiosis.executor.sharing import Sharing
 from symbiosis.executor.splitting import SplitModel
-from symbiosis.executor.statistics import Counters, Statistics
+from symbiosis.executor.statistics import Statistics
 from symbiosis.executor.timeline import Timeline
 from symbiosis.transports.limits import Limits
 
@@ -425,7 +425,7 @@ class Executor:
 
     def reset_statistics(self) -> None:
         """Count from zero, for instance after a warm-up."""
-        self.engine.counters = Counters()
+        self.engine.reset_counters()
 
     @contextlib.contextmanager
     def trace(self, file: str | Path) -> Iterator[None]:
@@ -443,11 +443,12 @@ class Executor:
         """
         if self.engine.timeline is not None:
             raise UsageError("a trace of this executor is being written already; end that first")
-        self.engine.timeline = timeline = Timeline(file, [spec.name for spec in self.layers], now())
+        timeline = Timeline(file, [spec.name for spec in self.layers], now())
+        self.engine.record(timeline)
         try:
             yield
         finally:
-            self.engine.timeline = None
+            self.engine.record(None)
             timeline.close()
 
 

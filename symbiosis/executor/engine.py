@@ -67,8 +67,8 @@ class Engine:
         layers: the base layers.
         runner: runs batches on the layers.
         device_clock: measures batches on a CUDA device; None elsewhere.
-        counters: what has run so far. New ones may be put here, to count from zero.
-        timeline: where to record what runs, or None. May be set at any time.
+        counters: what has run so far.
+        timeline: where to record what runs, or None.
         calls: queued and running calls by request id.
     """
 
@@ -123,6 +123,10 @@ class Engine:
         for call in self.calls.values():
             fail(call, error)
 
+    def reset_counters(self) -> None:
+        """Count from zero."""
+        self.counters = Counters()
+
     def statistics(self) -> Statistics:
         """Return what has run so far."""
         with self._lock:
@@ -133,6 +137,10 @@ class Engine:
     def walked(self, client: str, alone: str | None) -> None:
         """Count a token that a client of this process decoded; see :meth:`Counters.walked`."""
         self.counters.walked(client, alone)
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Record what runs in a timeline from now on, or stop recording."""
+        self.timeline = timeline
 
     def time_layers(self, layers: Sequence[int]) -> float:
         """Return the seconds that one row takes through these layers, one after another: the best of three runs."""

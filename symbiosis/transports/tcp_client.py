@@ -155,6 +155,10 @@ class BlockingTcpConnection(BlockingStreamClient, TcpConnection):
 class AsyncTcpConnection(AsyncStreamClient, TcpClient):
     """A connection on an event loop."""
 
+    def carry(self, carrier: Carrier) -> None:
+        """Use this carrier of tensors from now on."""
+        self.carrier = carrier
+
     def local_ip(self) -> str:
         """Return the IP address of this end. Raises ConnectionLostError if the connection has ended."""
         name = self._transport.get_extra_info("sockname")
@@ -192,7 +196,7 @@ async def join(
         prepare(transport.get_extra_info("socket"))
         await connection.exchange(joining(address, hello, again, progress))
         if carrier is not None:
-            connection.carrier = carrier(connection)
+            connection.carry(carrier(connection))
     except BaseException:
         connection.close()
         raise
