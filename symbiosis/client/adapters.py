@@ -6,8 +6,8 @@ refuses them before they produce NaN: initialisations by name, methods by trying
 
 PEFT has no place to register such checks. It calls ``BaseTuner.inject_adapter`` for :func:`add_adapter` and for the
 tenant's own code (``get_peft_model``, ``PeftModel.from_pretrained``, ``model.add_adapter``), so importing this module
-wraps that method, and ``BaseTuner.__init__``, in which a few methods read weights before. It does nothing else for
-models without VirtLayers.
+wraps that function. It also wraps ``BaseTuner.__init__``, in which a few PEFT methods read weights. For models without
+VirtLayers, the wrappers do nothing.
 
 On base models that bitsandbytes has quantized, plain PEFT has layers of its own, which leave a few methods out without
 a word. In a client these methods would work, with other numbers and adapters than plain PEFT's, so they are refused.

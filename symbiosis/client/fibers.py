@@ -139,8 +139,8 @@ async def run_in_fiber(
 ) -> T:
     """Run a synchronous function in a fiber and return its result. ``observer`` is flushed whenever the fiber suspends.
 
-    The function starts in, and must leave, the torch modes of the caller. Cancelling the awaiting task raises
-    ``CancelledError`` in the function, where it waits.
+    The function starts in the torch modes of the caller, and must restore them before it returns. Cancelling the
+    awaiting task raises ``CancelledError`` in the function, where it waits.
     """
     fiber = Fiber(_entry)
     fiber.stream = stream

@@ -317,7 +317,7 @@ class VirtConv1D(_VirtLinear, Conv1D):  # type: ignore[misc]
 
 @_disable_dynamo  # torch.compiler.disable would import the compiler here, which takes a second
 def uncompiled(layer: VirtLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Call a layer from compiled code, which ends before and goes on after it.
+    """Call a layer outside compiled code: the compiler splits the graph before and after this call.
 
     The compiler looks at the frames of whatever its thread runs, until a disabled function is called. A fiber that
     waited inside compiled code would have it compile the executor and other clients.
@@ -395,7 +395,7 @@ def virtualize(module: nn.Module, spec: LayerSpec, requester: Requester, kind: t
 
 @contextlib.contextmanager
 def in_training_step(model: nn.Module) -> Iterator[None]:
-    """Count forward passes of a model without gradients as parts of a training step meanwhile."""
+    """Treat forward passes that run without gradients inside the ``with`` block as parts of a training step."""
     with contextlib.ExitStack() as stack:
         for requester in {layer._requester for layer in model.modules() if isinstance(layer, VirtLayer)}:
             stack.enter_context(requester.in_training_step())

@@ -218,7 +218,8 @@ class WindowedStep:
             self._forward(index, options)
 
     def loss(self, index: int) -> torch.Tensor:
-        """Run a window forward and return its part of the loss, whose backward must run before the preceding window."""
+        """Run a window forward and return its part of the loss. Windows go from the last to the first; the backward of
+        one must run before the next call."""
         if self._after is None:
             loss = self._window_loss(index)
             self._after = _random_state(self._device)

@@ -232,7 +232,7 @@ class BlockingChannel(SynchronousChannel):
                 conversation.lost(error)
                 continue
             self._connection = connection
-            log.info("executor is back", address=conversation.address, client=self.client)
+            log.info("joined again", address=conversation.address, client=self.client)
             break
         conversation.check_open()  # another thread may have closed the channel
 

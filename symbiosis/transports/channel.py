@@ -199,7 +199,7 @@ class AsyncChannel:
                     connection.close()
                 conversation.lost(error)
             else:
-                log.info("executor is back", address=conversation.address, client=self.client)
+                log.info("joined again", address=conversation.address, client=self.client)
                 self._use(connection, first)
                 return
         self._finish()

@@ -73,8 +73,8 @@ FIRST_S, LONGEST_S = 0.05, 2.0
 """Seconds of the first and of the longest delay between attempts to join again. A local executor restarts in about a
 second."""
 FRUITLESS = 10
-"""Consecutive short connections without an answer after which ``retry_s`` counts from the first loss: an executor that
-admits a client and ends the connection, again and again, counts as lost."""
+"""Consecutive short connections without an answer after which another connection no longer restarts the time limit
+``retry_s``. An executor that admits a client and ends the connection, again and again, counts as lost."""
 SHORT_S = 60.0
 """A connection is short if it lasts at most so many seconds, or ``retry_s`` if that is longer."""
 AGAIN_S = 5.0

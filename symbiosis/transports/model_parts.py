@@ -36,7 +36,10 @@ def checked(address: str, description: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise ShareError(f"what {address} serves cannot be read: {error!r}"[:500]) from error
     if found != fingerprint:
-        raise ShareError(f"the fingerprint of {address} is not that of what it serves; its version may be another one")
+        raise ShareError(
+            f"the description of the model at {address} does not match its fingerprint; another version of symbiosis "
+            "may run there"
+        )
     return found
 
 

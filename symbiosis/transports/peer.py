@@ -64,12 +64,12 @@ MAKE_ROOM_S = 10.0
 """Seconds after which, and then at which intervals, connections are disconnected for a call that waits for room. A
 client that is disconnected joins again within 0.1 s, and idle ones lose nothing else."""
 _COPIES = 2
-"""How often the executor may hold a call and its results while it runs: as a part of a batch, and apart."""
+"""Copies of a call and its results that the executor may hold while it runs: one as a part of a batch, one apart."""
 _CALL = Type.CALL  # on Python 3.11 a member looked up on its class takes six times as long
 
 
 class Peer:
-    """One client of a listener.
+    """One connection of a listener.
 
     Args:
         service: the executor.
@@ -78,7 +78,7 @@ class Peer:
 
     Attributes:
         tenant: whose connection this is, "?" if that is not known.
-        session: the client's session; None before HELLO.
+        session: the client's session; None until it joins, after it has left, and for status connections.
         gone: whether the conversation has ended.
         account: what the connection holds of the executor's memory.
     """
@@ -97,7 +97,8 @@ class Peer:
         """Rows of these calls, and bytes of their tensors and results."""
         self.account = Account(service.budget, self._cut)
         self._no_room: asyncio.TimerHandle | None = None
-        """Ends the wait of a call for room, or makes some; None if none waits. No message is read while one does."""
+        """The next step for a call that waits for room: making room, or the end of the wait. None if no call waits.
+        While a call waits, no message is read."""
         self._paused = False
         self._greeted = False
 

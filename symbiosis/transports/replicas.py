@@ -3,8 +3,8 @@
 Executors may also serve different parts of the model (:mod:`symbiosis.transports.model_parts`); then a client joins one
 executor for each part. A replica is an executor with the same fingerprint. Every call is self-contained, so a client
 can send it to any of them. Before it joins, a client asks all replicas for their load. It prefers the busiest one that
-is not crowded, since clients that share batches read the weights once for all of them. When its replica is crowded and
-another one is not, a client moves there between two walks. Decision 0038 has the reasons.
+is not crowded, whose load is below 0.5, since clients that share batches read the weights once for all of them. When
+its replica is crowded and another one is not, a client moves there between two walks. Decision 0038 has the reasons.
 """
 
 from __future__ import annotations
@@ -123,9 +123,8 @@ class Replicas:
         return channel
 
     def look(self, address: str) -> Look:
-        """Return what an executor shows, with the description of the whole model. The status has an entry ``replicas``,
-        with the status of each address, or of one that does not answer the ``error``. Raises the errors of
-        :meth:`connect`."""
+        """Return what an executor shows, with the description of the whole model. The entry ``replicas`` of its status
+        has each address's status, or the ``error`` of one that does not answer. Raises the errors of :meth:`connect`."""
         whole, looks = self._seen_whole(SHOWN_WITHIN_S)
         replicas = {
             replica.address: look.status if isinstance(look, Look) else {"error": str(look)}

@@ -254,7 +254,7 @@ class ArenaCourier(Courier):
         if type_ is not Type.SEGMENT or self._gpu is None or self._arena is None:
             return False
         if self._line.peer.busy:
-            raise WireError("a segment is replaced while no call is outstanding")
+            raise WireError("the client replaced its segment while calls were outstanding")
         size, touched, account = wire.read_id(content), self._touched, self._line.peer.account
         self._segment = None  # freed before the next one is allocated
         self._segment_bytes = Segment.size(size, self._limits.arena_bytes)

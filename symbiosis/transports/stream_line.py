@@ -19,14 +19,14 @@ WRITTEN_AT_ONCE = 1 << 20
 MAX_UNREAD = 64 << 10
 """Unread bytes, without tensors of results, after which the executor stops reading from this client."""
 MESSAGE_BYTES = 1 << 10
-"""Bytes that a message counts for at least: the objects of an event loop that wait with it."""
+"""Bytes that an unread message counts for at least, because the event loop keeps objects of Python for it."""
 LOOK_S = 10.0
 """Seconds between two looks at whether a client moves the bytes that it should move."""
 LOOKS = 6
 """Looks one after another at a client that moved less than LEAST_BYTES, after which it is disconnected. A batch on the
 event loop takes one at most."""
 LEAST_BYTES = 1 << 20
-"""Bytes that a client must move in that time: it sends a call, or leaves answers unread."""
+"""Bytes that a client must move in that time while it sends the tensors of a call, or has unread answers."""
 
 
 class StreamLine(asyncio.BufferedProtocol):
@@ -42,7 +42,8 @@ class StreamLine(asyncio.BufferedProtocol):
         self._ends = False
         """Whether the connection ends after the messages that wait."""
         self._unsent = False
-        """Whether more than the event loop's 64 KiB wait for the client to read."""
+        """Whether the event loop has asked to stop writing: because 64 KiB wait for the client to read, or any byte when
+        the limit is 0."""
         self._unread = 0
         """Bytes of messages, apart from the tensors of results, sent since the client was last seen to have read
         everything."""

@@ -34,9 +34,9 @@ log = get_logger(__name__)
 HANDSHAKE_S = 1.0
 """Seconds for a TLS handshake, apart from those in which the executor was busy."""
 _TICKS = 10
-"""Parts of that time, each of which ends with a look at what has come. A batch on the event loop takes one at most."""
+"""Timers that this time is divided into, one after another. A batch that blocks the event loop uses up one at most."""
 LINES = 10
-"""Lines of the log in a second about peers without a key."""
+"""Lines of the log in a second about peers that have not shown a key."""
 LOOKS_OF_ONE = Limits().clients
 """Status connections that a tenant may have, whatever the limit ``clients`` is: a client opens one before it joins."""
 SWEEP_S = 1.0
@@ -81,7 +81,7 @@ class TcpListener:
         """The malformed key files that were logged."""
 
     def log_unknown(self, event: str, why: str) -> None:
-        """Count what happened to a peer without a key, and log it, at most LINES times in a second."""
+        """Count what happened to a peer that has not shown a key, and log it, at most LINES times in a second."""
         self.service.rejected("handshake")
         now = asyncio.get_running_loop().time()
         if now >= self._second + 1:
@@ -255,7 +255,7 @@ class TcpLine(StreamLine):
 
     def _cut_oldest(self) -> bool:
         for oldest in self.listener.unknown:
-            oldest.drop("newer peers without a key have come")
+            oldest.drop("its handshake had not ended, and newer connections needed the room")
             oldest.peer.account.close()
             return True
         return False
@@ -282,7 +282,7 @@ class TcpLine(StreamLine):
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         if self.user is None:
             return status
-        # Sums over all tenants, and which layers run when, tell what the others do: the rows of a batch are the tokens
+        # Sums over all tenants, and the times at which layers run, would show what other tenants do, such as the length
         # of a prompt.
         own = [name for name in status["clients"] if name.startswith(f"{self.tenant}/")]
         record = status["activity"]["tenants"].get(self.tenant)

@@ -245,7 +245,7 @@ async def test_a_fingerprint_of_another_executor_is_found_out(tmp_path: Path, mo
             async with symbiosis.connect(addresses) as base, base.client() as client:
                 torch.testing.assert_close((await client.forward(input_ids=IDS)).logits, expected)
                 status = (await base.status())["replicas"]
-            assert "is not that of what it serves" in status[addresses_in(addresses)[place]]["error"]
+            assert "does not match its fingerprint" in status[addresses_in(addresses)[place]]["error"]
             assert not liar.statistics().requests
 
 

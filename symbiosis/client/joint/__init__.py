@@ -27,9 +27,9 @@ class Here(NamedTuple):
     """An executor of the same process, whose base layers can be part of a walk."""
 
     compute: Callable[[Call], Results]
-    """Runs base layers at once, beside the queues."""
+    """Runs base layers immediately, without a queue."""
     submit: Callable[[Call], asyncio.Future[Results]]
-    """Queues a call of the joint client whose ``work`` is set."""
+    """Queues a call that has its ``work`` set, as the client of joint walks."""
 
 
 def make_decoder(

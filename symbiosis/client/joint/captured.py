@@ -42,15 +42,15 @@ log = logging.getLogger(__name__)
 MAX_ROWS = 64
 """Most rows of a walk. More clients are walked without a capture."""
 STEADY = 4
-"""Tokens after which a client takes part in captured walks, times the number of adapters that it has had. A capture
-takes as long as several walks, and each client and each of its adapters needs one."""
+"""A client takes part in captured walks after this number of tokens, multiplied by the number of times that its model
+was read, as for each new adapter. A capture takes as long as several walks, and each new client or adapter needs one."""
 _FIRST = 256
 """Tokens that rows have room for at first. More room is made by doubling, with a new capture."""
 _PART = 0.5
 """Part of the device's free memory that a pool may take."""
 _ROOMY, _SHRINK = 4, 256
-"""A pool is made anew if its rows have been so many times as long as its longest text needs, for so many walks. The
-capture then takes about a fifth of the time of these walks."""
+"""A pool is replaced after more than ``_SHRINK`` walks in a row in which its rows had ``_ROOMY`` times the room that
+the longest text needs. The capture then takes about a fifth of the time of these walks."""
 _TOKENS = "tokens of a client"
 
 
@@ -108,8 +108,8 @@ class CapturedWalks:
         self._versions: list[int] = []
         """Versions of the clients' readings whose adapters are in the walk."""
         self._tokens: dict[Walker, tuple[int, int]] = {}
-        """The version of each client's reading, and its tokens with it that could have been captured, since a client of
-        the walk has left."""
+        """For each client, the version of its reading, and the tokens with this version that could have been captured.
+        Cleared when a client with a row leaves."""
         self._like = trials[0].cache
         """A cache whose layers have the shapes and dtypes of the model's."""
         self._walk: CapturedWalk | None = None
@@ -240,8 +240,8 @@ class CapturedWalks:
     def _choose(self, steps: Sequence[Step]) -> list[Step]:
         """Return the tokens that a captured walk is to serve.
 
-        A client that has no row yet gets one after some tokens, with all who soon would, so that clients that begin one
-        after another need one capture. It waits for them no longer than it has waited before.
+        Clients without a row get rows together after some tokens, so that clients that begin one after another need one
+        capture. A client waits for the others no longer than twice its own number of tokens.
         """
         known, usual, new = dict(zip(self._rows, self._versions, strict=True)), [], []
         others = long = False

@@ -43,7 +43,7 @@ class Seat:
     def __init__(self, decoder: JointDecoder, name: str, model: Any) -> None:
         self.name = name
         self.number = 0
-        """The place of its row in walks. Clients are in the order of their first joint walks, as are stacks' slots."""
+        """Rows of a walk are sorted by this number. The client gets it when its model is first read."""
         self.decoding = False
         """Whether the running operation of the client has decoded a token."""
         self._checked = False

@@ -21,7 +21,7 @@ class JointModel:
     """A skeleton that serves several clients in one walk.
 
     Args:
-        skeleton: the clients' model in evaluation mode, for this purpose only.
+        skeleton: a skeleton in evaluation mode that no client uses.
 
     Attributes:
         module: the model. Nothing in it is a client's.

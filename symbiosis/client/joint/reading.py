@@ -243,7 +243,7 @@ class Reading:
 
 
 class _Registrations:
-    """The number of modules and parameters that were registered on modules of clients that were read."""
+    """The number of modules, parameters and buffers that were registered on modules that a reading has read."""
 
     count = 0
     read: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
