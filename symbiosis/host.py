@@ -267,7 +267,7 @@ class Executor:
                 less than before, a call that no longer fits is refused after 60 s.
 
         Raises:
-            UsageError: ``max_bytes`` is too small.
+            UsageError: ``max_bytes`` is too small or too large.
         """
         _check_max_bytes(max_bytes)
         self.service.limit(limits, _counted(max_bytes))

@@ -90,7 +90,7 @@ class View(Protocol):
 
     @property
     def batches(self) -> int:
-        """Number of batches that were started; ``batches - request.seen`` of them have passed over a queued request."""
+        """Number of batches that were started; ``batches - request.seen`` of them since a request was queued."""
 
     @property
     def layers(self) -> int:

@@ -1,7 +1,7 @@
 """Requests and batches: the data that the scheduler, the policies and the executor work on.
 
-A *request* is one client's rows for one key, where a *key* is (layers, pass, precision). Requests are divisible: a
-batch takes a *slice* of rows from each of several requests with the same key.
+A *request* is one client's rows for one key, where a *key* is (layers, pass, precision, and a row's number of
+experts). Requests are divisible: a batch takes a *slice* of rows from each of several requests with the same key.
 """
 
 from __future__ import annotations

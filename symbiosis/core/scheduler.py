@@ -9,7 +9,7 @@ A :class:`~symbiosis.core.policy.Policy` only chooses. The scheduler checks each
 * A batch has one key, so it never mixes layers or passes.
 * A batch takes between 1 and ``max_rows`` rows. All of them are queued, and none is taken twice.
 * For each client and key, requests are taken first in, first out.
-* A wait without a time limit requires a client that is thinking, so that everything queued is served in the end.
+* A wait without a time limit requires a client that is thinking.
 
 A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` in
 :attr:`Scheduler.policy_errors`. The oldest request is then served instead, so a faulty policy costs speed, not answers.
@@ -20,7 +20,8 @@ for :data:`STOPPED_S` without a request counts as stopped, and not as thinking, 
 passed over a request, waits without a limit may delay the rest of its walk by :data:`HELD_S` in all: otherwise a client
 that sends single rows at intervals could delay each request anew.
 
-Cost: submission, cancellation and completion are O(1) in the number of clients and of other requests. A decision costs
+Cost: submission, cancellation and completion are O(1) in the number of clients and of their requests, and O(n) in those
+of the same client and key. A decision costs
 what the policy needs, plus the size of its batch; once in :data:`STOPPED_S` it looks at all clients.
 """
 

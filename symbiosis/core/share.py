@@ -31,8 +31,8 @@ def is_model_name(value: object) -> bool:
 
 
 def quantization_of(modules: Iterable[object]) -> str | None:
-    """Return ``"bitsandbytes"`` if any of a model's modules are of that library, otherwise None. PEFT has other layers
-    for them."""
+    """Return ``"bitsandbytes"`` if any of a model's modules are of that library, otherwise None. PEFT wraps
+    its layers in classes of their own."""
     found = any(type(module).__module__.partition(".")[0] == "bitsandbytes" for module in modules)
     return "bitsandbytes" if found else None
 

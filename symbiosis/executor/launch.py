@@ -87,7 +87,7 @@ class Launch:
         if not distributed.is_available():
             raise UsageError("this build of torch has no torch.distributed, which shards need")
         if count < 2:
-            raise UsageError(f"shards is {count}; give a whole number, 1 or more")
+            raise UsageError(f"shards is {count}; give a whole number: 2 or more, or 1 for an executor without shards")
         self.count, self.settings = count, settings
         self.rank, self._local = 0, "127.0.0.1"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}

@@ -185,7 +185,9 @@ class ExecutorService:
 
     def check_name(self, client: str) -> None:
         tenant = client.partition("/")[0]
-        if client == JOINT or any(tenant in tenants() for tenants in self._reserved):
+        if client == JOINT:
+            raise RefusedError(f"the name {client!r} is the executor's own; choose another one")
+        if any(tenant in tenants() for tenants in self._reserved):
             raise RefusedError(f"the name {client!r} is for a tenant with a key; choose another one")
 
     @property

@@ -63,7 +63,7 @@ class SplitModel:
         fingerprints: those of the whole base layers, if their weights are on the meta device.
         order: names of all base layers, wherever they are served, in the model's order.
         fraction: the part (0 to 1) of the elements of all base layers' weights that this executor serves.
-        allowed: names of these base layers.
+        allowed: names of base layers whose weights clients in other processes may have.
         packed: number of packed weights.
         left_out: names of modules that are not served although they could be, each with the reason.
 

@@ -14,7 +14,7 @@ class Limits:
         rows: outstanding rows.
         arena_bytes: bytes of the memory that carries the client's tensors.
         clients: open clients of one tenant at one address, over ``tcp://`` and ``dist://``. Status
-            connections are counted apart; a tenant may have at least 64 of them.
+            connections are counted apart: up to 64, or up to ``clients`` if that is more.
     """
 
     calls: int = 64

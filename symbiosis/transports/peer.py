@@ -48,7 +48,7 @@ log = get_logger(__name__)
 HELLO_WITHIN_S = 10.0
 """Seconds within which a new connection must send HELLO."""
 LOOK_WITHIN_S = 30.0
-"""Seconds for which a connection without a session may stay."""
+"""Seconds for which a status connection may stay."""
 GOODBYE_S = 1.0
 """Seconds for which a rejected client may read the reason before its connection is cut."""
 MAX_CONNECTIONS = 1024
@@ -131,7 +131,7 @@ class Peer:
         elif type_ is Type.HELLO:
             self._hello(wire.read_hello(content))
         elif session is None:
-            raise WireError(f"the client sent {type_.name} before HELLO")
+            raise WireError(f"the client sent {type_.name}, but has not joined with HELLO")
         elif type_ is Type.BEGIN:
             try:
                 session.begin_walk()

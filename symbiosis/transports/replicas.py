@@ -124,7 +124,7 @@ class Replicas:
 
     def look(self, address: str) -> Look:
         """Return what an executor shows, with the description of the whole model. The entry ``replicas`` of its status
-        has each address's status, or the ``error`` of one that does not answer. Raises the errors of :meth:`connect`."""
+        has each address's status, or the ``error`` of one that does not answer. Raises what :meth:`connect` raises."""
         whole, looks = self._seen_whole(SHOWN_WITHIN_S)
         replicas = {
             replica.address: look.status if isinstance(look, Look) else {"error": str(look)}

@@ -23,8 +23,8 @@ MESSAGE_BYTES = 1 << 10
 LOOK_S = 10.0
 """Seconds between two looks at whether a client moves the bytes that it should move."""
 LOOKS = 6
-"""Looks one after another at a client that moved less than LEAST_BYTES, after which it is disconnected. A batch on the
-event loop takes one at most."""
+"""Looks one after another at a client that moved less than LEAST_BYTES, after which it is disconnected. A batch that
+blocks the event loop uses up one at most."""
 LEAST_BYTES = 1 << 20
 """Bytes that a client must move in that time while it sends the tensors of a call, or has unread answers."""
 
@@ -42,7 +42,7 @@ class StreamLine(asyncio.BufferedProtocol):
         self._ends = False
         """Whether the connection ends after the messages that wait."""
         self._unsent = False
-        """Whether the event loop has asked to stop writing: because 64 KiB wait for the client to read, or any byte when
+        """Whether the event loop has asked to stop writing, because 64 KiB wait for the client to read; any byte, if
         the limit is 0."""
         self._unread = 0
         """Bytes of messages, apart from the tensors of results, sent since the client was last seen to have read

@@ -317,7 +317,7 @@ async def test_a_shard_that_ends_before_the_executor_opens(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("options", "error", "complaint"),
     [
-        ({"shards": 0}, UsageError, "shards is 0; give a whole number, 1 or more"),
+        ({"shards": 0}, UsageError, "shards is 0; give a whole number: 2 or more, or 1 for"),
         ({"shards": 200}, SplitError, "cannot be divided into 200 parts"),
         ({"shards": 2, "base_layers": "mlp"}, SplitError, "cannot be divided among shards"),
         ({"shards": 2, "allow_weights": ["lm_head"]}, UsageError, "leave out layers and shards"),

@@ -256,7 +256,10 @@ async def test_a_status_connection_has_no_session() -> None:
     assert ends.sent[0][1][0]["joined"] is False
     assert ends.sent[1] == (Type.STATUS, [{"clients": []}])
     peer.received(a_call(1))
-    assert ends.sent[2] == (Type.ENDED, ["WireError", "the client sent CALL before HELLO"])
+    assert ends.sent[2] == (
+        Type.ENDED,
+        ["WireError", "the client sent CALL, but has not joined with HELLO"],
+    )
     assert not service.sessions
 
 

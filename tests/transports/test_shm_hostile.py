@@ -72,7 +72,7 @@ def a_call(id_: int, rows: int = 1, place: int = 0, answer: int = 1 << 16, layer
 
 ENDED = wire.Type.ENDED
 BAD = {
-    "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN before HELLO"),
+    "no HELLO": ([wire.pack(wire.Type.BEGIN)], "BEGIN, but has not joined"),
     "another protocol": ([b"GET / HTTP/1.1\r\n\r\n"], "no message"),
     "another version": ([wire.pack(wire.Type.HELLO, wire.MAGIC, 99, "x")], f"speaks {wire.VERSION}"),
     "a name that is none": ([wire.pack_hello(wire.Hello("a\nb"))], "printable"),

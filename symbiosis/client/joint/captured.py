@@ -43,7 +43,7 @@ MAX_ROWS = 64
 """Most rows of a walk. More clients are walked without a capture."""
 STEADY = 4
 """A client takes part in captured walks after this number of tokens, multiplied by the number of times that its model
-was read, as for each new adapter. A capture takes as long as several walks, and each new client or adapter needs one."""
+was read, as for each new adapter. A capture takes as long as several walks, and new clients and adapters need one."""
 _FIRST = 256
 """Tokens that rows have room for at first. More room is made by doubling, with a new capture."""
 _PART = 0.5
