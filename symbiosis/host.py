@@ -221,7 +221,9 @@ class Executor:
         launch = Launch(shards, settings(model, model_class, device, dtype, options))
         if not launch.rank:
             launch.close()
-            raise UsageError("this process is not one of torchrun's, or the first; call Executor.from_pretrained here")
+            raise UsageError(
+                "torchrun has not started this process, or it is the first one; call Executor.from_pretrained here"
+            )
         ignore_signals()
         work(launch.meet(), launch.settings)
 
@@ -262,9 +264,9 @@ class Executor:
 
         Args:
             limits: limits of each client in another process that connects from now on, at every address. Clients that
-                are connected keep theirs, but for ``clients``.
-            max_bytes: as for :class:`Executor`. It holds at once; no client is disconnected because of it. If there is
-                less than before, a call that no longer fits is refused after 60 s.
+                are connected keep their limits; the number of ``clients`` of a tenant applies at once.
+            max_bytes: as for :class:`Executor`. It applies at once, and no client is disconnected because of it. If it
+                is lowered, a call that no longer fits is refused after 60 s.
 
         Raises:
             UsageError: ``max_bytes`` is too small or too large.
@@ -273,7 +275,8 @@ class Executor:
         self.service.limit(limits, _counted(max_bytes))
 
     async def drain(self, within_s: float) -> bool:
-        """Let walks of clients in other processes end, before :meth:`close`. They join and begin walks no more.
+        """Let walks of clients in other processes end, before :meth:`close`. These clients can join and begin walks no
+        more.
 
         A client that would begin one is told that the executor closes: it moves to a replica or waits for the executor
         to return, as its ``retry`` says. Clients of this process go on as before.
@@ -282,7 +285,7 @@ class Executor:
             within_s: longest time to wait, in seconds.
 
         Returns:
-            Whether all walks have ended.
+            Whether all walks of clients in other processes have ended.
         """
         return await self.service.drain(within_s)
 

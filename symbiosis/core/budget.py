@@ -32,14 +32,14 @@ class Budget:
 
     Args:
         total: bytes that may be held.
-        freed: called whenever as many bytes as the largest call has were given back.
+        freed: called each time that the bytes given back reach the size of the largest call.
     """
 
     def __init__(self, total: int, freed: Callable[[], object] = lambda: None) -> None:
         self.total = total
         self._freed = freed
         self._given_back = 0
-        """Bytes that were given back since."""
+        """Bytes that were given back since the last call of ``freed``."""
         self.held = 0
         self._by: Counter[str] = Counter()
         self._waiting: dict[Account, tuple[int, int, Callable[[], object]]] = {}
@@ -229,7 +229,7 @@ class Account:
             rival._cut()
 
     def idle_since(self, turn: int) -> bool:
-        """Return whether the connection has held no more bytes since a turn, and holds only what it keeps."""
+        """Return whether the connection has taken no bytes since a turn, and holds only what it keeps between calls."""
         return self._held_at < turn and self._held == self.kept and self._counted > 0
 
     def leave(self) -> None:

@@ -90,7 +90,8 @@ class View(Protocol):
 
     @property
     def batches(self) -> int:
-        """Number of batches that were started; ``batches - request.seen`` of them since a request was queued."""
+        """Number of batches that were started from the queues, ``batches - request.seen`` of them since a request was
+        queued."""
 
     @property
     def layers(self) -> int:

@@ -52,7 +52,7 @@ _BUILT_IN = {
 }
 
 LISTS = ("file://", "http://", "https://")
-"""Beginnings of the addresses of a list of addresses: a file, or what a server answers to GET."""
+"""Prefixes of addresses where a list of executors' addresses is: in a file, or in a server's answer to GET."""
 
 _WHAT = {POLICIES: "policy", TRANSPORTS: "transport", PRIVACY: "privacy scheme"}
 
@@ -109,7 +109,9 @@ def make_policy(spec: str | Policy) -> Policy:
     options: dict[str, Any] = {}
     if inner:
         if "policy" not in inspect.signature(cls).parameters:
-            raise UsageError(f"policy {name!r} goes around no other policy; write one that does first: fair+{name}")
+            raise UsageError(
+                f"policy {name!r} cannot be around another policy; write one that can before the plus: fair+{name}"
+            )
         options["policy"] = make_policy(inner[0])
     return cast(Policy, from_spec(_WHAT[POLICIES], spec, cls, options, hidden="policy"))
 

@@ -129,7 +129,8 @@ def expected(layers: Sequence[LayerSpec], key: Key) -> Expected:
         or any((spec.in_features, spec.dtype) != (first.in_features, first.dtype) for spec in chosen)
     ):
         raise RequestError(
-            f"layers {indices} for {pass_.name}; siblings read the same rows in a forward pass, in ascending order"
+            f"a call for {pass_.name} of layers {indices}; several layers may be asked for in a forward pass alone, in "
+            "ascending order, and only if they read the same rows"
         )
     if not all(spec.linear for spec in chosen) and (fp32 or pass_ in _OF_LINEAR_LAYERS):
         raise RequestError(f"{first.name} is served whole; it has no single bias or weight, and no pass in fp32")

@@ -11,8 +11,8 @@ A :class:`~symbiosis.core.policy.Policy` only chooses. The scheduler checks each
 * For each client and key, requests are taken first in, first out.
 * A wait without a time limit requires a client that is thinking.
 
-A decision that breaks a rule, or a policy that raises, becomes a :class:`~symbiosis.errors.PolicyError` in
-:attr:`Scheduler.policy_errors`. The oldest request is then served instead, so a faulty policy costs speed, not answers.
+Each fault of a policy becomes a :class:`~symbiosis.errors.PolicyError` in :attr:`Scheduler.policy_errors`. If its
+decision breaks a rule, or it raises instead of deciding, the oldest request is served.
 
 The scheduler makes four decisions itself. A request that finds the executor idle runs at once, if no other client is
 thinking and the policy allows it. The driver's other work gets its turn every :data:`TURN_S`. A client that is thinking
@@ -21,8 +21,8 @@ passed over a request, waits without a limit may delay the rest of its walk by :
 that sends single rows at intervals could delay each request anew.
 
 Cost: submission, cancellation and completion are O(1) in the number of clients and of their requests, and O(n) in those
-of the same client and key. A decision costs
-what the policy needs, plus the size of its batch; once in :data:`STOPPED_S` it looks at all clients.
+of the same client and key. A decision costs what the policy needs, plus the size of its batch; it looks at all clients
+whenever one of them may have stopped.
 """
 
 from __future__ import annotations

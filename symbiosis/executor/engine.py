@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 now = time.monotonic
 """The executor's clock, in seconds. uvloop's own clock counts whole milliseconds."""
 AHEAD_S = 0.01
-"""Expected seconds of prompts and fine-tuning that a GPU has yet to compute, above which no batch is launched. What is
-launched cannot be overtaken, so a token waits about as long (docs/decisions/0042-captured-walks.md)."""
+"""No batch is launched while a GPU has launched prompts and fine-tuning to compute that are expected to take more
+seconds. A token cannot overtake them, so it may wait for about this time (docs/decisions/0042-captured-walks.md)."""
 _POLL_S = 0.001
 """Seconds between two looks at what the GPU has done."""
 _DECODE = Kind.DECODE  # on Python 3.11 a member looked up on its class takes six times as long
@@ -58,7 +58,7 @@ class Engine:
         device: where they are.
         policy: chooses what runs.
         max_rows: largest number of rows in a batch.
-        budget: has the room to keep packed weights in the usual layout too.
+        budget: counts the copies of packed weights in the layout of an ``nn.Linear``, which training needs.
         fraction: the part (0 to 1) of a walk's work that these layers do.
         compute: runs the layers of a key on rows in place of ``layers``, in an executor with shards.
 
@@ -236,7 +236,7 @@ class Engine:
         return None if batch is None else self._run_lone(batch, call)
 
     def _is_far_ahead(self) -> bool:
-        """Return whether the device has more than AHEAD_S of launched work to do."""
+        """Return whether the device has more than AHEAD_S of launched prompts and fine-tuning to compute."""
         clock = self.device_clock
         if clock is None or clock.ahead_s <= AHEAD_S:
             return False

@@ -99,8 +99,8 @@ class LinearLayer(BaseLayer):
 
 
 class OwnForwardLayer(LinearLayer):
-    """An ``nn.Linear`` with hooks, or a subclass, that gives the same product, but may round it in another place, such
-    as Falcon's, which rounds before it adds the bias."""
+    """A subclass of ``nn.Linear``, or one with hooks, that gives the same product. It may round in another place:
+    Falcon's layer rounds before it adds the bias."""
 
     def forward(self, tensors: tuple[torch.Tensor, ...], *, bias: bool, fp32: bool) -> torch.Tensor:
         if fp32 or not bias:

@@ -30,11 +30,11 @@ from symbiosis.executor.sharing import Sharing, describe, sharing_of
 from symbiosis.executor.splitting import SplitModel
 
 KEYS = 1 << 12
-"""Keys whose shapes are kept. Few models have as many layers and groups of siblings."""
+"""Keys of requests whose shapes are kept. Few models have as many layers and groups of siblings."""
 
 ACTIVITY_EVERY_S = 0.2
-"""Seconds between two activities that are put together: with thousands of tenants each takes milliseconds, and a peer
-may ask at any rate."""
+"""Least seconds between two reports of what tenants do. With thousands of tenants a report takes milliseconds, and a
+peer may ask at any rate."""
 
 TRUSTED = ("inproc:", "shm:", "dist:")
 """Schemes of addresses that are for the same process, the same user, and hosts that trust each other."""

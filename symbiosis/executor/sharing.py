@@ -36,7 +36,8 @@ class Sharing(NamedTuple):
     served: int
     """Weights of base layers that the executor alone has."""
     held: int
-    """Parameters and buffers that each process with clients holds. They leave the executor, if it serves others."""
+    """Parameters and buffers that each process with clients holds. They leave the executor if it serves other
+    processes."""
     unserved: tuple[Unserved, ...]
     """The held tensors that are neither embeddings nor heads and are not computed from the configuration; largest
     first."""

@@ -53,19 +53,19 @@ class SplitModel:
         layers: which of the base layers are served here: numbers of blocks, ranges of them, and names or patterns,
             separated by commas, such as ``"0-15,lm_head"``. Other executors serve the others, whose weights are dropped
             without being read. By default all.
-        device, dtype: where the model is moved, and its precision, which transformers gives it as if it had loaded the
-            model in that precision. By default it stays as it is.
+        device, dtype: the model is moved to this device and converted to this precision, with the exceptions that
+            transformers makes when it loads a model in it. By default it stays as it is.
 
     Attributes:
         elsewhere: specs and modules of the base layers that other executors serve. Their weights are on the meta
             device.
         parts: this process's parts of the base layers, whose own weights are on the meta device then.
-        fingerprints: those of the whole base layers, if their weights are on the meta device.
+        fingerprints: fingerprints of the whole base layers, if their weights are on the meta device.
         order: names of all base layers, wherever they are served, in the model's order.
         fraction: the part (0 to 1) of the elements of all base layers' weights that this executor serves.
         allowed: names of base layers whose weights clients in other processes may have.
-        packed: number of packed weights.
-        left_out: names of modules that are not served although they could be, each with the reason.
+        packed: how many weights were packed.
+        left_out: names of modules that were considered and are not served, each with the reason.
 
     Raises:
         SplitError: no module matches, or one that does cannot be a base layer.

@@ -36,8 +36,8 @@ class Admission(Policy):
 
     name: str
     idles: bool = False
-    """Whether the wrapper holds requests back while nothing else is queued. Such a wrapper goes around the ones that do
-    not: these would count requests that it holds back as being served, and hold other requests back for them."""
+    """Whether the wrapper holds requests back while nothing else is queued. Such a wrapper must be around
+    wrappers that do not: these would count the requests that it holds back as being served."""
 
     def __init__(self, policy: Policy | None = None) -> None:
         if policy is None:

@@ -1,8 +1,8 @@
 """Co-serving: inference within its latency targets, and fine-tuning in the time that remains (FlexLLM, sections 5, 6).
 
 Every token and every prompt has a deadline that follows from its SLO (:mod:`symbiosis.policies.walks`). The policy runs
-*the most patient work that leaves all deadlines feasible*, by learned costs: prompts, then fine-tuning, while the slack
-of all tokens allows it, otherwise decode rows. Tokens are thus made as late as their SLOs permit: the later a token is
+*the most patient work that leaves all deadlines feasible*, by learned costs. While the slack of all tokens allows it,
+that is fine-tuning, within its share of the time that prompts can spare, then prompts; otherwise decode rows. Tokens are thus made as late as their SLOs permit: the later a token is
 made, the more texts share its batches, so the more time remains. Decision 0036 has the argument, and its limits.
 """
 
@@ -32,8 +32,8 @@ class CoServing(Policy):
 
     Args:
         slo_ms: latency target for each generated token, as a mean over a text, in milliseconds.
-        ttft_ms: latency target for the first token, from the first request of the prefill, or of its last part, in
-            milliseconds.
+        ttft_ms: latency target for the first token, from the first request of the prefill, in milliseconds. If the
+            client sends a prompt in several passes, the time starts with the last one.
         wait_ms: longest time that decode rows wait for rows of thinking clients, in milliseconds.
         max_wait_ms: longest time that a request is passed over, in milliseconds. After it, requests run in the order of
             arrival, whatever the latency targets.
@@ -112,7 +112,9 @@ class CoServing(Policy):
             for request, start, stop in batch.slices:
                 if request.kind is not _DECODE:
                     self.walks.spent(request.client, others * (stop - start))
-                    if request.local and stop == request.rows and request.done != request.rows:  # else: on a GPU
+                    if (
+                        request.local and stop == request.rows and request.done != request.rows
+                    ):  # on a GPU it was answered before
                         self.walks.spent(request.client, self.own_work.seconds(request))
                         self.own_work.answered(request, self._now + seconds)
                 if request.kind is not _FINETUNE and stop == request.rows:
@@ -158,8 +160,8 @@ class CoServing(Policy):
         return self.walks.slack(patient.kind, now) - own
 
     def _run(self, view: View, first: Request, rows: int, now: float, reason: str) -> Run:
-        """Run up to ``rows`` of a patient request, or a decode request with what fits into the slack, and with either
-        all decode rows of the queue."""
+        """Run the queue's decode rows, and up to ``rows`` rows of the kind of ``first``. If that is a decode request, add
+        what fits into the slack."""
         queue = view.queues[first.key]
         takes: list[tuple[Request, int]] = []
         total = self._take(queue, _DECODE, view.max_rows, takes)

@@ -3,8 +3,8 @@
 Each tenant has a counter of the tokens that it was served, by weights. A request is admitted while its tenant's counter
 is at most ``quantum`` above the least counter of the tenants that have a request queued; then the tenant is charged. A
 tenant that is ahead goes on while no tenant behind it has a request queued, so fairness never leaves the executor idle.
-The admitted rows of one tenant fill at most one batch, or are one larger request, so a request that arrives later does
-not wait behind a long queue of one tenant. Each tenant has this room to itself.
+A tenant's next request is admitted only while the tenant's admitted rows are fewer than a batch has room for. So a
+request that arrives later does not wait behind a long queue of one tenant. Each tenant has this room to itself.
 
 Let V be the highest counter at which a request was admitted so far, before the charge. A tenant that returns is raised
 to V − quantum: it cannot save up the service that it did not use. VTC raises it to the least counter, which is higher.
@@ -50,7 +50,7 @@ class _TenantQueue:
     weight: float
     counter: float = 0.0
     charged: float = 0.0
-    """The part of the counter by which the tenant was not raised."""
+    """Tokens that the tenant was charged for. The counter also has the amounts by which it was raised."""
     queued: int = 0
     """Requests with rows to run, held back or admitted."""
     inside: int = 0

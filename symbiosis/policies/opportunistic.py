@@ -33,9 +33,9 @@ class Opportunistic(Policy):
     different layers meet and share batches from there on. This queue waits for other requests, except in four cases:
 
     * no client is thinking, so no request can join;
-    * a queue fills a batch of ``max_rows``;
-    * no thinking client is on the way to that layer;
-    * the wait is not expected to pay (:mod:`symbiosis.policies.arrivals`).
+    * a queue fills a batch of ``max_rows``, and runs instead;
+    * if ``adaptive``, no thinking client is on the way to that layer;
+    * if ``adaptive``, the wait is not expected to pay (:mod:`symbiosis.policies.arrivals`).
 
     Args:
         wait_ms: deadline per row, in milliseconds, for all kinds of requests; or by kind (decode, prefill, finetune),

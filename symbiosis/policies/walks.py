@@ -27,7 +27,7 @@ _LEAST = 0.25
 _SHARE = 0.1
 """Ratio of fine-tuning's time to prompts' time while each queued prompt has at least half of its target left."""
 _AWAY = 0.8
-"""Part of the SLO: a client in another process that computes for so long per token is disregarded."""
+"""Part of the SLO: if a client in another process computes for so long per token, its tokens delay no other work."""
 _LEARN = 0.2  # weight of the newest token in the usual time of a token
 _MAX_CLIENTS = 4096
 _PREFILL = Kind.PREFILL  # on Python 3.11 a member looked up on its class takes six times as long
@@ -35,7 +35,8 @@ _PREFILL = Kind.PREFILL  # on Python 3.11 a member looked up on its class takes 
 
 @dataclass(slots=True, eq=False)
 class Walk:
-    """One walk of a client through the model: the prefill of a prompt, or one token of one or several texts."""
+    """The prefill of a prompt, or one token of one or several texts. For the scheduler, a whole call of ``generate`` may
+    be one walk."""
 
     first: Request
     last: Request
@@ -77,7 +78,7 @@ class KnownClient:
 
     def may_keep(self, now: float, usual: float) -> bool:
         """Return whether the text may keep its SLO if its next token begins now. It is assumed to have as many tokens
-        left as it has. Each of them gains the SLO less the usual time of a token."""
+        left as have begun. Each of them gains the SLO less the usual time of a token."""
         late = now + usual - self.began - self.tokens * self.slo
         return not self.late and late <= max(self.tokens * (self.slo - usual), 0.0)
 
@@ -102,7 +103,7 @@ class Walks:
         self._queue: list[tuple[tuple[bool, float], int, Request]] = []  # requests of prompts, by rank
         self._ordered, self._changes = -math.inf, 0  # time at which the prompts were ordered, and changes since
         self._share = 0.0  # time that fine-tuning may take before queued prompts
-        self._between, self._until = math.inf, 0.0  # least slack of a text's next token, and until when
+        self._between, self._until = math.inf, 0.0  # least slack of a text's next token, and until when that holds
         self._spare = math.inf  # time that fine-tuning may take before a prompt is late
 
     def submitted(self, request: Request) -> None:
