@@ -47,8 +47,10 @@ class Session(Protocol):
         """
 
     def submit(self, call: Call) -> asyncio.Future[tuple[torch.Tensor, ...]]:
-        """Run a call at once, or queue it. The future yields one matrix for each layer of the key. A backward pass yields
-        dX and, for a bank of experts, the gradient of the routing weights.
+        """Run a call at once, or queue it.
+
+        The future yields one matrix for each layer of the key. A backward pass yields dX and, for a bank of experts,
+        the gradient of the routing weights.
 
         Raises:
             RequestError: the call does not fit the layer table. Nothing was queued.

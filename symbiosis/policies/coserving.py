@@ -2,8 +2,9 @@
 
 Every token and every prompt has a deadline that follows from its SLO (:mod:`symbiosis.policies.walks`). The policy runs
 *the most patient work that leaves all deadlines feasible*, by learned costs. While the slack of all tokens allows it,
-that is fine-tuning, within its share of the time that prompts can spare, then prompts; otherwise decode rows. Tokens are thus made as late as their SLOs permit: the later a token is
-made, the more texts share its batches, so the more time remains. Decision 0036 has the argument, and its limits.
+that is fine-tuning, within its share of the time that prompts can spare, then prompts; otherwise it is decode rows.
+Tokens are thus made as late as their SLOs permit: the later a token is made, the more texts share its batches, so the
+more time remains. Decision 0036 has the argument, and its limits.
 """
 
 from __future__ import annotations
@@ -112,9 +113,8 @@ class CoServing(Policy):
             for request, start, stop in batch.slices:
                 if request.kind is not _DECODE:
                     self.walks.spent(request.client, others * (stop - start))
-                    if (
-                        request.local and stop == request.rows and request.done != request.rows
-                    ):  # on a GPU it was answered before
+                    # On a GPU, the request was answered before its time is known.
+                    if request.local and stop == request.rows and request.done != request.rows:
                         self.walks.spent(request.client, self.own_work.seconds(request))
                         self.own_work.answered(request, self._now + seconds)
                 if request.kind is not _FINETUNE and stop == request.rows:
@@ -160,8 +160,8 @@ class CoServing(Policy):
         return self.walks.slack(patient.kind, now) - own
 
     def _run(self, view: View, first: Request, rows: int, now: float, reason: str) -> Run:
-        """Run the queue's decode rows, and up to ``rows`` rows of the kind of ``first``. If that is a decode request, add
-        what fits into the slack."""
+        """Run the queue's decode rows, and up to ``rows`` rows of the kind of ``first``. If that is a decode request,
+        add what fits into the slack."""
         queue = view.queues[first.key]
         takes: list[tuple[Request, int]] = []
         total = self._take(queue, _DECODE, view.max_rows, takes)

@@ -35,8 +35,8 @@ _PREFILL = Kind.PREFILL  # on Python 3.11 a member looked up on its class takes 
 
 @dataclass(slots=True, eq=False)
 class Walk:
-    """The prefill of a prompt, or one token of one or several texts. For the scheduler, a whole call of ``generate`` may
-    be one walk."""
+    """The prefill of a prompt, or one token of one or several texts. For the scheduler, a whole call of ``generate``
+    may be one walk."""
 
     first: Request
     last: Request
