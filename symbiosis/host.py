@@ -415,7 +415,8 @@ class Executor:
             device=device,
             masked=scheme is not None,
             beside_others=lambda: len(service.clients) > 1,
-            joint=self._joint if scheme is None and kind is None else None,
+            joint=self._joint,
+            apart="a privacy scheme" if scheme is not None else "a kind of its own" if kind is not None else "",
         )
 
     def statistics(self) -> Statistics:

@@ -63,6 +63,7 @@ class Client:
         masked: bool = False,
         beside_others: Callable[[], bool] = lambda: False,
         joint: JointDecoder | None = None,
+        apart: str = "",
     ) -> None:
         self.name = name
         self._connect = connect
@@ -76,6 +77,7 @@ class Client:
         self._stream: RandomStream | None = None
         self._turn = asyncio.Lock()
         self._joint = joint
+        self._apart = apart
         self._seat: Seat | None = None
         self._closed = False
 
@@ -98,12 +100,13 @@ class Client:
             if self._seed is not None:
                 self.manual_seed(self._seed)
             model = skeleton_for(channel, self._requester)
+            apart = self._apart
             if device != channel.device:
-                model = model.to(device)
-            elif self._joint is not None:
-                self._seat = self._joint.seat(self.name, model)
-            if self._seat is None:
+                model, apart = model.to(device), apart or "another device"
+            if self._joint is None:
                 model.register_forward_hook(explain_training)
+            else:
+                self._seat = self._joint.seat(self.name, model, apart)
             if self._peft_config is not None:
                 model = await self._in_fiber(add_adapter, model, self._peft_config)
             self._model = model.eval()

@@ -124,7 +124,8 @@ class Base:
             seed=seed,
             device=device,
             masked=scheme is not None,
-            joint=self._joint if scheme is None and terms == NO_TERMS else None,
+            joint=self._joint,
+            apart="a privacy scheme" if scheme is not None else "terms of its own" if terms != NO_TERMS else "",
         )
         self._clients.append(client)
         return client

@@ -22,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import symbiosis
 from symbiosis import Client, Executor
-from symbiosis.core.terms import JOINT
+from symbiosis.core.terms import JOINT, Kind
 from symbiosis.errors import RefusedError, UsageError
 from symbiosis.policies import Fair, NoLockstep, RateLimit
 from symbiosis.testing import tiny_model
@@ -318,6 +318,24 @@ ALONE: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"privacy": "noise-pool:size=3"}, "a privacy scheme"), ({"kind": Kind.DECODE}, "a kind of its own")],
+)
+async def test_a_client_that_never_takes_part_walks_alone_and_says_why(options: Any, reason: str) -> None:
+    base = model_of("llama")
+    plain_base = copy.deepcopy(base)
+    async with (
+        some_clients(2, base) as (executor, clients),
+        executor.client(lora(), name="apart", seed=2, **options) as apart,
+    ):
+        *_, out = await asyncio.gather(*map(generate, [*clients, apart]))
+        counts = executor.statistics().clients
+    assert (counts["apart"].joint, counts["apart"].alone.keys()) == (0, {reason})
+    assert all(counts[client.name].joint > 5 for client in clients)
+    assert_equal(out, expected_of(plain_base, 2), 1e-4)
+
+
 @pytest.mark.parametrize("case", ALONE)
 async def test_what_cannot_be_joint_walks_alone_and_says_why(case: str) -> None:
     base = model_of("llama")
@@ -468,7 +486,7 @@ async def test_clients_of_one_process_are_walked_together_over_a_transport(trans
             outs = await asyncio.gather(*map(generate, [*clients, patient]))
         walks = served.walks()
         assert all(walks[client.name]["joint"] >= 10 for client in clients), walks
-        assert "patient" not in walks
+        assert walks["patient"].keys() == {"terms of its own"}
         assert len(executor.service.clients) == 5
     for number, out in enumerate(outs):
         assert_equal(out, expected_of(plain_base, number))

@@ -40,8 +40,10 @@ from symbiosis.modes import in_modes
 class Seat:
     """One client's place before its model. Made by :meth:`JointDecoder.seat`."""
 
-    def __init__(self, decoder: JointDecoder, name: str, model: Any) -> None:
+    def __init__(self, decoder: JointDecoder, name: str, model: Any, apart: str) -> None:
         self.name = name
+        self.apart = apart
+        """Why the client never takes part in walks, or an empty text."""
         self.number = 0
         """Rows of a walk are sorted by this number. The client gets it when its model is first read."""
         self.decoding = False
@@ -88,6 +90,9 @@ class Seat:
         decoder = self._decoder
         inputs = one_token(self._model, args, kwargs)
         if inputs is None or current_fiber() is None:
+            return walk_alone(*args, **kwargs)
+        if self.apart:
+            decoder.walked(self.name, self.apart)
             return walk_alone(*args, **kwargs)
         if not decoder.meets_others(self):
             decoder.walked(self.name, "no other client decodes")
@@ -217,15 +222,18 @@ class JointDecoder:
         """Seats and versions of the readings whose adapters the joint model has."""
         self._opened = False
 
-    def seat(self, name: str, model: Any) -> Seat:
-        """Give a client's skeleton a seat."""
-        seat = Seat(self, name, model)
+    def seat(self, name: str, model: Any, apart: str) -> Seat:
+        """Give a client's skeleton a seat. ``apart`` says why the client never takes part in walks, if so."""
+        seat = Seat(self, name, model, apart)
         enter(model, seat)
-        self._seats.add(seat)
+        if not apart:
+            self._seats.add(seat)
         return seat
 
     def unseat(self, seat: Seat) -> None:
         """Forget a seat."""
+        if seat.apart:
+            return
         self._seats.discard(seat)
         self._seated = ()
         if self.captured is not None:
