@@ -226,15 +226,19 @@ def after_steps(folder: Path, act: Callable[[], object]) -> threading.Thread:
 
 
 def start(*arguments: str, stdout: int | None = None, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """Start the command in a process of its own, which SIGHUP would end."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "symbiosis.cli.main", *arguments],
-        stdout=stdout,
-        stderr=stderr,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    """Start the command in a process of its own, which SIGHUP would end, even if pytest runs under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "symbiosis.cli.main", *arguments],
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_whose_executor_is_lost_can_be_resumed(service: Service, data: Path, tmp_path: Path) -> None:
