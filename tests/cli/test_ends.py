@@ -341,6 +341,7 @@ def test_a_run_that_went_back_keeps_its_new_checkpoints(service: Service, data: 
     assert {"checkpoint-4", "checkpoint-5"} <= {one.name for one in made.glob("checkpoint-*")}
 
 
+@pytest.mark.thorough
 def test_a_run_that_cannot_be_resumed_says_so(
     service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_other_requests_change_nothing(directory: DirectoryActor) -> None:
     assert get(directory, "/llama") == "tcp://a:1\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_a_child_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     model, address = save_model(tmp_path / "model"), f"tcp://127.0.0.1:{free_port()}"

@@ -85,7 +85,7 @@ def test_an_object_is_returned_unchanged() -> None:
         ("opportunistic:patience", UsageError, "no option 'patience'; it takes wait_ms, max_wait_ms"),
         ("opportunistic:wait_ms=soon", UsageError, "wait_ms is 'soon'; it must be a number of milliseconds"),
         ("opportunistic:wait_ms=-1", UsageError, "wait_ms is -1"),
-        ("lockstep+opportunistic", UsageError, "'lockstep' goes around no other"),
+        ("lockstep+opportunistic", UsageError, "'lockstep' cannot be around another"),
         ("fair+magic", UnknownNameError, "unknown policy 'magic'"),
         ("fair:policy=lockstep", UsageError, r"no option 'policy=lockstep'; .* after a plus: fair\+lockstep"),
         ("fair:policy", UsageError, r"no option 'policy'; .* after a plus: fair\+lockstep"),

@@ -89,6 +89,7 @@ async def test_it_is_the_same_model_as_that_of_a_whole_executor(tmp_path: Path) 
             assert divided.service.identity().weights == whole.service.identity().weights
 
 
+@pytest.mark.thorough
 async def test_a_call_may_name_any_number_of_siblings(tmp_path: Path) -> None:
     """A header has room for a limited number of layers."""
     checkpoint, _ = saved(tmp_path, num_hidden_layers=13)

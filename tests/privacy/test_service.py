@@ -495,6 +495,7 @@ def run(*command: str, within_s: float = 100) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.thorough
 def test_commands(tmp_path: Path) -> None:
     checkpoint = save_model(tmp_path / "model")
     data = tmp_path / "data.txt"

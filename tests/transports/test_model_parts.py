@@ -359,6 +359,7 @@ print(json.dumps({"grown": grown, "served": executor.sharing.served, "dtype": dt
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell memory")
 @pytest.mark.parametrize("dtype", ["", pytest.param("float32", marks=pytest.mark.thorough)])
 def test_the_other_part_is_not_loaded(dtype: str, tmp_path: Path) -> None:
