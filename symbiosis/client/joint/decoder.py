@@ -38,7 +38,8 @@ from symbiosis.modes import in_modes
 
 
 class Seat:
-    """One client's place before its model. Made by :meth:`JointDecoder.seat`."""
+    """Receives the calls of one client's model, and decides whether a token is walked jointly. Made by
+    :meth:`JointDecoder.seat`."""
 
     def __init__(self, decoder: JointDecoder, name: str, model: Any, apart: str) -> None:
         self.name = name
@@ -204,7 +205,7 @@ class JointDecoder:
         self.stacks = None if exact else Stacks()
         self._seats: set[Seat] = set()
         self.numbers = itertools.count(1)
-        """Places of the rows of clients in walks."""
+        """The numbers of seats, see :attr:`Seat.number`."""
         self.model: JointModel | None = None
         """None while :attr:`refusal` says why."""
         self._requester = Requester()
