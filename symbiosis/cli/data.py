@@ -164,7 +164,7 @@ def read_records(path: Path, option: str = "--data") -> list[Record]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
     if not numbered:
-        raise UsageError(f"{path}: there is nothing in it; {_WANTED}")
+        raise UsageError(f"{path}: there is nothing in it" + ("" if reader is _whole_text else f"; {_WANTED}"))
     name = _format_name(*numbered[0])
     for place, record in numbered:
         _check(place, record, name)
@@ -241,7 +241,7 @@ def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _format_name(place: str, record: Any) -> str:
     if not isinstance(record, dict):
-        raise UsageError(f"{place}: a {type(record).__name__}, not an object; {_WANTED}")
+        raise UsageError(f"{place}: {record!r:.50} is no object; {_WANTED}")
     for name, fields in _FIELDS.items():
         if all(one in record for one in fields):
             return name
@@ -258,8 +258,10 @@ def read_prompts(path: Path) -> list[Record]:
     """
     try:
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read ({error})") from error
+    except OSError as error:
+        raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UsageError(f"--prompts {path}: cannot be read ({error})") from error
     kind = path.suffix.lower()
     if kind in (".csv", ".parquet", ".json"):
         raise UsageError(f"{path}: --prompts takes lines of text, or a .jsonl file")
@@ -315,7 +317,7 @@ def _check(place: str, record: Any, name: str) -> None:
     optional = ("input",) if name == "alpaca" and record.get("input") else ()
     for one in (*_FIELDS[name], *optional):
         if not isinstance(record[one], str):
-            raise UsageError(f"{place}: {one!r} is a {type(record[one]).__name__}, not a string")
+            raise UsageError(f"{place}: {one!r} is {record[one]!r:.50}, not a string")
         if not record[one].strip():
             raise UsageError(f"{place}: {one!r} is empty; fill it in or delete the record")
 

@@ -14,6 +14,7 @@ import typer
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned, replaced
 from symbiosis.cli.methods import lacks_encoder, method_of
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
+from symbiosis.core.registry import make_transport
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, is_given, writable, write_json
 from symbiosis.terminal.loop import wait_passively
@@ -177,7 +178,7 @@ def finetune(
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite begins one again; give one of them")
     read = [data, peft, sweep, key, Path(validation) if validation else None]
-    check_json(json, read, output)
+    check_json(json, read, output, resume or overwrite)
     if sweep is not None:
         from symbiosis.cli.sweep import sweep as run_sweep
 
@@ -193,29 +194,30 @@ def finetune(
         raise UsageError("--patience needs --validation")
     records, held_out = read_records(data), _part(validation)
     others = None if validation is None or held_out is not None else read_records(Path(validation), "--validation")
-    config, option = method_of(lora, ia3, prefix, peft, is_given(context, "lora"))
-    if lacks_encoder(config) and (resume or validation):
-        raise UsageError(
-            f"{option}: PEFT's checkpoints of this method lack its encoder; leave --resume and --validation out"
-        )
-    writable(output, folder=True)
-    if json is not None:
-        writable(json)
-    wait_passively(address)
     settings = {name: context.params[name] for name in _TRAINER}
     for name, value in {**settings, "epochs": epochs}.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"--{name.replace('_', '-')} is {value}; give a finite number")
-    used = [_hash(records), validation if others is None else _hash(others)]
-    kept = {"peft": config.to_dict(), "data": used, "sequence": sequence, "window": window, "patience": patience}
-    kept |= settings
-    kept = json_module.loads(json_module.dumps(kept, default=sorted))
-    trainer_module = _trainer_module()
+    wait_passively(address)
+    options = options_of(key=key, insecure=insecure, retry=retry)
+    make_transport(address, **options)  # an error in them comes before the imports of some seconds below
     with owned(output):
+        if json is not None:
+            writable(json)
         checkpoint = checkpoint_in(output) if resume else None
         earlier = [] if resume else earlier_in(output, overwrite, read=read)
+        config, option = method_of(lora, ia3, prefix, peft, is_given(context, "lora"))
+        if lacks_encoder(config) and (resume or validation):
+            raise UsageError(
+                f"{option}: PEFT's checkpoints of this method lack its encoder; leave --resume and --validation out"
+            )
+        tests = validation if others is None else _hash(others)
+        kept = {"peft": config.to_dict(), "data": _hash(records), "validation": tests, "sequence": sequence}
+        kept |= {"window": window, "patience": patience, **settings}
+        kept = json_module.loads(json_module.dumps(kept, default=sorted))
         if resume:
             check_same(output, kept)
+        trainer_module = _trainer_module()
 
         from symbiosis import open_model
         from symbiosis.cli.data import tokenize
@@ -223,7 +225,6 @@ def finetune(
         from symbiosis.core.terms import Kind
 
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-        options = options_of(key=key, insecure=insecure, retry=retry)
         with open_model(address, kind=Kind.FINETUNE, privacy=privacy, **options) as base:
             kept["model"] = base.symbiosis.weights
             if resume:
@@ -309,7 +310,10 @@ def _split(examples: Data, part: float, seed: int, path: Path) -> tuple[Data, Da
     records = list(dict.fromkeys(examples.records))
     count = round(part * len(records))
     if not 0 < count < len(records):
-        raise UsageError(f"--validation {part}: {path} has {len(records)} records, too few to divide")
+        raise UsageError(
+            f"--validation {part}: that is {count} of the {len(records)} records in {path}; give a part that leaves "
+            "some for training and some for validation"
+        )
     order = random.Random(seed).sample(records, len(records))
     train = examples.chosen(order[count:])
     train.cut, train.skipped = examples.cut, examples.skipped

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from symbiosis.cli.data import FORMAT_FILE, LOG_FILE
 from symbiosis.errors import UsageError
-from symbiosis.terminal.console import console
+from symbiosis.terminal.console import console, writable
 
 OPTIONS_FILE = "finetune.json"
 """File in the output folder with the options of the run, for ``--resume``."""
@@ -30,7 +30,14 @@ _MOVING = ".moving"
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder."""
+    """Make a folder if it is missing, and keep other runs out of it. A new folder into which nothing was written is
+    deleted in the end.
+
+    Raises:
+        UsageError: it cannot be written to, or another run has it.
+    """
+    made = not folder.exists()
+    writable(folder, folder=True)
     lock = FileLock(folder / _LOCK)
     try:
         lock.acquire(timeout=0)
@@ -40,24 +47,29 @@ def owned(folder: Path) -> Iterator[None]:
         raise UsageError(f"--output {folder}: {_LOCK} in it cannot be locked ({error.strerror})") from error
     for left in folder.glob(".partial-*"):  # of a run that was killed while it saved
         shutil.rmtree(left, ignore_errors=True)
-    _settle(folder)  # after a run that was killed before it had saved anything
+    if _settle(folder):
+        text = f"{folder}: the last run was killed before it saved anything; what it was to replace is back"
+        console(stderr=True).print(text, soft_wrap=True)
     try:
         yield
     finally:
         (folder / _LOCK).unlink(missing_ok=True)
         lock.release()
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
 
 
-def check_json(json: Path | None, read: Iterable[Path | None], folder: Path) -> None:
+def check_json(json: Path | None, read: Iterable[Path | None], folder: Path, replace: bool) -> None:
     """Check that results can be written to a file.
 
     Args:
         json: the file, or None.
         read: files that the command reads.
         folder: output folder of the run.
+        replace: whether the file may exist.
 
     Raises:
-        UsageError: the command reads this file, or the run writes its own files there.
+        UsageError: the file exists, the command reads it, or the run writes its own files there.
     """
     if json is None:
         return
@@ -67,6 +79,8 @@ def check_json(json: Path | None, read: Iterable[Path | None], folder: Path) -> 
         raise UsageError(f"--json {json}: this file is read; choose another one for the results")
     if json.resolve() in [(folder / name).resolve() for name in (*_WRITTEN, _LOCK)]:
         raise UsageError(f"--json {json}: the run writes {json.name} itself; choose another file for the results")
+    if json.is_file() and not replace:
+        raise UsageError(f"--json {json}: the file exists; choose another one, remove it, or give --overwrite")
 
 
 def earlier_in(folder: Path, overwrite: bool, *others: Path, read: Iterable[Path | None] = ()) -> list[Path]:
@@ -108,8 +122,8 @@ def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
         _settle(folder)
 
 
-def _settle(folder: Path) -> None:
-    """Delete what was moved aside if a new run has saved something; otherwise move it back."""
+def _settle(folder: Path) -> bool:
+    """Delete what was moved aside if a new run has saved something; otherwise move it back, and return True."""
     aside, moving = folder / _ASIDE, folder / _MOVING
     if aside.is_dir():
         if has_checkpoint(folder) or (folder / "adapter_model.safetensors").exists():
@@ -124,6 +138,8 @@ def _settle(folder: Path) -> None:
         for one in moving.iterdir():
             one.rename(folder / one.name)
         moving.rmdir()
+        return True
+    return False
 
 
 def checkpoint_in(folder: Path) -> Path:
@@ -137,6 +153,8 @@ def checkpoint_in(folder: Path) -> Path:
         if damage is None:
             return one
         console(stderr=True).print(f"{one} is damaged and is passed over ({damage})", soft_wrap=True)
+    if not (folder / OPTIONS_FILE).exists():
+        raise UsageError(f"--resume: there is no run in {folder}; leave --resume out to begin one")
     raise UsageError(f"--resume: there is no whole checkpoint in {folder}; begin again with --overwrite")
 
 
@@ -215,7 +233,11 @@ def check_same(folder: Path, kept: dict[str, Any]) -> None:
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"--resume: {folder / OPTIONS_FILE} cannot be read ({error})") from error
     different = [name for name in kept if kept[name] != before.get(name)]
-    for name, what in (("data", "the examples"), ("model", "the weights of the model at this address")):
+    for name, what in (
+        ("data", "the examples"),
+        ("validation", "the validation data"),
+        ("model", "the weights of the model at this address"),
+    ):
         if name in different:
             raise UsageError(f"--resume: {what} are not those of the run; give the same ones, or begin a new run")
     if different:

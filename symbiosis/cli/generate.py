@@ -6,18 +6,21 @@ import json as json_module
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
+from symbiosis.core.registry import make_transport
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import wait_passively
 
 _HOTTEST = 1e6
 """Largest temperature, and the inverse of the smallest. Logits divided by a much smaller one overflow."""
+STANDARD_OUTPUT = Path("-")
 
 
 def generate(
@@ -46,7 +49,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; repeat for several.")] = None,
     number: Annotated[int, typer.Option("--n", min=1, help="Texts for each prompt.")] = 1,
     output: Annotated[
-        Path | None, typer.Option(help="Write the texts to this file, as JSON lines, in place of printing them.")
+        Path | None, typer.Option(help="Write the texts to this file (-: standard output), as JSON lines.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of sampling.")] = None,
     key: KeyOption = None,
@@ -68,17 +71,21 @@ def generate(
         raise UsageError(f"--temperature {temperature:g}: give 0, or a number from {1 / _HOTTEST:g} to {_HOTTEST:g}")
     if chat and (output is not None or number > 1):
         raise UsageError("--chat prints one answer to each message; leave --output and --n out")
-    if output is not None and output.exists():
+    if output is not None and output.is_file():
         raise UsageError(f"--output {output}: the file exists; choose another one, or remove it")
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
-        raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json)")
+        found = ", ".join(sorted(file.parent.name for file in adapter.glob("*/adapter_config.json")))
+        within = f"; it has folders with adapters: {found}" if found else ""
+        raise UsageError(f"--adapter {adapter}: no PEFT adapter there (no adapter_config.json){within}")
     asked, before = _asked(prompt, prompts), _system_message(system)
     _check_stops(stop or [])
     if before and not chat:
         asked = [_begun(one, before) for one in asked]
-    if output is not None:
+    if output not in (None, STANDARD_OUTPUT):
         writable(output)
     wait_passively(address)
+    options = options_of(key=key, insecure=insecure, retry=retry)
+    make_transport(address, **options)  # an error in them comes before the imports of some seconds below
     import torch
 
     from symbiosis import open_model
@@ -90,16 +97,21 @@ def generate(
         raise UsageError(
             f"--chat: the adapter was trained on data of the form {form.name!r}, not on conversations; use --prompt"
         )
+    if form.name not in ("", "chat") and any("messages" in one for one in asked):
+        raise UsageError(
+            f"--prompts {prompts}: the adapter was trained on data of the form {form.name!r}, not on conversations; "
+            'give "prompt" in place of "messages"'
+        )
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    with open_model(address, privacy=privacy, **options_of(key=key, insecure=insecure, retry=retry)) as base:
+    with open_model(address, privacy=privacy, **options) as base:
         model = base if adapter is None else _with_adapter(base, adapter)
         if seed is not None:
             torch.manual_seed(seed)
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-        options |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
+        chosen: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+        chosen |= {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature else {}
         positions = positions_of(base, None if adapter is None else model.active_peft_config)
         writer = _Writer(
-            model, base.symbiosis.tokenizer(), positions, {**options, "stop_strings": stop or None}, form.end
+            model, base.symbiosis.tokenizer(), positions, {**chosen, "stop_strings": stop or None}, form.end
         )
         if chat:
             _chat(writer, before)
@@ -241,10 +253,17 @@ def _to_file(
     """Write the texts of prompts, which begin with these tokens, to a file, a line for each."""
     from symbiosis.terminal.progress import Steps
 
-    total = len(asked) * number
-    with output.open("w", encoding="utf-8") as file, Steps(console(stderr=True)) as steps:
+    total, out = len(asked) * number, console(stderr=True)
+    with (
+        nullcontext(sys.stdout) if output == STANDARD_OUTPUT else output.open("w", encoding="utf-8") as file,
+        Steps(out) as steps,
+    ):
         for index in range(total):
-            made = writer.write(begun[index // number], shown=False)
+            try:
+                made = writer.write(begun[index // number], shown=False)
+            except BaseException:
+                out.print(f"{index} of {total} texts were written")
+                raise
             file.write(json_module.dumps({**asked[index // number], "completion": made}, ensure_ascii=False) + "\n")
             file.flush()
             steps("texts", index + 1, total)

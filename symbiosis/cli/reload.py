@@ -36,7 +36,7 @@ def limits_of(given: list[str]) -> Limits:
         name, _, number = text.partition("=")
         if name not in known or not number.isascii() or not number.isdigit() or not number.strip("0"):
             names = ", ".join(known)
-            raise UsageError(f"limit {text!r:.300}: write name=number, with a number from 1; the names are {names}")
+            raise UsageError(f"limit {text!r:.300}: the names are {names}; the number is 1 or more")
         if len(number) > 20 or int(number) > MAX_LIMIT:
             raise UsageError(f"limit {text!r:.300}: at most {MAX_LIMIT}")
         found[name] = int(number)
@@ -70,7 +70,7 @@ class Reloader:
             executor.limit(limits, max_bytes)
         except UsageError as error:
             self._context.default_map = before
-            log.error("limits not reloaded", why=str(error))
+            log.error("limits not reloaded", file=str(self._context.params["config"]), why=str(error))
             return
         now: dict[str, Any] = dict(self._context.default_map or {})
         known = sorted(self._started.keys() | now.keys())

@@ -24,6 +24,7 @@ from symbiosis.core.registry import is_several, make_policy, make_transport
 from symbiosis.errors import UsageError
 from symbiosis.terminal.console import console, visible, writable
 from symbiosis.terminal.loop import allow_descriptors, run, wait_passively
+from symbiosis.terminal.signals import endings, without_terminal
 
 if TYPE_CHECKING:
     from symbiosis.cli.metrics import MetricsServer
@@ -134,7 +135,9 @@ def serve(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Write what runs when to this file, for ui.perfetto.dev.", show_default=False),
+        typer.Option(
+            help="Write what runs when to this file, in place of its content, for ui.perfetto.dev.", show_default=False
+        ),
     ] = None,
     metrics: Annotated[
         str | None,
@@ -149,7 +152,8 @@ def serve(
 ) -> None:
     """Serve a base model to tenants in other processes, until Ctrl-C or SIGTERM.
 
-    SIGHUP has the file of --config read again: limits and max-bytes change, and connected tenants keep working.
+    SIGHUP has the file of --config read again: limits and max-bytes change, and connected tenants keep working. Without
+    --config, it ends the executor like SIGTERM.
 
     Tenants receive the model's configuration, tokenizer, embeddings and norms, and need no checkpoint.
 
@@ -239,10 +243,8 @@ async def _serve(
     out = console(stderr=True)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # loading blocks the event loop, so both signals end the process at once
+    ends = [number for number in endings() if number != signal.SIGHUP or reloader is None]
+    for number in ends:  # loading blocks the event loop, so a signal ends the process at once
         signal.signal(number, signal.default_int_handler)
     with out.status(f"loading {escape(model)}"):
         try:
@@ -252,8 +254,8 @@ async def _serve(
             raise UsageError(
                 f"{model}: cannot be loaded; give a folder with a transformers model, or a hub id ({reason})"
             ) from error
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    for number in ends:
+        loop.add_signal_handler(number, without_terminal(lambda _: stop.set()), number)
     async with executor, AsyncExitStack() as stack:
         if trace is not None:
             stack.enter_context(executor.trace(trace))
@@ -280,8 +282,8 @@ async def _serve(
         closed.cancel()
         out.print(f"shutting down when all walks have ended, in {DRAIN_S:g} s at most; a second signal ends at once")
         drained = asyncio.create_task(executor.drain(DRAIN_S))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, drained.cancel)
+        for number in ends:
+            loop.add_signal_handler(number, without_terminal(lambda _: drained.cancel()), number)
         await asyncio.wait([drained])
 
 

@@ -51,13 +51,12 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
         own = output / name / RESULTS_FILE, output / f"{name}.log"
         if told is not None and told.resolve() in [one.resolve() for one in own]:
             raise UsageError(f"--json {told}: run {name} writes this file itself; choose another one")
-        check_json(told, (Path(changes[one]) for one in _READ & changes.keys()), output / name)
+        check_json(told, (Path(changes[one]) for one in _READ & changes.keys()), output / name, replace=True)
     resume = context.params["resume"]
-    writable(output, folder=True)
-    if told is not None:
-        writable(told)
     signals: list[int] = []
     with owned(output), heeded(signals.append):
+        if told is not None:
+            writable(told)
         for name in runs:
             if not (resume and _has_begun(output / name)):
                 log = [] if resume else [output / f"{name}.log"]  # with --resume, the log goes on

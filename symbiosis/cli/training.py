@@ -108,10 +108,13 @@ class Training:
     def train(self) -> int:
         """Train, and save the adapter. Return the signal that ended training early, or 0."""
         out = console(stderr=True)
-        if self._checkpoint is not None and self._has_ended(self._checkpoint):
-            state = self._trainer.state
-            out.print(f"the run had ended after step {state.global_step}; adapter in {self._output}", soft_wrap=True)
-            return 0
+        if self._checkpoint is not None:
+            before = TrainerState.load_from_json(str(self._checkpoint / "trainer_state.json"))
+            if self._has_ended(self._checkpoint, before):
+                text = f"the run had ended after step {before.global_step}; adapter in {self._output}"
+                out.print(text, soft_wrap=True)
+                return 0
+            self._watch.planned = before.max_steps
         try:
             with Steps(out) as self._watch.steps, _quiet_saves():
                 self._trainer.train(resume_from_checkpoint=None if self._checkpoint is None else str(self._checkpoint))
@@ -189,9 +192,8 @@ class Training:
             soft_wrap=True,
         )
 
-    def _has_ended(self, checkpoint: Path) -> bool:
-        """Return whether a run ended with this checkpoint. If so, take over its state and save its adapter."""
-        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    def _has_ended(self, checkpoint: Path, state: TrainerState) -> bool:
+        """Return whether a checkpoint of this state ends a run. If so, take over the state and save the adapter."""
         arguments = self._trainer.args
         steps, epochs = arguments.max_steps, arguments.num_train_epochs
         ended = state.global_step >= steps if steps > 0 else (state.epoch or 0.0) >= epochs
@@ -320,6 +322,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         self.stopped = 0
         """The signal that has ended training early, or 0."""
         self.losses = 0
+        self.planned = 0
+        """Steps of the whole run when the checkpoint was saved from which it continues, or 0."""
         self.random = _Random.now()
         """State after the last whole step."""
         self.steps: Steps | None = None
@@ -330,6 +334,11 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         state.save_steps, state.eval_steps = args.save_steps, args.eval_steps  # not those of the checkpoint
+        if self.planned not in (0, state.max_steps):
+            console(stderr=True).print(
+                f"the run was to have {self.planned} steps and now has {state.max_steps}; from here on, the learning "
+                "rate is that of the new number"
+            )
         entries = [{**entry, "max_steps": state.max_steps} for entry in state.log_history]  # of the checkpoint
         self._file.write_text("".join(map(_line, entries)), encoding="utf-8")
 

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable
@@ -85,7 +86,10 @@ def writable(path: Path, *, folder: bool = False) -> None:
         UsageError: it cannot be written.
     """
     try:
-        (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+        try:
+            (path if folder else path.parent).mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(f"{error.filename} is a file") from error
         with tempfile.TemporaryFile(dir=path if folder else path.parent):
             pass
         if not folder and path.is_dir():
@@ -137,16 +141,28 @@ class CommandGroup(typer.core.TyperGroup):
     Exit status: 0; 1 after an error of symbiosis; 2 for wrong arguments; 130 after Ctrl-C.
     """
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            where = error.filename or "standard output or a file of this command"
+            _report(f"{where} could not be written: {error.strerror}")
+            sys.exit(1)
+
     def invoke(self, ctx: Any) -> Any:
         for name in _TALKATIVE:
             logging.getLogger(name).setLevel(logging.ERROR)
         try:
             return super().invoke(ctx)
-        except (SymbiosisError, OSError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            console(stderr=True).print(f"[bold red]error:[/] [red]{escape(visible(error))}[/]", soft_wrap=True)
+        except SymbiosisError as error:
+            _report(error)
             raise typer.Exit(1) from error
         except KeyboardInterrupt as interrupt:
             console(stderr=True).print("interrupted")
             raise typer.Exit(130) from interrupt
+
+
+def _report(error: object) -> None:
+    console(stderr=True).print(f"[bold red]error:[/] [red]{escape(visible(error))}[/]", soft_wrap=True)

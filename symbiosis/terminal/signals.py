@@ -6,29 +6,37 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from symbiosis.terminal.console import discard
 
 
-@contextlib.contextmanager
-def heeded(stop: Callable[[int], object]) -> Iterator[None]:
-    """Call ``stop`` with the number of each SIGINT, SIGTERM or SIGHUP. SIGHUP stays ignored under nohup.
+def endings() -> list[int]:
+    """Return the signals that ask this command to end. Under nohup, SIGHUP does not."""
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    hangups = [] if hangup is None or signal.getsignal(hangup) is signal.SIG_IGN else [hangup]
+    return [signal.SIGINT, signal.SIGTERM, *hangups]
+
+
+def without_terminal(stop: Callable[[int], object]) -> Callable[[int], object]:
+    """Return a function for the number of a signal that calls ``stop`` with it.
 
     After a SIGHUP the output to the terminal is discarded, because a write to a closed terminal is an error.
     """
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
-    def heed(number: int, frame: Any) -> None:
+    def heed(number: int) -> object:
         if number not in (signal.SIGINT, signal.SIGTERM):
             discard(terminals)
-        stop(number)
+        return stop(number)
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        numbers.append(hangup)
-    before = {number: signal.signal(number, heed) for number in numbers}
+    return heed
+
+
+@contextlib.contextmanager
+def heeded(stop: Callable[[int], object]) -> Iterator[None]:
+    """Call ``stop`` with the number of each of :func:`endings`; see :func:`without_terminal`."""
+    heed = without_terminal(stop)
+    before = {number: signal.signal(number, lambda got, _: heed(got)) for number in endings()}
     try:
         yield
     finally:

@@ -184,6 +184,8 @@ class Keyring:
         self.folder = Path(folder)
         if self.folder.is_dir() and self.folder.stat().st_mode & 0o022:
             raise UsageError(f"{folder} can be written by other users, who could admit themselves; chmod go-w it")
+        if not (self.folder / f"{SERVER}.secret").exists():
+            raise UsageError(f"{folder} has no keys; make them with `symbiosis keys new NAME --keys {folder}`")
         self.own = load_key(self.folder / f"{SERVER}.secret")
         public = self.folder / f"{SERVER}.public"
         if public.is_file() and identity(ssl.PEM_cert_to_DER_cert(_certificates(public)[0])) != self.own.public:

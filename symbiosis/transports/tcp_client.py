@@ -100,8 +100,9 @@ class TcpClient(StreamClient):
             )
         if isinstance(error, ssl.SSLError) and not self._stream.ready:
             return RefusedError(
-                f"the executor at {self.address} broke off the handshake; its public key is not the one in this "
-                "client's key file, or it runs without keys"
+                f"the TLS handshake with {self.address} failed: the executor's public key is not the one in this "
+                "client's key file, it runs without keys, or another service has this address; ask the provider for "
+                "the address and for server.public"
             )
         return super()._reason(error)
 

@@ -80,7 +80,7 @@ class TcpListener:
         self._broken: dict[str, str] = {}
         """The malformed key files that were logged."""
 
-    def log_unknown(self, event: str, why: str) -> None:
+    def log_unknown(self, event: str, host: str, why: str) -> None:
         """Count what happened to a peer that has not shown a key, and log it, at most LINES times in a second."""
         self.service.rejected("handshake")
         now = asyncio.get_running_loop().time()
@@ -91,7 +91,7 @@ class TcpListener:
             return
         self._logged += 1
         left_out = {"left_out": self._unlogged} if self._unlogged else {}
-        log.warning(event, client=None, tenant="?", why=why, **left_out)
+        log.warning(event, client=None, host=host, why=why, **left_out)
         self._unlogged = 0
 
     def log_broken_keys(self) -> None:
@@ -240,10 +240,10 @@ class TcpLine(StreamLine):
             if why is _NO_TLS:
                 self._stream = ByteStream(wire.MAX_TO_EXECUTOR)  # which the peer can read
                 refused = RefusedError("this executor admits clients with a key; give key=file (--key)")
-                self.listener.log_unknown("client refused", str(refused))
+                self.listener.log_unknown("client refused", self.tenant, str(refused))
                 self.peer.end(refused)
                 return
-            self.listener.log_unknown("client refused", why)
+            self.listener.log_unknown("client refused", self.tenant, why)
             self.peer.leave(why)
             self._flush()
             self.hang_up()
@@ -265,7 +265,7 @@ class TcpLine(StreamLine):
             super().drop(why)
             return
         self.listener.unknown.pop(self, None)
-        self.listener.log_unknown("connection cut", str(why))
+        self.listener.log_unknown("connection cut", self.tenant, str(why))
         self.peer.leave(str(why))
         self._transport.abort()
 

@@ -260,7 +260,23 @@ def test_an_error_of_symbiosis_is_one_line(runner: CliRunner) -> None:
 def test_a_full_disk_is_one_line(runner: CliRunner) -> None:
     result = runner.invoke(_app_that(OSError(errno.ENOSPC, "No space left on device", "log.jsonl")), ["work"])
     assert result.exit_code == 1
-    assert result.stderr == "error: [Errno 28] No space left on device: 'log.jsonl'\n"
+    assert result.stderr == "error: log.jsonl could not be written: No space left on device\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /dev/full")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["policies"]])
+def test_a_full_disk_under_the_output_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        done = subprocess.run(
+            [sys.executable, "-m", "symbiosis.cli.main", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: standard output or a file of this command could not be written")
+    assert "Traceback" not in done.stderr
 
 
 def test_the_first_process_of_a_container_heeds_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_the_command_line_wins(tmp_path: Path, served: dict[str, Any]) -> None:
         ("policy = ['fair']", "policy is ['fair']; give a value"),
         ("limits = 3", "limits is a table"),
         ("[policy]\nfair = 1", "policy is a table"),
-        ("[limits]\ncals = 3", "name=number, with a number from 1; the names are calls"),
+        ("[limits]\ncals = 3", "the names are calls, rows"),
         ("max-rows = 0", "serve.toml: max-rows = 0: Invalid value"),
         ("max-rows = true", "max-rows = True: Invalid value"),
         ("packed = 'maybe'", "packed = maybe: Invalid value"),
@@ -178,7 +178,7 @@ def test_reloaded_limits(tmp_path: Path, served: dict[str, Any], caplog: pytest.
     ("text", "reason"),
     [
         ("= 3", "Invalid statement"),
-        ("[limits]\ncalls = 0", "write name=number"),
+        ("[limits]\ncalls = 0", "the number is 1 or more"),
         ("max-bytes = 7", "max-bytes"),
         ("policy = 'whim'", "unknown policy"),
         ("max-bytes = 'many'", "max-bytes"),

@@ -49,9 +49,9 @@ def texts(example: dict[str, list[int]]) -> tuple[str, str]:
     ("line", "complaint"),
     [
         ('{"prompt": "a", "completion": ', "line 2: not JSON (Expecting value at column 31)"),
-        ('["a", "b"]', "line 2: a list, not an object"),
+        ('["a", "b"]', "line 2: ['a', 'b'] is no object"),
         ('{"prompt": "a", "answer": "b"}', "line 2: only 'prompt', 'answer'"),
-        ('{"prompt": "a", "completion": 3}', "line 2: 'completion' is a int, not a string"),
+        ('{"prompt": "a", "completion": 3}', "line 2: 'completion' is 3, not a string"),
         ('{"prompt": " ", "completion": "b"}', "line 2: 'prompt' is empty"),
         ('{"text": "b"}', "line 2: the fields differ from those of the first record"),
         (r'{"prompt": "a", "completion": "\ud800"}', r"line 2: \ud800 is an unpaired surrogate"),

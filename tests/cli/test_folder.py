@@ -74,8 +74,10 @@ def test_a_lock_that_is_a_folder(service: Service, data: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("killed", ["while it moves", "after it has moved"])
-def test_a_run_that_is_killed_as_it_begins_loses_no_earlier_one(killed: str, tmp_path: Path) -> None:
-    """The next run in the folder finds the adapter and the checkpoint of the earlier one."""
+def test_a_run_that_is_killed_as_it_begins_loses_no_earlier_one(
+    killed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next run in the folder finds the adapter and the checkpoint of the earlier one, and says so."""
     for name in ("checkpoint-3", "checkpoint-best"):  # the second one is a copy, and stays where it is
         (tmp_path / name).mkdir()
         (tmp_path / name / "trainer_state.json").write_text("{}")
@@ -90,6 +92,31 @@ def test_a_run_that_is_killed_as_it_begins_loses_no_earlier_one(killed: str, tmp
     with owned(tmp_path):
         assert sorted(each for each in tmp_path.rglob("*") if each.name != ".lock") == before
     assert (tmp_path / "adapter_config.json").read_text() == "mine"
+    assert "killed before it saved anything; what it was to replace is back" in capsys.readouterr().err
+
+
+def test_results_replace_no_other_file(service: Service, data: Path, tmp_path: Path) -> None:
+    told = tmp_path / "notes.json"
+    told.write_text("mine", encoding="utf-8")
+    given = options(service, data, tmp_path / "a", "--steps", 1, "--json", told)
+    done = command(*given)
+    assert done.exit_code == 1
+    assert f"--json {told}: the file exists" in " ".join(done.stderr.split())
+    assert told.read_text(encoding="utf-8") == "mine"
+    assert not (tmp_path / "a").exists()
+    assert command(*given, "--overwrite").exit_code == 0
+    assert json.loads(told.read_text(encoding="utf-8"))["steps"] == 1
+
+
+def test_a_refused_run_leaves_no_folder(service: Service, data: Path, tmp_path: Path) -> None:
+    """A folder that was there before stays, though it is empty."""
+    made = tmp_path / "new" / "a"
+    for wrong in (["--lora", "r=0"], ["--schedule", "none"], ["--resume"]):
+        assert command(*options(service, data, made, "--steps", 1), *wrong).exit_code == 1
+        assert not made.exists()
+    made.mkdir()
+    assert command(*options(service, data, made, "--steps", 1, "--resume")).exit_code == 1
+    assert made.exists()
 
 
 def test_what_is_read_is_not_written(service: Service, data: Path, tmp_path: Path) -> None:
@@ -141,6 +168,7 @@ def test_a_run_that_has_ended_is_not_trained_again(service: Service, data: Path,
     assert json.loads(told.read_text(encoding="utf-8"))["steps"] == 3
     done = command(*options(service, data, made, "--steps", 5, "--resume"))  # more steps than it had
     assert done.exit_code == 0, done.stderr
+    assert "the run was to have 3 steps and now has 5" in " ".join(done.stderr.split())
     assert len([entry for entry in log_of(made) if "loss" in entry]) == 5
 
 
@@ -153,6 +181,9 @@ def test_resume_wants_the_same_examples_and_the_same_model(service: Service, dat
     done = command(*options(service, copy, made, "--steps", 4, "--resume"))
     assert done.exit_code == 1
     assert "the examples are not those of the run" in done.stderr
+    done = command(*options(service, data, made, "--steps", 4, "--resume", "--validation", copy))
+    assert done.exit_code == 1
+    assert "the validation data are not those of the run" in " ".join(done.stderr.split())
     kept = json.loads((made / "finetune.json").read_text(encoding="utf-8"))
     (made / "finetune.json").write_text(json.dumps({**kept, "model": "another"}), encoding="utf-8")
     done = command(*options(service, data, made, "--steps", 4, "--resume"))

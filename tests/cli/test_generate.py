@@ -76,6 +76,45 @@ def test_many_prompts_go_to_a_file(service: Service, adapter: Path, tmp_path: Pa
     assert done.stdout.strip() == "re"
 
 
+def test_texts_go_to_standard_output_as_json_lines(service: Service) -> None:
+    done = command("generate", service.address, "--prompt", "thing", "--max-new-tokens", "2", "--output", "-")
+    assert done.exit_code == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["prompt"] == "thing"
+    assert not Path("-").exists()
+
+
+def test_an_interrupted_file_tells_what_is_in_it(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def write(self: Any, ids: list[int], shown: bool) -> str:
+        if made:
+            raise KeyboardInterrupt
+        made.append("text")
+        return made[0]
+
+    monkeypatch.setattr(generate._Writer, "write", write)
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "texts.jsonl"
+    prompts.write_text("one\ntwo\nthree\n", encoding="utf-8")
+    done = command("generate", service.address, "--prompts", str(prompts), "--output", str(output))
+    assert done.exit_code == 130
+    assert "1 of 3 texts were written" in " ".join(done.stderr.split())
+    assert len(output.read_text(encoding="utf-8").splitlines()) == 1
+
+
+def test_what_does_not_suit_an_adapter_is_refused(service: Service, adapter: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "thing 0"}]}), encoding="utf-8")
+    done = command("generate", service.address, "--adapter", str(adapter), "--prompts", str(prompts))
+    assert done.exit_code == 1
+    assert """data of the form 'pairs', not on conversations; give "prompt" in place of "messages\"""" in done.stderr
+    done = command("generate", service.address, "--adapter", str(adapter.parent), "--prompt", "thing 0")
+    assert done.exit_code == 1
+    assert "it has folders with adapters: a\n" in done.stderr
+
+
 def test_texts_end_where_the_adapter_has_learned_to_end_them(
     service: Service, adapter: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -165,7 +204,7 @@ def chat(service: Service, typed: str, *given: str) -> Any:
         ([], "give one of --prompt, --prompts and --chat"),
         (["--prompt", "x", "--chat"], "give one of --prompt, --prompts and --chat"),
         (["--prompt", "x", "--n", "2"], "need --temperature"),
-        (["--prompts", "absent.txt"], "absent.txt: cannot be read"),
+        (["--prompts", "absent.txt"], "--prompts absent.txt: No such file or directory\n"),
         (["--chat", "--output", "answers.jsonl"], "--chat prints one answer to each message"),
         (["--prompt", "x", "--output", "pyproject.toml"], "--output pyproject.toml: the file exists"),
         (["--prompt", "x", "--temperature", "1e-300"], "--temperature 1e-300: give 0, or a number from 1e-06 to 1e+06"),

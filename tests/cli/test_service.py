@@ -299,6 +299,7 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     assert found[-1] < found[0]
     done = command(
         *("finetune", service.address, "--data", str(data), "--output", str(tmp_path / "b"), "--json", str(losses)),
+        "--overwrite",
         *("--steps", "30", "--learning-rate", "0.05", "--lora", "r=4,alpha=8,targets=all-linear", "--window", "3"),
     )
     assert done.exit_code == 0, done.stderr
@@ -325,7 +326,7 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
     assert "adapter_config.json" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)])
 def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> None:
     running = Service(checkpoint, f"shm://{tmp_path}/s.sock", fresh=True)
     running.start()

@@ -98,7 +98,7 @@ async def test_a_key_on_one_side_only(base: Any, keys: Path, caplog: pytest.LogC
         open_ = await executor.listen(LOCAL)
         with pytest.raises(RefusedError, match="admits clients with a key"):
             await symbiosis.connect(closed.address).__aenter__()
-        with pytest.raises(RefusedError, match="or it runs without keys"):
+        with pytest.raises(RefusedError, match="it runs without keys, or another service has this address"):
             await symbiosis.connect(open_.address, key=keys / "alice.secret").__aenter__()
         await until(lambda: len(refusals(caplog)) == 2)
     assert "this executor admits clients with a key" in refusals(caplog)[0]
@@ -166,6 +166,11 @@ async def test_a_folder_without_tenants_is_told(base: Any, tmp_path: Path, caplo
     async with symbiosis.Executor(base) as executor:
         await executor.listen(LOCAL, keys=tmp_path / "keys")
     assert "no tenant has a key here" in caplog.text
+
+
+def test_a_folder_without_keys_says_how_they_are_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no keys; make them with `symbiosis keys new NAME --keys .*none`"):
+        make_transport(LOCAL, keys=tmp_path / "none")
 
 
 def test_the_executors_own_files_belong_together(keys: Path) -> None:
