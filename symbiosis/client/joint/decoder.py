@@ -25,16 +25,15 @@ from symbiosis.client.joint import Here
 from symbiosis.client.joint.attention import JointCache, JointError, structure
 from symbiosis.client.joint.captured import CapturedWalks, Step
 from symbiosis.client.joint.captured_walk import can_capture
-from symbiosis.client.joint.entry import Inputs, enter, leave, not_plain, one_token
+from symbiosis.client.joint.entry import Inputs, enter, leave, one_token, why_alone
 from symbiosis.client.joint.model import JointModel
 from symbiosis.client.joint.reading import Reading
 from symbiosis.client.joint.stacks import Slot, Stacks, give_back
-from symbiosis.client.requester import Requester, on_own_stream
+from symbiosis.client.requester import Requester
 from symbiosis.client.skeleton import skeleton_for
 from symbiosis.client.waiting import ClientThread, LoopWaiter
 from symbiosis.core.transport import Channel
 from symbiosis.errors import ClientClosedError, SymbiosisError
-from symbiosis.modes import in_modes
 
 
 class Seat:
@@ -135,17 +134,11 @@ class Seat:
         layers = structure(cache)
         if isinstance(layers, str):
             return layers
-        reason = self._decoder.refusal or not_plain(kwargs)
+        reason = self._decoder.refusal or why_alone(ids, kwargs)
         if reason is not None:
             return reason
-        if ids.shape[0] != 1:
-            return "several sequences at once"
         if not self._decoder.may_join(self.name):
             return "the policy holds it back"
-        if in_modes():
-            return "a torch mode, such as autocast or a hook"
-        if on_own_stream(ids.device):
-            return "a CUDA stream of its own"
         reading = self._reading
         thorough, self._checked = not self._checked, True
         if reading is None or not reading.is_current(thorough=thorough):
@@ -162,15 +155,11 @@ class Seat:
             return reading.reason
         if ids.device != self._decoder.device:
             return "another device"
-        position, attention = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        position = kwargs.get("position_ids")
         if position is None:
-            if attention is not None and not attention.all():
-                return "a mask without positions"
             position = torch.full((1, 1), cache.get_seq_length(), device=ids.device)  # without waiting for a device
-        elif position.shape != (1, 1):
-            return "positions of another shape"
-        loop = asyncio.get_running_loop()
-        return Step(self, ids, position, attention, cache, layers, loop.create_future())
+        reply = asyncio.get_running_loop().create_future()
+        return Step(self, ids, position, kwargs.get("attention_mask"), cache, layers, reply)
 
 
 class JointDecoder:

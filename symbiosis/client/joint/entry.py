@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from symbiosis.client.parameters import explain_training
+from symbiosis.client.requester import on_own_stream
+from symbiosis.modes import in_modes
 
 _SEAT = "_symbiosis_seat"
 """Attribute of a client's model."""
@@ -70,8 +72,8 @@ def one_token(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return Inputs(ids, cache)
 
 
-def not_plain(kwargs: dict[str, Any]) -> str | None:
-    """Return which argument keeps a call from being walked jointly, or None."""
+def why_alone(ids: torch.Tensor, kwargs: dict[str, Any]) -> str | None:
+    """Return what keeps a call for a token [b, 1] from being walked jointly, or None."""
     for name, value in kwargs.items():
         if name in _USED or value is None or value is False:
             continue
@@ -85,4 +87,15 @@ def not_plain(kwargs: dict[str, Any]) -> str | None:
         return "the argument attention_mask"
     if kwargs.get("use_cache") is False or kwargs.get("return_dict") is False:
         return "the argument use_cache or return_dict"
+    if ids.shape[0] != 1:
+        return "several sequences at once"
+    position = kwargs.get("position_ids")
+    if position is None and attention is not None and not attention.all():
+        return "a mask without positions"
+    if position is not None and position.shape != (1, 1):
+        return "positions of another shape"
+    if in_modes():
+        return "a torch mode, such as autocast or a hook"
+    if on_own_stream(ids.device):
+        return "a CUDA stream of its own"
     return None
