@@ -127,9 +127,15 @@ def run(
     slo: SLO,
     requests: int,
     rows: int,
-    progress: Callable[[float], None] = lambda part: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[GridResult]:
     """Simulate each load with each policy, with a process for each core.
+
+    Args:
+        progress: called with the number of simulations that are done, and of all.
+
+    Returns:
+        The results of all loads; after Ctrl-C, of those that all policies have run.
 
     Raises:
         UsageError: a policy promises latencies below those of an idle executor.
@@ -145,10 +151,11 @@ def run(
         try:
             for done in as_completed(work):
                 outcomes[work[done]] = done.result()
-                progress(len(outcomes) / len(work))
-        except BaseException:
+                progress(len(outcomes), len(work))
+        except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
-            raise
+            if not isinstance(error, KeyboardInterrupt):
+                raise
     return [
         GridResult(
             cell,
@@ -156,6 +163,7 @@ def run(
             {policy: outcomes[number, policy] for policy in policies},
         )
         for number, cell in enumerate(grid)
+        if all((number, policy) in outcomes for policy in policies)
     ]
 
 

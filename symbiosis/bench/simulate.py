@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from symbiosis.bench.commands import LayersOption, PresetName
 from symbiosis.terminal.console import PLOTS, console, is_given, writable, write_json
+from symbiosis.terminal.progress import Steps
 
 if TYPE_CHECKING:
     from symbiosis.bench.check import Checked
@@ -275,9 +274,11 @@ def _grid(
         for cell in cells:
             costs = cell.costs()
             told(make_policy(spec), costs.walk, costs.batch)  # report mistakes and unreachable targets before the work
-    with _bar() as bar:
-        task = bar.add_task(f"{len(cells)} loads, {len(compared)} policies", total=1.0)
-        found = grid.run(cells, compared, slo, requests, rows, lambda part: bar.update(task, completed=part))
+    text = f"{len(cells)} loads, {len(compared)} policies"
+    with Steps(console(stderr=True)) as steps:
+        found = grid.run(cells, compared, slo, requests, rows, partial(steps, text))
+    if not found:
+        raise KeyboardInterrupt
     console().print(grid.table(found, compared[0]), grid.summary(found))
     if json is not None:
         loads_data = [
@@ -293,6 +294,9 @@ def _grid(
         write_json(json, {"loads": loads_data, "means": grid.means(found), "machine": machine()})
     if plot is not None:
         grid.plot(plot, found)
+    if len(found) < len(cells):
+        console(stderr=True).print(f"interrupted: these are {len(found)} of {len(cells)} loads")
+        raise typer.Exit(130)
 
 
 def _calibrate(preset: str, base_layers: str, load: ReplayedLoad) -> Costs:
@@ -340,21 +344,15 @@ def _predict(spec: str, costs: Costs, load: ReplayedLoad, slo: SLO, place: Place
     from symbiosis.core.registry import make_policy
     from symbiosis.simulation.replay import replay
 
-    with _bar() as bar:
-        task = bar.add_task(spec, total=1.0)
+    with Steps(console(stderr=True)) as steps:
         return replay(
             lambda: make_policy(spec),
             costs,
             load,
             slo,
             place=place,
-            progress=lambda part: bar.update(task, completed=part),
+            progress=lambda done: steps(spec, round(100 * done), 100),
         )
-
-
-def _bar() -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    return Progress(*columns, transient=True, console=Console(stderr=True))
 
 
 def _show(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from symbiosis.bench.grid import GridLoad, GridResult, cells, means
@@ -12,6 +13,7 @@ from symbiosis.cli.commands import app
 from symbiosis.simulation.bound import Bound
 from symbiosis.simulation.loads import SHAPES
 from symbiosis.simulation.outcome import LoadOutcome
+from symbiosis.terminal.progress import Steps
 
 
 def outcome(slo: float, tuned: float) -> LoadOutcome:
@@ -46,23 +48,39 @@ def test_cells() -> None:
     assert list(cells([], 1, 7, 5)) == list(cells([], 1, 7, 5)) != list(cells([], 1, 8, 5))
 
 
+OPTIONS = [
+    *("--load", "steady:answer=4", "--requests", "3", "--policy", "co-serving:slo_ms=75", "--policy", "lockstep"),
+]
+
+
 def test_command(tmp_path: Path) -> None:
-    options = [
-        "--load",
-        "steady:answer=4",
-        "--requests",
-        "3",
-        "--policy",
-        "co-serving:slo_ms=75",
-        "--policy",
-        "lockstep",
-    ]
     files = ["--json", str(tmp_path / "grid.json"), "--plot", str(tmp_path / "grid.png")]
-    result = CliRunner().invoke(app, ["simulate", "--grid", *options, *files])
+    result = CliRunner().invoke(app, ["simulate", "--grid", *OPTIONS, *files])
     assert result.exit_code == 0, result.output
+    assert "12 loads, 2 policies: 24/24" in result.stderr
     assert "means of 12 loads" in result.output
     data = json.loads((tmp_path / "grid.json").read_text())
     assert len(data["loads"]) == 12
     assert set(data["means"]) == {"co-serving:slo_ms=75", "lockstep"}
     assert data["loads"][0]["policies"]["lockstep"]["finished"] == 3
     assert (tmp_path / "grid.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("done", "held"), [(1, 0), (23, 11)])
+def test_an_interrupted_grid_keeps_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, done: int, held: int
+) -> None:
+    """A load counts if all policies have run it."""
+
+    def show(self: Steps, task: str, number: int, total: int, note: str = "") -> None:
+        if number == done:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Steps, "__call__", show)
+    told = tmp_path / "grid.json"
+    result = CliRunner().invoke(app, ["simulate", "--grid", *OPTIONS, "--json", str(told)])
+    assert result.exit_code == 130, result.output
+    assert "interrupted" in result.stderr
+    assert (f"these are {held} of 12 loads" in result.stderr) == (held > 0)
+    assert told.exists() == (held > 0)
+    assert not held or len(json.loads(told.read_text())["loads"]) == held
