@@ -141,11 +141,6 @@ class Fair(Admission):
         self._floor = 0.0
         """Lower bound of the counters of tenants with a request queued."""
 
-    @property
-    def remembered(self) -> int:
-        """Number of tenants whose counters are kept."""
-        return len(self._tenants)
-
     def served(self, tenant: str) -> float:
         """Return a tenant's counter: weighted tokens, including those by which it was raised."""
         found = self._tenants.get(tenant)

@@ -81,11 +81,6 @@ class RateLimit(Admission):
         self._due: list[tuple[float, int, _Bucket]] = []
         """Heap of the times at which buckets with held requests are out of debt."""
 
-    @property
-    def visits(self) -> int:
-        """Number of buckets that are to be visited at a later time."""
-        return len(self._due)
-
     def hold(self, request: Request) -> None:
         buckets = [self._bucket(client, request.arrived) for client in request.clients]
         bucket = max(buckets, key=lambda bucket: bucket.level_at(request.arrived))

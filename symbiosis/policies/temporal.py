@@ -134,11 +134,6 @@ class DynamicTemporalSharing(TemporalSharing):
         """Prefills since the last turn."""
         super().__init__(64, max_wait_ms)
 
-    @property
-    def recorded(self) -> int:
-        """Number of iterations that are recorded since the last turn."""
-        return len(self._queued)
-
     def submitted(self, request: Request) -> None:
         super().submitted(request)
         if self._until_turn and request.kind is Kind.PREFILL and request.key.layers[0] == self._first_layer:
