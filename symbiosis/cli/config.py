@@ -79,11 +79,11 @@ def checked(
     return values
 
 
-def refuse_unknown(where: str, key: str, known: Sequence[str]) -> None:
+def refuse_unknown(where: str, key: str, known: Sequence[str], what: str = "key") -> None:
     """Raise UsageError for a key that is not known, with those that were perhaps meant."""
     if key not in known:
-        near = difflib.get_close_matches(key, known)
-        raise UsageError(f"{where}: unknown key {key!r}; {_known(near or list(known))}")
+        near = difflib.get_close_matches(key, known) or difflib.get_close_matches(key.upper(), known)
+        raise UsageError(f"{where}: unknown {what} {key!r}; {_known(near or list(known))}")
 
 
 def value_of(context: typer.Context, name: str) -> Any:

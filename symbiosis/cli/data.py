@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 from symbiosis.cli.chats import IGNORED, chat_prompt, conversation, encode, end_of_answers
 from symbiosis.errors import UsageError
+from symbiosis.terminal.console import console
 
 LOG_FILE = "log.jsonl"
 """File in the output folder of a run with a line for each step and each evaluation."""
@@ -156,19 +158,26 @@ def read_records(path: Path, option: str = "--data") -> list[Record]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{option} {path}: give a file that ends in {', '.join(readers)}")
-    try:
+    with _explained(path):
         numbered = list(reader(path))
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise UsageError(f"{path}, line {line}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
     if not numbered:
         raise UsageError(f"{path}: there is nothing in it" + ("" if reader is _whole_text else f"; {_WANTED}"))
     name = _format_name(*numbered[0])
     for place, record in numbered:
         _check(place, record, name)
     return [record for _, record in numbered]
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise UsageError if a file cannot be read."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UsageError(f"{path}, line {line}: not UTF-8 ({error.reason}); convert the file to UTF-8") from error
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -256,19 +265,18 @@ def read_prompts(path: Path) -> list[Record]:
     Raises:
         UsageError: the file cannot be read, or a line has no prompt.
     """
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    except OSError as error:
-        raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UsageError(f"--prompts {path}: cannot be read ({error})") from error
     kind = path.suffix.lower()
     if kind in (".csv", ".parquet", ".json"):
         raise UsageError(f"{path}: --prompts takes lines of text, or a .jsonl file")
-    if kind != ".jsonl":
-        found: list[Record] = [{"prompt": line} for line in lines]
-    else:
-        found = [_asked(*each) for each in _json_lines(path)]
+    with _explained(path):
+        if kind == ".jsonl":
+            found = [_asked(*each) for each in _json_lines(path)]
+        else:
+            lines = path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+            found = [{"prompt": line} for line in lines if line.strip()]
+            if found and len(found) < len(lines):
+                text = f"{path}: empty lines are left out; there are {len(found)} prompts in {len(lines)} lines"
+                console(stderr=True).print(text, soft_wrap=True)
     if not found:
         raise UsageError(f"{path}: there are no prompts in it")
     return found
@@ -311,8 +319,11 @@ def _check(place: str, record: Any, name: str) -> None:
         if not _are_messages(messages):
             raise UsageError(f'{place}: "messages" is no list of objects with "role" and "content" as texts')
         _refuse_tools(place, record)
-        if not any(one["role"] == "assistant" for one in messages):
+        said = [one["content"].strip() for one in messages if one["role"] == "assistant"]
+        if not said:
             raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
+        if "" in said:
+            raise UsageError(f"{place}: a message of the assistant is empty; fill it in or delete the record")
         return
     optional = ("input",) if name == "alpaca" and record.get("input") else ()
     for one in (*_FIELDS[name], *optional):

@@ -6,13 +6,13 @@ import json as json_module
 import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned, replaced
-from symbiosis.cli.methods import lacks_encoder, method_of
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import UsageError
@@ -184,16 +184,6 @@ def finetune(
 
         run_sweep(context, sweep, output)
         return
-    from symbiosis.cli.data import read_records
-
-    if data is None:
-        raise UsageError("--data is missing; give a file with training data")
-    if window is not None and accumulate > 1:
-        raise UsageError("--window and --accumulate cannot be combined; raise --batch in place of --accumulate")
-    if patience is not None and validation is None:
-        raise UsageError("--patience needs --validation")
-    records, held_out = read_records(data), _part(validation)
-    others = None if validation is None or held_out is not None else read_records(Path(validation), "--validation")
     settings = {name: context.params[name] for name in _TRAINER}
     for name, value in {**settings, "epochs": epochs}.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -206,11 +196,10 @@ def finetune(
             writable(json)
         checkpoint = checkpoint_in(output) if resume else None
         earlier = [] if resume else earlier_in(output, overwrite, read=read)
-        config, option = method_of(lora, ia3, prefix, peft, is_given(context, "lora"))
-        if lacks_encoder(config) and (resume or validation):
-            raise UsageError(
-                f"{option}: PEFT's checkpoints of this method lack its encoder; leave --resume and --validation out"
-            )
+        from symbiosis.cli.inputs import read_inputs  # after the checks above, because PEFT is imported in seconds
+
+        records, others, held_out, config, option = read_inputs(context.params, partial(is_given, context))
+        assert data is not None
         tests = validation if others is None else _hash(others)
         kept = {"peft": config.to_dict(), "data": _hash(records), "validation": tests, "sequence": sequence}
         kept |= {"window": window, "patience": patience, **settings}
@@ -290,17 +279,6 @@ def _trainer_module() -> Any:
     from symbiosis.cli import training
 
     return training
-
-
-def _part(validation: str | None) -> float | None:
-    """Return the part of the data to hold out, or None if the option names a file or is not given."""
-    try:
-        part = float(validation or "")
-    except ValueError:
-        return None
-    if not 0 < part < 1:
-        raise UsageError(f"--validation {validation}: a part of the data is more than 0 and less than 1")
-    return part
 
 
 def _split(examples: Data, part: float, seed: int, path: Path) -> tuple[Data, Data]:

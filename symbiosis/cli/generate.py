@@ -20,7 +20,8 @@ from symbiosis.terminal.loop import wait_passively
 
 _HOTTEST = 1e6
 """Largest temperature, and the inverse of the smallest. Logits divided by a much smaller one overflow."""
-STANDARD_OUTPUT = Path("-")
+STANDARD = Path("-")
+"""Standard input or output."""
 
 
 def generate(
@@ -29,7 +30,8 @@ def generate(
         str | None, typer.Option(help="Text to continue; - reads standard input.", show_default=False)
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="File of prompts: one a line, or .jsonl as for finetune --data.")
+        Path | None,
+        typer.Option(help="File of prompts: one a line (-: standard input), or .jsonl as for finetune --data."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Talk with the model, by its chat template; an empty line ends.")
@@ -81,7 +83,7 @@ def generate(
     _check_stops(stop or [])
     if before and not chat:
         asked = [_begun(one, before) for one in asked]
-    if output not in (None, STANDARD_OUTPUT):
+    if output not in (None, STANDARD):
         writable(output)
     wait_passively(address)
     options = options_of(key=key, insecure=insecure, retry=retry)
@@ -131,7 +133,7 @@ def _asked(prompt: str | None, file: Path | None) -> list[Mapping[str, Any]]:
     from symbiosis.cli.data import check_encodable, read_prompts
 
     if file is not None:
-        return read_prompts(file)
+        return read_prompts(Path("/dev/stdin") if file == STANDARD else file)
     if prompt is None:
         return []
     if prompt == "-":
@@ -255,7 +257,7 @@ def _to_file(
 
     total, out = len(asked) * number, console(stderr=True)
     with (
-        nullcontext(sys.stdout) if output == STANDARD_OUTPUT else output.open("w", encoding="utf-8") as file,
+        nullcontext(sys.stdout) if output == STANDARD else output.open("w", encoding="utf-8") as file,
         Steps(out) as steps,
     ):
         for index in range(total):
@@ -299,6 +301,7 @@ def _with_adapter(base: Any, folder: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
+            warnings.filterwarnings("ignore", "The following rank_pattern keys")  # PEFT says so of each AdaLoRA
             return PeftModel.from_pretrained(base, str(folder))
     except SymbiosisError:
         raise

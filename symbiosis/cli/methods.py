@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from symbiosis.cli.config import refuse_unknown
 from symbiosis.errors import UsageError
 
 
@@ -37,9 +38,11 @@ def method_of(lora: str, ia3: bool, prefix: int | None, file: Path | None, lora_
     return lora_config(lora), f"--lora {lora}"
 
 
-def lacks_encoder(config: Any) -> bool:
-    """Return whether PEFT's checkpoints of this method lack the encoder that it trains, so that no run can go on."""
-    return config.peft_type == "P_TUNING" or bool(getattr(config, "prefix_projection", False))
+def lost_in_checkpoints(config: Any) -> str:
+    """Return what PEFT's checkpoints of this method lack, so that no run can go on from one; empty if nothing."""
+    if config.peft_type == "P_TUNING" or getattr(config, "prefix_projection", False):
+        return "its encoder"
+    return "the importance of its ranks" if config.peft_type == "ADALORA" else ""
 
 
 def read_config(file: Path) -> Any:
@@ -48,20 +51,26 @@ def read_config(file: Path) -> Any:
     Raises:
         UsageError: the file cannot be read, or PEFT does not take it.
     """
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftType
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+    where = f"--peft {file}"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--peft {file}: cannot be read as JSON ({error})") from error
+        raise UsageError(f"{where}: cannot be read as JSON ({error})") from error
     if not isinstance(values, dict) or not isinstance(values.get("peft_type"), str):
-        raise UsageError(f'--peft {file}: give an object with "peft_type", such as {{"peft_type": "IA3"}}')
+        raise UsageError(f'{where}: give an object with "peft_type", such as {{"peft_type": "IA3"}}')
+    if values.setdefault("task_type", "CAUSAL_LM") != "CAUSAL_LM":
+        raise UsageError(f'{where}: finetune trains causal language models; leave "task_type" out')
+    refuse_unknown(where, values["peft_type"], sorted(PEFT_TYPE_TO_CONFIG_MAPPING), "peft_type")
+    known = fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(values["peft_type"])])
+    for key in values:  # PEFT only warns of a misspelt one
+        refuse_unknown(where, key, sorted(field.name for field in known))
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "Unexpected keyword arguments")  # PEFT only warns of a misspelt option
-            return PeftConfig.from_peft_type(**{"task_type": "CAUSAL_LM", **values, "inference_mode": False})
-    except (KeyError, TypeError, ValueError, UserWarning) as error:
-        raise UsageError(f"--peft {file}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        return PeftConfig.from_peft_type(**{**values, "inference_mode": False})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def lora_config(text: str) -> Any:
@@ -76,6 +85,8 @@ def lora_config(text: str) -> Any:
     known = {"r": ("r", int), "alpha": ("lora_alpha", int), "dropout": ("lora_dropout", float)}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
+        if known.get(name, ("target_modules",))[0] in options:
+            raise UsageError(f"--lora {text}: {name} is given twice")
         try:
             if name == "targets":
                 options["target_modules"] = value if value == "all-linear" else value.split("+")

@@ -136,7 +136,8 @@ def serve(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write what runs when to this file, in place of its content, for ui.perfetto.dev.", show_default=False
+            help="Write what runs when to this file, in place of an earlier trace, for ui.perfetto.dev.",
+            show_default=False,
         ),
     ] = None,
     metrics: Annotated[
@@ -187,6 +188,10 @@ def serve(
                 checked.enter_context(make_transport(address, **given).check(address))
         if trace is not None:
             writable(trace)
+            if trace.is_file():
+                with trace.open("rb") as file:
+                    if file.read(2) not in (b"", b"[\n"):
+                        raise UsageError(f"--trace {trace}: the file exists, and is no trace; choose another one")
         from symbiosis.log import render
 
         render(log_format is LogFormat.JSON)

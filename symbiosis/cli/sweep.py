@@ -7,6 +7,7 @@ import re
 import subprocess
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from symbiosis.cli.data import LOG_FILE
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, checkpoints, earlier_in, owned
+from symbiosis.cli.inputs import read_inputs
 from symbiosis.errors import UsageError
 from symbiosis.terminal import child
 from symbiosis.terminal.console import console, is_given, toml_in, visible, writable, write_json
@@ -46,8 +48,11 @@ def sweep(context: typer.Context, file: Path, output: Path) -> None:
     """
     runs, told = _read(context, file), context.params["json"]
     for name, changes in runs.items():
-        if not (changes.get("data") or context.params["data"]):
-            raise UsageError(f"--sweep {file}: [{name}] has no data; give it data = 'FILE', or --data for all runs")
+        given = partial(_is_given, context, changes)
+        try:
+            read_inputs({**context.params, **changes}, given)
+        except UsageError as wrong:
+            raise UsageError(f"--sweep {file}: [{name}]: {wrong}") from wrong
         own = output / name / RESULTS_FILE, output / f"{name}.log"
         if told is not None and told.resolve() in [one.resolve() for one in own]:
             raise UsageError(f"--json {told}: run {name} writes this file itself; choose another one")
@@ -152,6 +157,11 @@ def _command(context: typer.Context, changes: dict[str, Any], folder: Path) -> l
             elif one is not None and one is not False:
                 command += [parameter.opts[0], str(one)]
     return child.command(command)
+
+
+def _is_given(context: typer.Context, changes: dict[str, Any], name: str) -> bool:
+    """Return whether a run has an option from its table or from the command line."""
+    return name in changes or is_given(context, name)
 
 
 def _has_begun(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from symbiosis import backward_in_windows
 from symbiosis.cli.chats import IGNORED
 from symbiosis.cli.data import LOG_FILE, Data, PromptFormat
 from symbiosis.cli.folder import has_checkpoint, rotate
-from symbiosis.cli.methods import lacks_encoder
+from symbiosis.cli.methods import lost_in_checkpoints
 from symbiosis.errors import SymbiosisError, UsageError
 from symbiosis.terminal.console import console, finite
 from symbiosis.terminal.progress import Steps
@@ -72,10 +72,12 @@ class Training:
         self._output = output
         self._option = option
         self._checkpoint = checkpoint
+        self._patience = patience
         torch.manual_seed(seed)
+        _check_targets(base, config, option)
         try:
             model: Any = get_peft_model(base, config)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # what PEFT raises
+        except (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:  # what PEFT raises
             raise UsageError(f"{option}: {' '.join(str(error).split())}") from error
         self._model = model
         self._watch = _Watch(output)
@@ -111,7 +113,7 @@ class Training:
         if self._checkpoint is not None:
             before = TrainerState.load_from_json(str(self._checkpoint / "trainer_state.json"))
             if self._has_ended(self._checkpoint, before):
-                text = f"the run had ended after step {before.global_step}; adapter in {self._output}"
+                text = f"the run had ended after step {before.global_step}{self._early()}; adapter in {self._output}"
                 out.print(text, soft_wrap=True)
                 return 0
             self._watch.planned = before.max_steps
@@ -144,7 +146,7 @@ class Training:
             again = f"checkpoint in {checkpoint}; the same command with --resume continues"
             out.print(f"stopped after step {state.global_step}; {self._goes_on(again)}", soft_wrap=True)
         losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-        text = f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {state.global_step} steps"
+        text = f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {state.global_step} steps{self._early()}"
         if state.best_metric is not None:
             text += f"; best validation loss {state.best_metric:.3f} at step {state.best_global_step}"
         out.print(f"{text}; adapter in {self._output}", soft_wrap=True)
@@ -162,9 +164,15 @@ class Training:
         with heeded(stop):
             yield
 
+    def _early(self) -> str:
+        """Return a remark if early stopping has ended the run."""
+        state = self._trainer.state
+        early = self._patience is not None and not self._watch.stopped and state.global_step < state.max_steps
+        return f" of {state.max_steps}, ended by --patience {self._patience}" if early else ""
+
     def _goes_on(self, how: str) -> str:
         """Return how the run can go on, or why it cannot."""
-        if lacks_encoder(self._model.active_peft_config):
+        if lost_in_checkpoints(self._model.active_peft_config):
             return "a run of this PEFT method cannot be resumed"
         return how
 
@@ -229,6 +237,16 @@ class Training:
             "best_step": state.best_global_step,
             "stopped": bool(self._watch.stopped),
         }
+
+
+def _check_targets(base: Any, config: Any, option: str) -> None:
+    """Raise UsageError if a name among the target modules is that of no module. PEFT wants one of them to be right."""
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, list | set):
+        names = [name for name, _ in base.named_modules()]
+        wrong = sorted(one for one in targets if not any(f".{name}".endswith(f".{one}") for name in names))
+        if wrong:
+            raise UsageError(f"{option}: the model has no module called {' or '.join(wrong)}")
 
 
 def _arguments(output: Path, tested: bool, options: dict[str, Any]) -> TrainingArguments:
@@ -339,6 +357,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
                 f"the run was to have {self.planned} steps and now has {state.max_steps}; from here on, the learning "
                 "rate is that of the new number"
             )
+        if args.warmup_steps >= state.max_steps:
+            console(stderr=True).print("the learning rate rises to the end: --warmup takes all steps")
         entries = [{**entry, "max_steps": state.max_steps} for entry in state.log_history]  # of the checkpoint
         self._file.write_text("".join(map(_line, entries)), encoding="utf-8")
 
@@ -359,6 +379,10 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             file.write(_line({**logs, "step": state.global_step, "max_steps": state.max_steps}))
         assert self.steps is not None
         self.steps("fine-tuning", state.global_step, state.max_steps, self._note)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if model.active_peft_config.peft_type == "ADALORA":
+            model.base_model.update_and_allocate(state.global_step)  # uses the gradients, which are cleared next
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         self.random = _Random.now()

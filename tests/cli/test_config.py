@@ -236,6 +236,7 @@ def test_the_example_is_valid(tmp_path: Path, served: dict[str, Any]) -> None:
         (["--listen", "tcp://127.0.0.1:1,tcp://127.0.0.1:2"], "repeat --listen"),
         (["--keys", "FOLDER/none"], "FOLDER/none"),
         (["--trace", "FOLDER/file/trace.json"], "cannot write to"),
+        (["--trace", "FOLDER/notes"], "the file exists, and is no trace"),
         (["--device", "nosuch"], "which this machine does not have"),
         (["--dtype", "float33"], "dtype is 'float33'"),
         (["--name", "x" * 300], "at most 256"),
@@ -257,6 +258,7 @@ def test_mistakes_are_reported_before_the_model_is_loaded(
 
     monkeypatch.setattr(loaded, "load_model", load)
     (tmp_path / "file").write_text("")
+    (tmp_path / "notes").write_text("mine")
     (tmp_path / "link").symlink_to(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         names = {"BUSY": str(busy.getsockname()[1]), "FOLDER": str(tmp_path), "FREE": str(free_port())}

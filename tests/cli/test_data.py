@@ -70,6 +70,7 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
         ("hi", "no list of objects"),
         ([{"role": "user", "content": 3}], "no list of objects"),
         ([{"role": "user", "content": "hi"}], "no message of the assistant"),
+        ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": " "}], "of the assistant is empty"),
     ],
 )
 def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> None:

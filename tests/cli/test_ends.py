@@ -157,15 +157,17 @@ def test_checkpoints_without_an_encoder_are_refused(service: Service, data: Path
 def test_a_run_that_stopped_early_has_ended(service: Service, data: Path, tmp_path: Path) -> None:
     """An earlier adapter is replaced by that of the best checkpoint; the files of a killed save are removed."""
     given = options(service, data, tmp_path / "a", "--steps", 40, "--validation", 0.2, "--every", 1, "--patience", 1)
-    assert command(*given, "--learning-rate", "1").exit_code == 0
+    done = command(*given, "--learning-rate", "1")
+    assert done.exit_code == 0, done.output
     before, adapter = losses_in(tmp_path / "a"), tmp_path / "a" / "adapter_model.safetensors"
     assert len(before) < 40
+    assert f"in {len(before)} steps of 40, ended by --patience 1" in " ".join(done.stderr.split())
     content = adapter.read_bytes()
     adapter.write_bytes(b"of an earlier stop")
     (tmp_path / "a" / ".partial-x").mkdir()
     done = command(*given, "--learning-rate", "1", "--resume")
     assert done.exit_code == 0, done.output
-    assert f"the run had ended after step {len(before)}" in done.output
+    assert f"the run had ended after step {len(before)} of 40, ended by --patience 1" in " ".join(done.output.split())
     assert losses_in(tmp_path / "a") == before
     assert adapter.read_bytes() == content
     assert not (tmp_path / "a" / ".partial-x").exists()

@@ -185,7 +185,10 @@ def test_short_options_of_other_methods(
         (["--validation", "absent.jsonl"], "cannot be read"),
         (["--peft", "absent.json"], "cannot be read as JSON"),
         (["--resume"], "there is no run in"),
-        (["--lora", "targets=absent"], "--lora targets=absent"),
+        (["--lora", "targets=absent"], "the model has no module called absent"),
+        (["--lora", "targets=q_proj+v_porj"], "the model has no module called v_porj"),
+        (["--lora", "r=4,alpha=8,r=8"], "--lora r=4,alpha=8,r=8: r is given twice"),
+        (["--epochs", "2"], "--steps and --epochs each say how long to train"),
         (["--log-to", "absent"], "training options (--schedule, --log-to, …): absent is not supported"),
     ],
 )
@@ -194,6 +197,53 @@ def test_wrong_options(service: Service, data: Path, tmp_path: Path, given: list
     assert done.exit_code == 1
     assert complaint in " ".join(done.stderr.split())
     assert "Traceback" not in done.output
+
+
+PROMPTS = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "prompt_tuning_init": "TEXT"}
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ({"peft_type": "lora"}, "unknown peft_type 'lora'; did you mean LORA or "),
+        ({"peft_type": "NONE"}, "unknown peft_type 'NONE'; "),
+        ({"peft_type": "LORA", "rnk_pattern": {}}, "unknown key 'rnk_pattern'; did you mean rank_pattern"),
+        ({"peft_type": "LORA", "task_type": "SEQ_CLS"}, 'causal language models; leave "task_type" out'),
+        (dict.fromkeys(("prompt_tuning_init_text", "tokenizer_name_or_path"), "absent") | PROMPTS, "offline mode"),
+    ],
+)
+def test_wrong_configurations(
+    service: Service, data: Path, tmp_path: Path, content: dict[str, Any], complaint: str
+) -> None:
+    peft = tmp_path / "peft.json"
+    peft.write_text(json.dumps(content), encoding="utf-8")
+    done = command(*options(service, data, tmp_path / "a", "--steps", 1, "--peft", peft))
+    assert done.exit_code == 1
+    assert f"error: --peft {peft}: " in " ".join(done.stderr.split())
+    assert complaint in " ".join(done.stderr.split())
+
+
+def test_adalora_allocates_its_ranks(service: Service, data: Path, tmp_path: Path) -> None:
+    """The saved adapter has the ranks that are left, and generates."""
+    peft, made = tmp_path / "peft.json", tmp_path / "a"
+    values = {"peft_type": "ADALORA", "total_step": 6, "init_r": 8, "target_r": 6, "tfinal": 1}
+    peft.write_text(json.dumps(values), encoding="utf-8")
+    done = command(*options(service, data, made, "--steps", 8, "--peft", peft))
+    assert done.exit_code == 0, done.stderr
+    config = json.loads((made / "adapter_config.json").read_text(encoding="utf-8"))
+    kept = sum(map(sum, config["rank_pattern"].values()))
+    assert kept == 6 * len(config["rank_pattern"]), "a mean rank of 6"
+    done = command("generate", service.address, "--adapter", str(made), "--prompt", "thing 1", "--max-new-tokens", "3")
+    assert done.exit_code == 0, done.stderr
+    done = command(*options(service, data, made, "--steps", 9, "--peft", peft, "--resume"))
+    assert done.exit_code == 1
+    assert "lack the importance of its ranks" in " ".join(done.stderr.split())
+
+
+def test_a_warm_up_of_all_steps_is_told(service: Service, data: Path, tmp_path: Path) -> None:
+    done = command(*options(service, data, tmp_path / "a", "--steps", 2, "--warmup", 2))
+    assert done.exit_code == 0, done.stderr
+    assert "--warmup takes all steps" in done.stderr
 
 
 def test_the_loggers_of_transformers_get_each_step(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +84,31 @@ def test_texts_go_to_standard_output_as_json_lines(service: Service) -> None:
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["prompt"] == "thing"
     assert not Path("-").exists()
+
+
+def test_empty_lines_of_prompts_are_told(service: Service, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("thing\n\nthing\n", encoding="utf-8")
+    given = "generate", service.address, "--max-new-tokens", "1", "--output", "-", "--prompts", str(prompts)
+    done = command(*given)
+    assert done.exit_code == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert "there are 2 prompts in 3 lines" in " ".join(done.stderr.split())
+    prompts.write_text("thing\nthing\n", encoding="utf-8")
+    assert "lines" not in command(*given).stderr
+
+
+def test_prompts_from_standard_input(service: Service) -> None:
+    given = "generate", service.address, "--prompts", "-", "--output", "-", "--max-new-tokens", "1"
+    done = subprocess.run(
+        [sys.executable, "-m", "symbiosis.cli.main", *given],
+        input="thing\nother\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["prompt"] for line in done.stdout.splitlines()] == ["thing", "other"]
 
 
 def test_an_interrupted_file_tells_what_is_in_it(
@@ -204,7 +231,7 @@ def chat(service: Service, typed: str, *given: str) -> Any:
         ([], "give one of --prompt, --prompts and --chat"),
         (["--prompt", "x", "--chat"], "give one of --prompt, --prompts and --chat"),
         (["--prompt", "x", "--n", "2"], "need --temperature"),
-        (["--prompts", "absent.txt"], "--prompts absent.txt: No such file or directory\n"),
+        (["--prompts", "absent.txt"], "absent.txt: cannot be read (No such file or directory)"),
         (["--chat", "--output", "answers.jsonl"], "--chat prints one answer to each message"),
         (["--prompt", "x", "--output", "pyproject.toml"], "--output pyproject.toml: the file exists"),
         (["--prompt", "x", "--temperature", "1e-300"], "--temperature 1e-300: give 0, or a number from 1e-06 to 1e+06"),

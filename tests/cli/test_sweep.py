@@ -66,7 +66,7 @@ def test_runs_of_a_sweep_have_data_of_their_own(service: Service, data: Path, tm
     given = (*("finetune", service.address, "--output", str(output), "--steps", "1", "--sweep", str(file)),)
     done = command(*given)
     assert done.exit_code == 1
-    assert "[other] has no data; give it data = 'FILE'" in " ".join(done.stderr.split())
+    assert "[other]: --data is missing" in " ".join(done.stderr.split())
     file.write_text(f"[one]\ndata = '{data}'\n", encoding="utf-8")
     done = command(*given)
     assert done.exit_code == 0, done.output
@@ -107,6 +107,8 @@ def test_two_sweeps_do_not_share_a_folder(service: Service, data: Path, tmp_path
         ("[a]\nsteps = true", "[a] steps = True: give a value"),
         ("[a]\nia3 = 1", "[a] ia3 = 1: give true or false"),
         ("[a]\nbatch = 0", "[a] batch = 0: Input should be greater than or equal to 1"),
+        ("[a]\nlora = 'r=4'\n[b]\nlora = 'r=4'\nia3 = true", "[b]: --lora and --ia3 each name a PEFT method"),
+        ("[a]\nseed = 1\n[b]\ndata = 'absent.jsonl'", "[b]: absent.jsonl: cannot be read"),
         ("[a]\nschedule = 'linear'\nresume = true", "[a] has no option 'resume'"),
     ],
 )
