@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -142,7 +144,9 @@ def run(
         PolicyError: the scheduler refused a decision of a policy.
     """
     outcomes: dict[tuple[int, str], LoadOutcome] = {}
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None) as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    ignore = signal.SIGINT, signal.SIG_IGN  # Ctrl-C goes to this process alone
+    with ProcessPoolExecutor(cores, initializer=signal.signal, initargs=ignore) as pool:
         work = {
             pool.submit(simulated, cell, policy, slo, requests, rows): (number, policy)
             for number, cell in enumerate(grid)
@@ -154,6 +158,9 @@ def run(
                 progress(len(outcomes), len(work))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.kill()
+                worker.join()
             if not isinstance(error, KeyboardInterrupt):
                 raise
     return [

@@ -30,8 +30,8 @@ _FIELDS = {
     "text": ("text",),
 }
 _WANTED = (
-    'give each record "prompt" and "completion", "messages" (each with "role" and "content"), "instruction" and '
-    '"output" (and "input"), or "text"'
+    'give each record "prompt" and "completion", "messages" (each with "role" and "content"), "conversations" (each '
+    'with "from" and "value"), "instruction" and "output" (and "input"), or "text"'
 )
 
 Record = Mapping[str, Any]
@@ -154,12 +154,13 @@ def read_records(path: Path, option: str = "--data") -> list[Record]:
     Raises:
         UsageError: the file cannot be read, or a record is wrong. The message says which, and what to do.
     """
-    readers = {".jsonl": _json_lines, ".csv": _csv_rows, ".parquet": _parquet_rows, ".txt": _whole_text}
+    readers = {".jsonl": _json_lines, ".json": _json_list, ".csv": _csv_rows, ".parquet": _parquet_rows}
+    readers[".txt"] = _whole_text
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UsageError(f"{option} {path}: give a file that ends in {', '.join(readers)}")
     with _explained(path):
-        numbered = list(reader(path))
+        numbered = [(place, _as_messages(record)) for place, record in reader(path)]
     if not numbered:
         raise UsageError(f"{path}: there is nothing in it" + ("" if reader is _whole_text else f"; {_WANTED}"))
     name = _format_name(*numbered[0])
@@ -185,7 +186,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), 1):
         if line.strip():
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=_unique)
                 if "\\u" in line:
                     check_encodable(json.dumps(record, ensure_ascii=False), f"{path}, line {number}")
                 yield f"{path}, line {number}", record
@@ -197,6 +198,27 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
                 raise UsageError(f"{path}, line {number}: {error}; {_WANTED}") from error
             except RecursionError as error:
                 raise UsageError(f"{path}, line {number}: nested too deeply; {_WANTED}") from error
+
+
+def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the records of a file that is one JSON list."""
+    try:
+        records = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON ({error}); a file with an object on each line is called .jsonl") from error
+    if not isinstance(records, list):
+        raise UsageError(f"{path}: give a list of records; {_WANTED}")
+    for number, record in enumerate(records, 1):
+        check_encodable(json.dumps(record, ensure_ascii=False), f"{path}, record {number}")
+        yield f"{path}, record {number}", record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError if a name stands twice in it."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return found
 
 
 def check_encodable(text: str, where: str) -> None:
@@ -290,7 +312,7 @@ def _asked(place: str, record: Any) -> Record:
         if isinstance(record.get("instruction"), str) and isinstance(given, str):
             return {"instruction": record["instruction"], **({"input": given} if given else {})}
         messages: Any = record.get("messages")
-        if _are_messages(messages):
+        if not _wrong_messages(messages):
             _refuse_tools(place, record)
             answered = bool(messages) and messages[-1]["role"] == "assistant"
             return {"messages": messages[:-1] if answered else messages}
@@ -304,11 +326,31 @@ def _refuse_tools(place: str, record: dict[str, Any]) -> None:
         raise UsageError(f'{place}: "tools" are not given to chat templates; leave them out, or name them in a message')
 
 
-def _are_messages(messages: Any) -> bool:
-    return isinstance(messages, list) and all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in messages
-    )
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT's records that have other names in messages."""
+
+
+def _as_messages(record: Any) -> Any:
+    """Return a record of ShareGPT's form, with ``conversations``, as one with ``messages``; others as they are."""
+    turns = record.get("conversations") if isinstance(record, dict) and "messages" not in record else None
+    if not isinstance(turns, list) or not all(
+        isinstance(one, dict) and {"from", "value"} <= one.keys() for one in turns
+    ):
+        return record
+    messages = [{"role": _ROLES.get(str(one["from"]), one["from"]), "content": one["value"]} for one in turns]
+    return {**{name: value for name, value in record.items() if name != "conversations"}, "messages": messages}
+
+
+def _wrong_messages(messages: Any) -> str:
+    """Return what is wrong with the messages of a conversation; empty if nothing is."""
+    if not isinstance(messages, list):
+        return '"messages" is no list'
+    for number, one in enumerate(messages, 1):
+        for name in ("role", "content"):
+            if not isinstance(one, dict) or not isinstance(one.get(name), str):
+                found = repr(one.get(name)) if isinstance(one, dict) else repr(one)
+                return f'message {number}: give "{name}" as a text, not {found:.50}'
+    return ""
 
 
 def _check(place: str, record: Any, name: str) -> None:
@@ -316,8 +358,8 @@ def _check(place: str, record: Any, name: str) -> None:
         raise UsageError(f"{place}: the fields differ from those of the first record; {_WANTED}")
     if name == "chat":
         messages = record["messages"]
-        if not _are_messages(messages):
-            raise UsageError(f'{place}: "messages" is no list of objects with "role" and "content" as texts')
+        if wrong := _wrong_messages(messages):
+            raise UsageError(f"{place}, {wrong}")
         _refuse_tools(place, record)
         said = [one["content"].strip() for one in messages if one["role"] == "assistant"]
         if not said:
@@ -328,7 +370,8 @@ def _check(place: str, record: Any, name: str) -> None:
     optional = ("input",) if name == "alpaca" and record.get("input") else ()
     for one in (*_FIELDS[name], *optional):
         if not isinstance(record[one], str):
-            raise UsageError(f"{place}: {one!r} is {record[one]!r:.50}, not a string")
+            how = '; give conversations as "messages"' if isinstance(record[one], list) else ""
+            raise UsageError(f"{place}: {one!r} is {record[one]!r:.50}, not a string{how}")
         if not record[one].strip():
             raise UsageError(f"{place}: {one!r} is empty; fill it in or delete the record")
 

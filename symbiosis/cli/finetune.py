@@ -43,8 +43,9 @@ def finetune(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="Training data: .jsonl, .csv or .parquet with prompt and completion, messages, instruction and output "
-            "(Alpaca) or text; or a .txt file. Required, unless each table of a --sweep has its own.",
+            help="Training data: .jsonl, .json, .csv or .parquet with prompt and completion, messages, conversations "
+            "(ShareGPT), instruction and output (Alpaca) or text; or a .txt file. Required, unless each table of a "
+            "--sweep has its own.",
             show_default=False,
         ),
     ] = None,

@@ -86,7 +86,7 @@ class ExecutorCollector(Collector):
         yield info
         for field, (name, meaning) in _GAUGES.items():
             yield _gauge(name, meaning, status[field])
-        yield _gauge("clients", "Clients that have joined.", len(status["clients"]))
+        yield _gauge("clients", "Clients that are connected.", len(status["clients"]))
         yield _gauge("draining", "1 while the executor shuts down, otherwise 0.", status["draining"])
         yield _counter("requests", "Requests that were answered.", {(): counts.requests})
         yield _counter("batch_rows", "Rows of batches that have run.", {(): counts.rows})

@@ -165,11 +165,14 @@ def _simulated(
         return slow or any(done.tuned < steps * tenants.rows for done in jobs)
 
     def run(until: tuple[float, float]) -> tuple[float, int, float]:
-        """Run until each tenant has done so much. Return the time, and the tokens of all tenants so far."""
-        while behind(*until):
+        """Run for some events at least, and until each tenant has done so much. Return the time, and the tokens of all
+        tenants so far."""
+        while True:
             for _ in range(_EVENTS):
                 cluster.step()
             progress()
+            if not behind(*until):
+                break
         return cluster.now, sum(len(done.tokens) for done in texts), sum(done.tuned for done in jobs)
 
     began, decoded, tuned = run(_WARM)

@@ -29,7 +29,7 @@ SHOWN = 40
 """Tenants and groups of layers that are shown, the busiest first."""
 
 FEW = 2
-"""Groups of layers that are shown however many tenants there are, if there is room for one tenant."""
+"""Groups of layers, and sentences, that are shown however many tenants there are, if there is room for one tenant."""
 
 _EACH = "each name"
 _TENANT: dict[str, Any] = {
@@ -216,18 +216,23 @@ def _how_far_apart(apart: Mapping[str, float], tenants: Mapping[str, Any]) -> st
 
 
 def fitted(past: Mapping[str, Any], out: Console, height: int, title: str = "") -> RenderableType:
-    """Return a :func:`view` with as many rows of its tables as ``height`` lines of a console have room for."""
-    most = [min(SHOWN, len(past["tenants"])), min(SHOWN, len(past["layers"]))]
+    """Return a :func:`view` with as much of its parts as ``height`` lines of a console have room for."""
+    most = {"tenants": len(past["tenants"]), "layers": len(past["layers"]), "sentences": len(past["why"])}
+    most = {name: min(SHOWN, count) for name, count in most.items()}
     while True:
-        shown = view(past, title, *most)
+        shown = view(past, title, **most)
         over = len(out.render_lines(shown, pad=False)) - height
-        if over <= 0 or (most[0] <= 1 and not most[1]):
+        # The first of these that is larger gives way.
+        order = ("layers", FEW), ("sentences", FEW), ("tenants", 1), ("layers", 0), ("sentences", 0)
+        cut = next((name for name, least in order if most[name] > least), None)
+        if over <= 0 or cut is None:
             return shown
-        cut = int(most[1] > FEW or most[0] <= 1)  # layers give way first
         most[cut] -= max(1, min(over // 8, most[cut] // 2))  # rows of several lines each
 
 
-def view(past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers: int = SHOWN) -> RenderableType:
+def view(
+    past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers: int = SHOWN, sentences: int = SHOWN
+) -> RenderableType:
     """Return what to show of an executor, from :func:`between`.
 
     Args:
@@ -235,6 +240,7 @@ def view(past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers:
         title: its name, in a line of its own.
         tenants: number of tenants, the busiest first.
         layers: number of groups of layers, the busiest first.
+        sentences: number of sentences on shared batches and joint walks.
     """
     batch = past["requests_per_batch"]
     about = [
@@ -242,7 +248,7 @@ def view(past: Mapping[str, Any], title: str = "", tenants: int = SHOWN, layers:
         f"policy {past['policy']}",
         f"load {past['load']:.2f}, {'no batches' if batch is None else f'{batch:.2f} requests per batch'}, "
         f"in the last {past['seconds']:.3g} s",
-        *past["why"],
+        *past["why"][:sentences],
     ]
     rows = []
     for name, tenant in sorted(past["tenants"].items(), key=lambda item: -item[1]["rows_per_s"])[:tenants]:
@@ -293,7 +299,8 @@ def screen(console: Console) -> Iterator[Callable[[RenderableType], object]]:
 
 
 class _Lines:
-    """A table with a line for each row. Columns on the right are left out if the console is too narrow for all.
+    """A table with a line for each row. If the console is too narrow, the first column is cut to a third of it, and
+    columns on the right are left out.
 
     Args:
         rows: their cells by column. Columns without content are left out.
@@ -308,17 +315,23 @@ class _Lines:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         shown = [heading for heading in self.rows[0] if any(row[heading] for row in self.rows)]
         wide = options.update(width=1000)
-        whole = width = console.measure(self._table(shown), options=wide).maximum
+        table = self._table(shown)
+        whole = width = console.measure(table, options=wide).maximum
         while width > options.max_width and len(shown) > 1:
-            shown.pop()
-            width = console.measure(self._table(shown), options=wide).maximum
-        yield self._table(shown)
+            table = self._table(shown, options.max_width // 3)
+            width = console.measure(table, options=wide).maximum
+            if width > options.max_width:
+                shown.pop()
+        yield table
         hidden = [self.more, f"a width of {whole} shows all columns" if width < whole else ""]
         if any(hidden):
             yield Text("; ".join(filter(None, hidden)))
 
-    def _table(self, shown: list[str]) -> Table:
-        table = Table(*(Column(heading, no_wrap=True) for heading in shown), box=box.SIMPLE_HEAD, pad_edge=False)
+    def _table(self, shown: list[str], widest: int | None = None) -> Table:
+        """Return a table of some columns; ``widest``: characters of the first one."""
+        columns = [Column(heading, no_wrap=True) for heading in shown]
+        columns[0].max_width = widest
+        table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
         for row in self.rows:
             table.add_row(*(Text(row[heading]) for heading in shown))
         return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -82,5 +83,6 @@ def test_an_interrupted_grid_keeps_what_is_done(
     assert result.exit_code == 130, result.output
     assert "interrupted" in result.stderr
     assert (f"these are {held} of 12 loads" in result.stderr) == (held > 0)
+    assert not multiprocessing.active_children()
     assert told.exists() == (held > 0)
     assert not held or len(json.loads(told.read_text())["loads"]) == held

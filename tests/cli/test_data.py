@@ -52,6 +52,8 @@ def texts(example: dict[str, list[int]]) -> tuple[str, str]:
         ('["a", "b"]', "line 2: ['a', 'b'] is no object"),
         ('{"prompt": "a", "answer": "b"}', "line 2: only 'prompt', 'answer'"),
         ('{"prompt": "a", "completion": 3}', "line 2: 'completion' is 3, not a string"),
+        ('{"prompt": [1], "completion": "b"}', "line 2: 'prompt' is [1], not a string; give conversations as"),
+        ('{"prompt": "a", "prompt": "b", "completion": "c"}', "line 2: a name stands twice in an object"),
         ('{"prompt": " ", "completion": "b"}', "line 2: 'prompt' is empty"),
         ('{"text": "b"}', "line 2: the fields differ from those of the first record"),
         (r'{"prompt": "a", "completion": "\ud800"}', r"line 2: \ud800 is an unpaired surrogate"),
@@ -67,8 +69,9 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
 @pytest.mark.parametrize(
     ("messages", "complaint"),
     [
-        ("hi", "no list of objects"),
-        ([{"role": "user", "content": 3}], "no list of objects"),
+        ("hi", '"messages" is no list'),
+        ([{"role": "user", "content": 3}], 'line 1, message 1: give "content" as a text, not 3'),
+        ([{"role": "user", "content": "x"}, "hi"], "line 1, message 2: give \"role\" as a text, not 'hi'"),
         ([{"role": "user", "content": "hi"}], "no message of the assistant"),
         ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": " "}], "of the assistant is empty"),
     ],
@@ -76,6 +79,37 @@ def test_wrong_lines(tmp_path: Path, line: str, complaint: str) -> None:
 def test_wrong_conversations(tmp_path: Path, messages: Any, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         read_records(write(tmp_path, {"messages": messages}))
+
+
+def test_a_list_in_a_json_file(tmp_path: Path) -> None:
+    file, records = tmp_path / "data.json", [{"instruction": "add", "input": "1", "output": "2"}]
+    file.write_text(json.dumps(records), encoding="utf-8")
+    assert read_records(file) == records
+    for text, complaint in (
+        ('{"prompt": "a"}\n{"prompt": "b"}', "a file with an object on each line is called .jsonl"),
+        ('{"prompt": "a"}', "give a list of records"),
+        ('["a"]', "record 1: 'a' is no object"),
+        ('[{"text": "\\udcff"}]', r"record 1: \udcff is an unpaired surrogate"),
+        ("[]", "there is nothing in it"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError) as caught:
+            read_records(file)
+        assert complaint in str(caught.value)
+
+
+def test_conversations_of_sharegpt(tmp_path: Path) -> None:
+    turns = [{"from": "system", "value": "be"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+    messages = [
+        {"role": role, "content": one["value"]}
+        for role, one in zip(("system", "user", "assistant"), turns, strict=True)
+    ]
+    assert read_records(write(tmp_path, {"conversations": turns, "id": 1})) == [{"id": 1, "messages": messages}]
+    for wrong in ("hi", [{"from": "human"}], ["hi"]):
+        with pytest.raises(UsageError, match=r'"conversations" \(each with "from" and "value"\)'):
+            read_records(write(tmp_path, {"conversations": wrong}))
+    with pytest.raises(UsageError, match='message 1: give "role" as a text'):
+        read_records(write(tmp_path, {"conversations": [{"from": [], "value": ""}]}))
 
 
 def test_tools_of_a_conversation_are_refused(tmp_path: Path) -> None:
@@ -89,7 +123,7 @@ def test_tools_of_a_conversation_are_refused(tmp_path: Path) -> None:
     ("name", "content", "complaint"),
     [
         ("missing.jsonl", None, "cannot be read (No such file or directory)"),
-        ("data.json", b"{}", "give a file that ends in .jsonl, .csv, .parquet, .txt"),
+        ("data.md", b"{}", "give a file that ends in .jsonl, .json, .csv, .parquet, .txt"),
         ("latin.txt", b"one\ntwo caf\xe9\n", "line 2: not UTF-8"),
         ("empty.jsonl", b"\n", "there is nothing in it"),
         ("empty.txt", b"\n", "there is nothing in it"),

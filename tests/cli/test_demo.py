@@ -82,6 +82,17 @@ def test_the_whole_demo(tmp_path: Path) -> None:
         assert tenant["tokens"] > 3 * 2 * 48
 
 
+def test_a_base_model_that_had_no_time_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = base_model.base_model(nothing)
+    monkeypatch.setattr(base_model, "STEPS", 5)
+    result = demo("--json", tmp_path / "demo.json", "--output", tmp_path)
+    assert (
+        f"trained for 2 of 5 steps only, the most that this machine made in 75 s; to train it anew, delete {folder}"
+        in (" ".join(result.output.split()))
+    )
+    assert json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))["base_steps"] == 2
+
+
 def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "WATCH_S", 0.2)
     result = demo("--watch", "--policy", "lockstep", "--output", tmp_path / "out")
@@ -234,7 +245,7 @@ def test_training_ends_early_when_time_is_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(base_model, "LIMIT_S", 1e-9)
     seen: list[int] = []
     batches = [{"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}] * 3
-    base_model.fit(tiny_model(), batches, lambda step, steps, loss: seen.append(step), False)
+    assert base_model.fit(tiny_model(), batches, lambda step, steps, loss: seen.append(step), False) == 0
     assert not seen
 
 

@@ -200,6 +200,14 @@ def test_what_does_not_fit() -> None:
     assert "a device of a needs" in found[-1].problem
 
 
+def test_a_small_model_has_rates() -> None:
+    """All tenants have done enough after the first events."""
+    work = [TenantWork(1, 0, 100, 32, 8), TenantWork(2, 1, 100, 32, 8)]
+    for found in (plan(read_fleet(ONE_GPU), SimulatedModel.of(SMALL), each, Opportunistic) for each in work):
+        assert found[0].rates is not None
+        assert found[0].rates.decode_per_s > 0
+
+
 def test_a_token_over_a_link() -> None:
     base, fleet = SimulatedModel.of(SMALL), read_fleet(PARTS)
     placement = read_placement(PARTS, fleet, 4)

@@ -35,6 +35,8 @@ SLOW_BATCH = 4
 """Sequences in a batch on CPUs that are slow in bfloat16. They make as many steps with it in the same time."""
 LIMIT_S = 75.0
 """Seconds after which training ends early."""
+STEPS_FILE = "steps"
+"""File in the model's folder with the number of steps that it was trained."""
 
 
 def cache_folder() -> Path:
@@ -74,9 +76,10 @@ def _train(folder: Path, progress: Progress) -> None:
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     fast = bf16_is_fast()
     size = BATCH if fast else SLOW_BATCH
-    fit(model, make_batches(texts, tokenizer, steps=STEPS, size=size, length=LENGTH, seed=0), progress, fast)
+    done = fit(model, make_batches(texts, tokenizer, steps=STEPS, size=size, length=LENGTH, seed=0), progress, fast)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    (folder / STEPS_FILE).write_text(str(done), encoding="ascii")
 
 
 def make_batches(texts: list[str], tokenizer: Any, *, steps: int, size: int, length: int, seed: int) -> list[Batch]:
@@ -104,8 +107,9 @@ def bf16_is_fast() -> bool:
     return seconds(torch.bfloat16) < seconds(torch.float32)
 
 
-def fit(model: Any, batches: list[Batch], progress: Progress, bf16: bool) -> None:
+def fit(model: Any, batches: list[Batch], progress: Progress, bf16: bool) -> int:
     """Train with a rate that rises, stays and falls. Training ends early, with a rate that has fallen, at ``LIMIT_S``.
+    Return the number of steps.
 
     With ``bf16``, products are in bfloat16, and Muon, which computes in it, trains the matrices of the blocks in about
     half the steps that AdamW needs.
@@ -121,7 +125,7 @@ def fit(model: Any, batches: list[Batch], progress: Progress, bf16: bool) -> Non
     for step, batch in enumerate(batches):
         done = max(step / len(batches), (time.monotonic() - started) / LIMIT_S)
         if done >= 1:
-            break
+            return step
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = model(**batch).loss
         model.zero_grad()
@@ -131,3 +135,4 @@ def fit(model: Any, batches: list[Batch], progress: Progress, bf16: bool) -> Non
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
         progress(step + 1, len(batches), loss.item())
+    return len(batches)

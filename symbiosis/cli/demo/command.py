@@ -61,7 +61,7 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from symbiosis.cli.demo.base_model import LIMIT_S, base_model
+    from symbiosis.cli.demo.base_model import LIMIT_S, STEPS, STEPS_FILE, base_model
     from symbiosis.cli.demo.jobs import make_jobs, run_plain, run_shared
     from symbiosis.cli.demo.results import summarize
     from symbiosis.terminal.loop import run
@@ -71,16 +71,15 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")  # of each other's old names
-    trained: list[int] = []
     with Steps(out) as steps:
-
-        def progress(done: int, total: int, loss: float) -> None:
-            steps("base model", done, total, f"training; loss {loss:.2f}")
-            trained[:] = done, total
-
-        folder = base_model(progress)
-    if trained and trained[0] < trained[1]:
-        out.print(f"training ended after {LIMIT_S:g} s: this machine made {trained[0]} of {trained[1]} steps")
+        folder = base_model(lambda done, total, loss: steps("base model", done, total, f"training; loss {loss:.2f}"))
+    trained = int((folder / STEPS_FILE).read_text(encoding="ascii"))
+    if trained < STEPS:
+        out.print(
+            f"the base model was trained for {trained} of {STEPS} steps only, the most that this machine made in "
+            f"{LIMIT_S:g} s; to train it anew, delete {folder}",
+            soft_wrap=True,
+        )
     tokenizer = AutoTokenizer.from_pretrained(folder)
     jobs = make_jobs(tokenizer, seed)
 
@@ -99,4 +98,5 @@ def _run(out: Console, policy: str, seed: int, watch: bool) -> Data:
     out.print("\nthe same jobs with plain transformers + PEFT, in turn", style="bold")
     with Steps(out) as steps:
         plain_base = sum(run_plain(folder, job, show) for job in jobs)
-    return summarize(policy, tokenizer, jobs, mean_batch, {"shared": base, "plain": plain_base}, others.part())
+    results = summarize(policy, tokenizer, jobs, mean_batch, {"shared": base, "plain": plain_base}, others.part())
+    return results | {"base_steps": trained}
