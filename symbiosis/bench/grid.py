@@ -201,7 +201,8 @@ def summary(rows: Sequence[GridResult]) -> Table:
         found.add_column(heading, justify="right", no_wrap=True)
     for policy, figures in means(rows).items():
         held = f"{figures['held']} of {len(rows)}"
-        found.add_row(escape(policy), *(f"{figures[name]:.3f}" for name in ("slo", "regret", "tuning")), held)
+        shown = ("" if math.isnan(figures[name]) else f"{figures[name]:.3f}" for name in ("slo", "regret", "tuning"))
+        found.add_row(escape(policy), *shown, held)
     return found
 
 

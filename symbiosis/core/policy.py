@@ -6,6 +6,7 @@ policy for a decision and checks it. A policy reads no clock, does no I/O and to
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,6 +119,18 @@ class Policy(ABC):
 
     _bound: bool = False
 
+    def __repr__(self) -> str:
+        """Return the policy as it is written after ``--policy``, with the options that do not have their defaults."""
+        given = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name, parameter.default)
+            if name != "policy" and value != parameter.default:
+                parts = value.items() if isinstance(value, Mapping) else [("", value)]
+                given += [f"{name}{key and f'.{key}'}={_written(one)}" for key, one in parts]
+        text, inner = getattr(type(self), "name", type(self).__name__), getattr(self, "policy", None)
+        text += f":{','.join(given)}" if given else ""
+        return f"{text}+{inner!r}" if isinstance(inner, Policy) else text
+
     def bind(self) -> None:
         """Claim this policy for one scheduler.
 
@@ -174,3 +187,12 @@ class Policy(ABC):
     @abstractmethod
     def decide(self, view: View, now: float) -> Decision:
         """Decide what to do at time ``now`` (seconds). Called only while a request is queued."""
+
+
+def _written(value: object) -> str:
+    """Return the value of an option as it is written after ``--policy``."""
+    if isinstance(value, tuple):
+        return "/".join(map(_written, value))
+    return (
+        f"{value:.12g}" if isinstance(value, float) else str(value).lower() if isinstance(value, bool) else str(value)
+    )

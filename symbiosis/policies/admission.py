@@ -143,9 +143,6 @@ class Admission(Policy):
         if shown:
             self.policy.cancelled(request)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.policy!r})"
-
 
 class _AdmittedView:
     """The admitted requests. Implements :class:`~symbiosis.core.policy.View`."""

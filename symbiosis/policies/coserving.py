@@ -195,6 +195,3 @@ class CoServing(Policy):
         if seconds == math.inf or not line.count:
             return most if seconds == math.inf else min(max(rows, _UNKNOWN), most)
         return max(rows, line.rows_within((line.predict(rows) if rows else 0.0) + seconds, most))
-
-    def __repr__(self) -> str:
-        return f"CoServing(slo_ms={self.slo_ms}, ttft_ms={self.ttft_ms}, max_wait_ms={self.max_wait_ms})"

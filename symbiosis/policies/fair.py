@@ -119,6 +119,7 @@ class Fair(Admission):
     ) -> None:
         super().__init__(policy)
         self.quantum = number("fair", "quantum", quantum)
+        self.prompt, self.output, self.finetune = prompt, output, finetune
         self._kinds = {
             Kind.PREFILL: _weight("prompt", prompt),
             Kind.DECODE: _weight("output", output),
@@ -239,9 +240,6 @@ class Fair(Admission):
         for name in idle[: len(idle) // 2 + 1]:
             del self._tenants[name]
         self._of = {client: tenant for client, tenant in self._of.items() if tenant.queued}
-
-    def __repr__(self) -> str:
-        return f"Fair({self.policy!r}, quantum={self.quantum:g})"
 
 
 def _weight(option: str, value: object) -> float:

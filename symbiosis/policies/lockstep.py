@@ -33,6 +33,3 @@ class Lockstep(Policy):
             key = min(self._behind.candidates(queues), key=lambda key: queues[key].oldest.id)
             reason = "all-blocked"
         return Run(key, queues[key].take(view.max_rows), reason)
-
-    def __repr__(self) -> str:
-        return "Lockstep()"

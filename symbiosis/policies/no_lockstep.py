@@ -14,6 +14,3 @@ class NoLockstep(Policy):
     def decide(self, view: View, now: float) -> Decision:
         oldest = view.oldest
         return Run(oldest.key, [(oldest, min(oldest.remaining, view.max_rows))], "at-once")
-
-    def __repr__(self) -> str:
-        return "NoLockstep()"

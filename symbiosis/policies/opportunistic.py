@@ -153,7 +153,3 @@ class Opportunistic(Policy):
                 self._perhaps_full.add(key)  # it may still be full after this batch
                 return key
         return None
-
-    def __repr__(self) -> str:
-        wait_ms = dict(self.wait_ms) if isinstance(self.wait_ms, Mapping) else self.wait_ms
-        return f"Opportunistic(wait_ms={wait_ms}, max_wait_ms={self.max_wait_ms:g})"

@@ -96,6 +96,3 @@ class Priority(Admission):
     def gone(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._level_of.pop(request.id).queued -= 1
-
-    def __repr__(self) -> str:
-        return f"Priority({self.policy!r}, max_wait_ms={self.max_wait_ms:g})"

@@ -136,6 +136,3 @@ class RateLimit(Admission):
         for name, bucket in list(self._buckets.items()):
             if not bucket.held and not bucket.due and bucket.level_at(now) >= bucket.size:
                 del self._buckets[name]
-
-    def __repr__(self) -> str:
-        return f"RateLimit({self.policy!r}, tokens_per_s={self.tokens_per_s:g})"

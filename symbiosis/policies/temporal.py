@@ -110,9 +110,6 @@ class TemporalSharing(Policy):
         """Return the iterations of inference until the next turn of fine-tuning."""
         return self.every
 
-    def __repr__(self) -> str:
-        return f"TemporalSharing(every={self.every})"
-
 
 class DynamicTemporalSharing(TemporalSharing):
     """Run one iteration of fine-tuning after 64 to 512 iterations of inference, by the pressure of inference (FlexLLM,
@@ -171,6 +168,3 @@ class DynamicTemporalSharing(TemporalSharing):
             found = 64 + (pressure - 0.8) / 1.2 * 0.6 * (512 - 64)
         self.pace = (1.35 * found + 2 * self.pace) / 3
         return min(max(self.pace, 80.0), 512.0)
-
-    def __repr__(self) -> str:
-        return "DynamicTemporalSharing()"

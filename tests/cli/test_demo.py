@@ -97,7 +97,7 @@ def test_watching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "WATCH_S", 0.2)
     result = demo("--watch", "--policy", "lockstep", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    for words in ("policy Lockstep()", "1 block", "of the requests shared a batch", "all 12 equal"):
+    for words in ("policy lockstep", "1 block", "of the requests shared a batch", "all 12 equal"):
         assert words in result.stdout
 
 

@@ -80,7 +80,13 @@ def test_two_tenants_that_train_at_once_see_why_they_share_nothing(service: Serv
     assert any("it never waits (at-once)" in sentence for sentence in found["why"]), found["why"]
     shown = command("top", service.address, "--once", "--interval", "3")
     assert shown.exit_code == 0
-    for text in ("7 layers in each of 2 blocks, and lm_head", "NoLockstep()", "alice", "finetune", "self_attn.q_proj"):
+    for text in (
+        "7 layers in each of 2 blocks, and lm_head",
+        "policy no-lockstep",
+        "alice",
+        "finetune",
+        "self_attn.q_proj",
+    ):
         assert text in shown.stdout
     assert "0 % of the requests shared a batch." in shown.stdout
     assert "\x1b" not in shown.stdout
@@ -137,7 +143,7 @@ def test_a_terminal_shows_the_view_in_place_until_a_signal(service: Service, num
         try:
             while data := _read(ours):
                 shown += data
-                if not sent and shown.count(b"NoLockstep") > 2:
+                if not sent and shown.count(b"no-lockstep") > 2:
                     top.send_signal(number)
                     sent = True
             assert top.wait(20) == (0 if number == signal.SIGINT else 128 + number), shown.decode()

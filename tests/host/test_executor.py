@@ -154,7 +154,7 @@ async def test_from_pretrained(base: Any, tmp_path: Any, name: str) -> None:
         tmp_path, policy="lockstep", max_rows=64, name="loaded", base_layers="mlp", **options
     ) as executor:
         assert "inproc://loaded" in repr(executor)
-        assert "Lockstep" in repr(executor)
+        assert "lockstep" in repr(executor)
         async with executor.client() as client:
             logits = (await client.forward(input_ids=IDS)).logits
             assert type(client.model).__name__ == "LlamaForCausalLM"

@@ -9,7 +9,6 @@ import pytest
 
 import symbiosis
 from symbiosis.core.policy import Policy
-from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Batch, Key, Pass, Request, Slice
 from symbiosis.core.scheduler import WaitUntil
 from symbiosis.core.terms import NO_TERMS, Kind, Terms, kind_of
@@ -377,10 +376,6 @@ def test_backward_rows_are_fine_tuning() -> None:
 def test_options_are_checked(options: Any) -> None:
     with pytest.raises(UsageError, match=r"co-serving: .* must be a number of milliseconds"):
         CoServing(**options)
-
-
-def test_from_the_command_line() -> None:
-    assert repr(make_policy("co-serving:slo_ms=50,ttft_ms=900")).startswith("CoServing(slo_ms=50.0, ttft_ms=900.0")
 
 
 @pytest.mark.parametrize("spec", ["co-serving:slo_ms=0.001", "fair+co-serving:slo_ms=0.001"])

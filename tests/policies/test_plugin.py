@@ -83,7 +83,7 @@ def test_the_policy_serves(installed: Path, tmp_path: Path, monkeypatch: pytest.
     options = ["--policy", "patient-tuning:rows=32", "--trace", str(trace)]
     folder = save_model(tmp_path / "model")
     with Service(folder, address, *options, fresh=True) as service:
-        assert "PatientTuning" in make_transport(address).look(address).status["policy"]
+        assert "patient-tuning" in make_transport(address).look(address).status["policy"]
         with open_model(address, name="alice") as model:
             logits = model(input_ids=IDS).logits
         assert service.stop() == 0

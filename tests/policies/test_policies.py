@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from symbiosis.core.clients import STOPPED_S
 from symbiosis.core.policy import Policy
+from symbiosis.core.registry import make_policy
 from symbiosis.core.requests import Batch, Key, Pass
 from symbiosis.core.scheduler import HELD_S, WaitUntil
 from symbiosis.core.terms import Kind
@@ -378,11 +379,29 @@ class TestFurthestBehind:
         assert order.candidates({F0}) == [F0]
 
 
-@pytest.mark.parametrize("policy", [NoLockstep(), Lockstep(), Opportunistic(wait_ms=3, max_wait_ms=4)], ids=repr)
-def test_names_and_representations(policy: Policy) -> None:
-    assert policy.name == {"NoLockstep": "no-lockstep"}.get(type(policy).__name__, type(policy).__name__.lower())
-    namespace = {"NoLockstep": NoLockstep, "Lockstep": Lockstep, "Opportunistic": Opportunistic}
-    assert repr(eval(repr(policy), namespace)) == repr(policy)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "no-lockstep",
+        "opportunistic",
+        "opportunistic:wait_ms=3,max_wait_ms=4,adaptive=false",
+        "temporal:every=7",
+        "dynamic-temporal",
+        "priority:tenants.a=2+lockstep",
+        "fair:quantum=32,output=3,weights.a.b=0.5+co-serving:slo_ms=50,clients.a=30/900",
+        "rate-limit:tokens_per_s=10.5,tenants.a=3+fair+opportunistic",
+    ],
+)
+def test_a_policy_is_shown_as_it_is_written(spec: str) -> None:
+    policy = make_policy(spec)
+    assert repr(policy) == spec
+    assert policy.name == "+".join(part.partition(":")[0] for part in spec.split("+"))
+
+
+def test_an_option_of_kinds_is_shown_as_it_is_written() -> None:
+    shown = repr(make_policy("opportunistic:wait_ms.decode=1"))
+    assert shown.startswith("opportunistic:wait_ms.decode=1,wait_ms.")
+    assert repr(make_policy(shown)) == shown
 
 
 class TestAdaptive:
