@@ -158,7 +158,7 @@ def run(
                 progress(len(outcomes), len(work))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in multiprocessing.active_children():
+            for worker in multiprocessing.active_children():  # the pool would wait for simulations that have begun
                 worker.kill()
                 worker.join()
             if not isinstance(error, KeyboardInterrupt):

@@ -82,7 +82,7 @@ def checked(
 def refuse_unknown(where: str, key: str, known: Sequence[str], what: str = "key") -> None:
     """Raise UsageError for a key that is not known, with those that were perhaps meant."""
     if key not in known:
-        near = difflib.get_close_matches(key, known) or difflib.get_close_matches(key.upper(), known)
+        near = difflib.get_close_matches(key, known)
         raise UsageError(f"{where}: unknown {what} {key!r}; {_known(near or list(known))}")
 
 

@@ -202,8 +202,9 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json_list(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the records of a file that is one JSON list."""
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        records = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique)
+        records = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON ({error}); a file with an object on each line is called .jsonl") from error
     if not isinstance(records, list):
@@ -282,7 +283,8 @@ def _format_name(place: str, record: Any) -> str:
 
 def read_prompts(path: Path) -> list[Record]:
     """Return the prompts in a file: a record for each line of text or, of a JSONL file, for each object, with
-    ``prompt``, ``instruction`` (and ``input``) or ``messages``. What an example has as its answer is left out.
+    ``prompt``, ``instruction`` (and ``input``), ``messages`` or ``conversations``. What an example has as its answer is
+    left out. Empty lines of a text are left out too, with a line on standard error that says so.
 
     Raises:
         UsageError: the file cannot be read, or a line has no prompt.
@@ -305,6 +307,7 @@ def read_prompts(path: Path) -> list[Record]:
 
 
 def _asked(place: str, record: Any) -> Record:
+    record = _as_messages(record)
     if isinstance(record, dict):
         if isinstance(record.get("prompt"), str):
             return {"prompt": record["prompt"]}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from symbiosis.cli.folder import OPTIONS_FILE, check_json, check_same, checkpoint_in, earlier_in, owned, replaced
+from symbiosis.cli.inputs import read_inputs
 from symbiosis.cli.options import AddressArgument, InsecureOption, KeyOption, PrivacyOption, RetryOption, options_of
 from symbiosis.core.registry import make_transport
 from symbiosis.errors import UsageError
@@ -197,8 +198,6 @@ def finetune(
             writable(json)
         checkpoint = checkpoint_in(output) if resume else None
         earlier = [] if resume else earlier_in(output, overwrite, read=read)
-        from symbiosis.cli.inputs import read_inputs  # after the checks above, because PEFT is imported in seconds
-
         records, others, held_out, config, option = read_inputs(context.params, partial(is_given, context))
         assert data is not None
         tests = validation if others is None else _hash(others)

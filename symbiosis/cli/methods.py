@@ -63,6 +63,7 @@ def read_config(file: Path) -> Any:
         raise UsageError(f'{where}: give an object with "peft_type", such as {{"peft_type": "IA3"}}')
     if values.setdefault("task_type", "CAUSAL_LM") != "CAUSAL_LM":
         raise UsageError(f'{where}: finetune trains causal language models; leave "task_type" out')
+    values["peft_type"] = values["peft_type"].upper()
     refuse_unknown(where, values["peft_type"], sorted(PEFT_TYPE_TO_CONFIG_MAPPING), "peft_type")
     known = fields(PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(values["peft_type"])])
     for key in values:  # PEFT only warns of a misspelt one

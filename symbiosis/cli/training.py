@@ -350,7 +350,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
         self._file = output / LOG_FILE
         self._note = ""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         state.save_steps, state.eval_steps = args.save_steps, args.eval_steps  # not those of the checkpoint
         if self.planned not in (0, state.max_steps):
             console(stderr=True).print(
@@ -359,6 +359,13 @@ class _Watch(TrainerCallback):  # type: ignore[misc]  # transformers is not type
             )
         if args.warmup_steps >= state.max_steps:
             console(stderr=True).print("the learning rate rises to the end: --warmup takes all steps")
+        config = model.active_peft_config
+        if config.peft_type == "ADALORA" and state.max_steps <= config.total_step - config.tfinal:
+            console(stderr=True).print(
+                f"AdaLoRA's total_step is {config.total_step} and the run has {state.max_steps} steps, so it ends "
+                "before the ranks are final",
+                soft_wrap=True,
+            )
         entries = [{**entry, "max_steps": state.max_steps} for entry in state.log_history]  # of the checkpoint
         self._file.write_text("".join(map(_line, entries)), encoding="utf-8")
 

@@ -105,6 +105,7 @@ def test_conversations_of_sharegpt(tmp_path: Path) -> None:
         for role, one in zip(("system", "user", "assistant"), turns, strict=True)
     ]
     assert read_records(write(tmp_path, {"conversations": turns, "id": 1})) == [{"id": 1, "messages": messages}]
+    assert read_prompts(write(tmp_path, {"conversations": turns})) == [{"messages": messages[:2]}]
     for wrong in ("hi", [{"from": "human"}], ["hi"]):
         with pytest.raises(UsageError, match=r'"conversations" \(each with "from" and "value"\)'):
             read_records(write(tmp_path, {"conversations": wrong}))
@@ -125,6 +126,7 @@ def test_tools_of_a_conversation_are_refused(tmp_path: Path) -> None:
         ("missing.jsonl", None, "cannot be read (No such file or directory)"),
         ("data.md", b"{}", "give a file that ends in .jsonl, .json, .csv, .parquet, .txt"),
         ("latin.txt", b"one\ntwo caf\xe9\n", "line 2: not UTF-8"),
+        ("latin.json", b'[{"text":\n"caf\xe9"}]', "line 2: not UTF-8"),
         ("empty.jsonl", b"\n", "there is nothing in it"),
         ("empty.txt", b"\n", "there is nothing in it"),
         ("fields.csv", b"a,b\n1,2\n", "line 2: only 'a', 'b'"),

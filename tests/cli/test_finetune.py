@@ -205,7 +205,7 @@ PROMPTS = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4, "prompt_tuning
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ({"peft_type": "lora"}, "unknown peft_type 'lora'; did you mean LORA or "),
+        ({"peft_type": "lora2"}, "unknown peft_type 'LORA2'; did you mean LORA or "),
         ({"peft_type": "NONE"}, "unknown peft_type 'NONE'; "),
         ({"peft_type": "LORA", "rnk_pattern": {}}, "unknown key 'rnk_pattern'; did you mean rank_pattern"),
         ({"peft_type": "LORA", "task_type": "SEQ_CLS"}, 'causal language models; leave "task_type" out'),
@@ -226,10 +226,11 @@ def test_wrong_configurations(
 def test_adalora_allocates_its_ranks(service: Service, data: Path, tmp_path: Path) -> None:
     """The saved adapter has the ranks that are left, and generates."""
     peft, made = tmp_path / "peft.json", tmp_path / "a"
-    values = {"peft_type": "ADALORA", "total_step": 6, "init_r": 8, "target_r": 6, "tfinal": 1}
+    values = {"peft_type": "adalora", "total_step": 6, "init_r": 8, "target_r": 6, "tfinal": 1}
     peft.write_text(json.dumps(values), encoding="utf-8")
     done = command(*options(service, data, made, "--steps", 8, "--peft", peft))
     assert done.exit_code == 0, done.stderr
+    assert "total_step" not in done.stderr
     config = json.loads((made / "adapter_config.json").read_text(encoding="utf-8"))
     kept = sum(map(sum, config["rank_pattern"].values()))
     assert kept == 6 * len(config["rank_pattern"]), "a mean rank of 6"
@@ -238,6 +239,9 @@ def test_adalora_allocates_its_ranks(service: Service, data: Path, tmp_path: Pat
     done = command(*options(service, data, made, "--steps", 9, "--peft", peft, "--resume"))
     assert done.exit_code == 1
     assert "lack the importance of its ranks" in " ".join(done.stderr.split())
+    done = command(*options(service, data, tmp_path / "b", "--steps", 5, "--peft", peft))
+    assert done.exit_code == 0, done.stderr
+    assert "total_step is 6 and the run has 5 steps, so it ends before the ranks are final" in done.stderr
 
 
 def test_a_warm_up_of_all_steps_is_told(service: Service, data: Path, tmp_path: Path) -> None:

@@ -329,7 +329,11 @@ def test_commands(service: Service, checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)])
 def test_serve_ends_cleanly(checkpoint: Path, tmp_path: Path, number: int) -> None:
     running = Service(checkpoint, f"shm://{tmp_path}/s.sock", fresh=True)
-    running.start()
+    before = signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+    try:
+        running.start()  # under nohup, SIGHUP would stay ignored
+    finally:
+        signal.signal(number, before)
     assert running.stop(number) == 0
     assert not (tmp_path / "s.sock").exists()
     events = [json.loads(line) for line in running.log.splitlines() if line.startswith('{"')]
