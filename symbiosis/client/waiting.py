@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from greenlet import getcurrent
 
-from symbiosis.client.cores import use_cores
+from symbiosis.client.cores import end_helpers, use_cores
 from symbiosis.client.fibers import Fiber, RandomStream
 from symbiosis.core.requests import Call, Results
 from symbiosis.core.transport import Channel
@@ -136,7 +136,10 @@ class ClientThread:
             self._pool = ThreadPoolExecutor(1, f"symbiosis-{self._client}", initializer=self._started)
         with modes_aside():
             loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._pool, self._with_cores, self._beside_others(), fn, args)
+            beside_others = self._beside_others()
+            if not beside_others:
+                end_helpers()  # of the event loop's thread, which now waits
+            work = loop.run_in_executor(self._pool, self._with_cores, beside_others, fn, args)
             try:
                 return await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -173,6 +176,10 @@ class ClientThread:
 
     def _with_cores(self, beside_others: bool, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         """Run a function. Beside other clients its operators use half of the cores, so that the event loop has the
-        other half (docs/decisions/0012-cores-of-backward-threads.md)."""
+        other half (docs/decisions/0012-cores-of-backward-threads.md). Alone they use all of them, with no helpers of
+        another thread that would take the cores from theirs."""
         use_cores(max(1, _running.cores // 2) if beside_others else _running.cores)
-        return fn(*args)
+        try:
+            return fn(*args)
+        finally:
+            end_helpers()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sys
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -15,6 +17,7 @@ from transformers import CompileConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import symbiosis
+from symbiosis.client.cores import end_helpers
 from symbiosis.errors import UsageError
 from tests.helpers import BATCH, IDS, adamw, crowd, ia3, lora, parameters
 
@@ -278,6 +281,36 @@ async def test_a_client_beside_others_uses_half_of_the_cores(executor: symbiosis
     finally:
         torch.set_num_threads(1)
     assert seen == [6, 3, 6]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads of the process in /proc")
+async def test_threads_of_a_lone_client_keep_no_helpers(executor: symbiosis.Executor) -> None:
+    """OpenMP's helpers sleep, which slows every operator down, while a process has more of them than cores."""
+    matrix = torch.ones(400, 400)
+    seen: list[int] = []
+
+    def threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    class Working(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            matrix @ matrix
+            seen.append(threads())
+
+    torch.set_num_threads(4)
+    try:
+        async with executor.client(lora(), seed=0) as client:
+            optimizer = Working(client.model.parameters(), lr=1e-3)
+            await client.train_step(BATCH, optimizer)
+            end_helpers()
+            without = threads()
+            matrix @ matrix
+            assert threads() == without + 3, "helpers of the event loop's thread"
+            await client.train_step(BATCH, optimizer)
+            assert seen == [without + 3, without + 3], "helpers of the client's thread alone"
+            assert threads() == without
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("base_layers", ["linear", pytest.param("mlp", marks=pytest.mark.thorough)])

@@ -22,11 +22,11 @@ Progress = Callable[[int, int, float], None]
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 2048,
-    "hidden_size": 640,
-    "intermediate_size": 1728,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 10,
-    "num_key_value_heads": 5,
+    "hidden_size": 896,
+    "intermediate_size": 2432,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 7,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
 }
