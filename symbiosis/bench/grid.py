@@ -157,10 +157,8 @@ def run(
                 outcomes[work[done]] = done.result()
                 progress(len(outcomes), len(work))
         except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
             for worker in multiprocessing.active_children():  # the pool would wait for simulations that have begun
                 worker.kill()
-                worker.join()
             if not isinstance(error, KeyboardInterrupt):
                 raise
     return [
