@@ -25,11 +25,12 @@ def use_cores(count: int) -> None:
 
 
 def end_helpers() -> None:
-    """End the idle threads that help this thread with its operators. Its next large operator starts them again.
+    """End the OpenMP threads that help this thread with its operators. Its next large operator starts them again.
 
-    Each thread that runs large operators has helpers of its own. If a process has more of them than cores, helpers no
-    longer spin for a while after an operator: they sleep, and the next operator has to wake them. Without OpenMP 5
-    this function has no effect. It takes about 0.1 ms.
+    Each thread that runs large operators has helpers of its own. While a process has more OpenMP threads than cores,
+    helpers sleep at once after an operator, and the next operator has to wake them. Otherwise they spin for about a
+    millisecond, and the next operator begins sooner. Without OpenMP 5 this function has no effect. It takes about
+    0.1 ms.
     """
     pause = _function("omp_pause_resource_all")
     if pause is not None:

@@ -138,7 +138,7 @@ class ClientThread:
             loop = asyncio.get_running_loop()
             beside_others = self._beside_others()
             if not beside_others:
-                end_helpers()  # of the event loop's thread, which now waits
+                end_helpers()  # of the event loop's thread, so that those of the client's thread need not sleep
             work = loop.run_in_executor(self._pool, self._with_cores, beside_others, fn, args)
             try:
                 return await asyncio.shield(work)
@@ -176,8 +176,7 @@ class ClientThread:
 
     def _with_cores(self, beside_others: bool, fn: Callable[..., T], args: tuple[object, ...]) -> T:
         """Run a function. Beside other clients its operators use half of the cores, so that the event loop has the
-        other half (docs/decisions/0012-cores-of-backward-threads.md). Alone they use all of them, with no helpers of
-        another thread that would take the cores from theirs."""
+        other half; those of a lone client use all of them (docs/decisions/0012-cores-of-backward-threads.md)."""
         use_cores(max(1, _running.cores // 2) if beside_others else _running.cores)
         try:
             return fn(*args)
