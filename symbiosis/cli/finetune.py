@@ -230,16 +230,7 @@ def finetune(
                 *(base, config, tokenizer, examples, test, output, checkpoint, window, seed),
                 option=option,
                 patience=patience,
-                arguments={
-                    **{argument: settings[name] for name, argument in _TRAINER.items()},
-                    "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" and warmup else schedule,
-                    "num_train_epochs": epochs,
-                    "max_steps": steps or -1,
-                    "per_device_eval_batch_size": batch,
-                    "save_steps": every,
-                    "eval_steps": every,
-                    "report_to": log_to or [],
-                },
+                arguments=_arguments(context.params),
             )
             with replaced(output, earlier):
                 write_json(output / OPTIONS_FILE, kept)
@@ -247,6 +238,21 @@ def finetune(
                 stopped = _train(run, json, {"address": address, "adapter": str(output)})
     if stopped:
         raise typer.Exit(128 + stopped)
+
+
+def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of transformers' ``TrainingArguments``, by their names, from the options of the command."""
+    schedule = options["schedule"]
+    return {
+        **{argument: options[name] for name, argument in _TRAINER.items()},
+        "lr_scheduler_type": "constant_with_warmup" if schedule == "constant" and options["warmup"] else schedule,
+        "num_train_epochs": options["epochs"],
+        "max_steps": options["steps"] or -1,
+        "per_device_eval_batch_size": options["batch"],
+        "save_steps": options["every"],
+        "eval_steps": options["every"],
+        "report_to": options["log_to"] or [],
+    }
 
 
 def _train(run: Any, json: Path | None, told: dict[str, Any]) -> int:
