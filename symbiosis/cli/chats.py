@@ -26,8 +26,8 @@ def chat_prompt(tokenizer: Any, messages: Messages) -> list[int]:
     return encode(tokenizer, text) if parts is None else [token for part in parts for token in part]
 
 
-def conversation(tokenizer: Any, messages: Messages) -> list[Example]:
-    """Return the examples of a conversation. Only what the assistant says has labels.
+def conversation(tokenizer: Any, messages: Messages, asked: int = 0) -> list[Example]:
+    """Return the examples of a conversation. What the assistant says after the first ``asked`` messages has labels.
 
     That is one example, or one for each answer if the template changes messages once others follow, as some leave out
     thoughts. The prompt of an answer is then the one that :func:`chat_prompt` makes. A first message has no prompt, so
@@ -38,11 +38,16 @@ def conversation(tokenizer: Any, messages: Messages) -> list[Example]:
     """
     parts = _parts(tokenizer, messages, _text(tokenizer, messages, False))
     if parts is not None:
-        labels = [token if number % 2 else IGNORED for number, part in enumerate(parts) for token in part]
+        answers = [index >= asked for index, message in enumerate(messages) if message["role"] == "assistant"]
+        labels = [
+            token if number % 2 and answers[number // 2] else IGNORED
+            for number, part in enumerate(parts)
+            for token in part
+        ]
         return [([token for part in parts for token in part], labels)]
     examples: list[Example] = []
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and index >= asked:
             prompt = chat_prompt(tokenizer, messages[:index]) if index else []
             said = _said(tokenizer, messages[: index + 1]) if index else []
             examples.append(([*prompt, *said], [IGNORED] * len(prompt) + said))

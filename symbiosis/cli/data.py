@@ -30,8 +30,9 @@ _FIELDS = {
     "text": ("text",),
 }
 _WANTED = (
-    'give each record "prompt" and "completion", "messages" (each with "role" and "content"), "conversations" (each '
-    'with "from" and "value"), "instruction" and "output" (and "input"), or "text"'
+    'give each record "prompt" and "completion" (both texts or both lists of messages), "messages" (each with "role" '
+    'and "content"), "conversations" (each with "from" and "value"), "instruction" and "output" (and "input"), or '
+    '"text"'
 )
 
 Record = Mapping[str, Any]
@@ -274,6 +275,8 @@ def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
 def _format_name(place: str, record: Any) -> str:
     if not isinstance(record, dict):
         raise UsageError(f"{place}: {record!r:.50} is no object; {_WANTED}")
+    if isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list):
+        return "chat"
     for name, fields in _FIELDS.items():
         if all(one in record for one in fields):
             return name
@@ -309,6 +312,8 @@ def read_prompts(path: Path) -> list[Record]:
 def _asked(place: str, record: Any) -> Record:
     record = _as_messages(record)
     if isinstance(record, dict):
+        if isinstance(record.get("prompt"), list):
+            record = {**record, "messages": record["prompt"]}
         if isinstance(record.get("prompt"), str):
             return {"prompt": record["prompt"]}
         given = record.get("input") or ""
@@ -344,6 +349,13 @@ def _as_messages(record: Any) -> Any:
     return {**{name: value for name, value in record.items() if name != "conversations"}, "messages": messages}
 
 
+def _messages(record: Record) -> tuple[Any, int]:
+    """Return the messages of a conversation, and how many of them are only a prompt, from which nothing is learned."""
+    if "messages" in record:
+        return record["messages"], 0
+    return [*record["prompt"], *record["completion"]], len(record["prompt"])
+
+
 def _wrong_messages(messages: Any) -> str:
     """Return what is wrong with the messages of a conversation; empty if nothing is."""
     if not isinstance(messages, list):
@@ -360,11 +372,11 @@ def _check(place: str, record: Any, name: str) -> None:
     if _format_name(place, record) != name:
         raise UsageError(f"{place}: the fields differ from those of the first record; {_WANTED}")
     if name == "chat":
-        messages = record["messages"]
+        messages, asked = _messages(record)
         if wrong := _wrong_messages(messages):
             raise UsageError(f"{place}, {wrong}")
         _refuse_tools(place, record)
-        said = [one["content"].strip() for one in messages if one["role"] == "assistant"]
+        said = [one["content"].strip() for one in messages[asked:] if one["role"] == "assistant"]
         if not said:
             raise UsageError(f"{place}: no message of the assistant, so there is nothing to learn; delete the record")
         if "" in said:
@@ -373,7 +385,8 @@ def _check(place: str, record: Any, name: str) -> None:
     optional = ("input",) if name == "alpaca" and record.get("input") else ()
     for one in (*_FIELDS[name], *optional):
         if not isinstance(record[one], str):
-            how = '; give conversations as "messages"' if isinstance(record[one], list) else ""
+            both = "; give prompt and completion both as texts, or both as lists of messages"
+            how = both if isinstance(record[one], list) else ""
             raise UsageError(f"{place}: {one!r} is {record[one]!r:.50}, not a string{how}")
         if not record[one].strip():
             raise UsageError(f"{place}: {one!r} is empty; fill it in or delete the record")
@@ -405,8 +418,9 @@ def tokenize(records: list[Record], tokenizer: Any, length: int, source: str, fo
                 if name != "chat":
                     examples = [_completed(data.format, tokenizer, one)]
                 else:
-                    examples = conversation(tokenizer, one["messages"])
-                    end = data.format.end or end_of_answers(tokenizer, one["messages"])
+                    messages, asked = _messages(one)
+                    examples = conversation(tokenizer, messages, asked)
+                    end = data.format.end or end_of_answers(tokenizer, messages)
                     data.format = replace(data.format, end=end)
             except UsageError as error:
                 raise UsageError(f"{source}, record {number}: {error}") from error

@@ -52,7 +52,7 @@ def texts(example: dict[str, list[int]]) -> tuple[str, str]:
         ('["a", "b"]', "line 2: ['a', 'b'] is no object"),
         ('{"prompt": "a", "answer": "b"}', "line 2: only 'prompt', 'answer'"),
         ('{"prompt": "a", "completion": 3}', "line 2: 'completion' is 3, not a string"),
-        ('{"prompt": [1], "completion": "b"}', "line 2: 'prompt' is [1], not a string; give conversations as"),
+        ('{"prompt": [1], "completion": "b"}', "line 2: 'prompt' is [1], not a string; give prompt and completion"),
         ('{"prompt": "a", "prompt": "b", "completion": "c"}', "line 2: a name stands twice in an object"),
         ('{"prompt": " ", "completion": "b"}', "line 2: 'prompt' is empty"),
         ('{"text": "b"}', "line 2: the fields differ from those of the first record"),
@@ -111,6 +111,30 @@ def test_conversations_of_sharegpt(tmp_path: Path) -> None:
             read_records(write(tmp_path, {"conversations": wrong}))
     with pytest.raises(UsageError, match='message 1: give "role" as a text'):
         read_records(write(tmp_path, {"conversations": [{"from": [], "value": ""}]}))
+
+
+def test_prompts_and_completions_may_be_messages(tmp_path: Path) -> None:
+    """TRL's conversational form: only what the assistant says in the completion counts in the loss."""
+    record = {"prompt": CHAT[:4], "completion": CHAT[4:]}
+    file = write(tmp_path, record, {"messages": CHAT})
+    records = read_records(file)
+    assert records == [record, {"messages": CHAT}]
+    mine, whole = tokenize(records, TOKENIZER, 200, "data").examples
+    assert mine["input_ids"] == whole["input_ids"]
+    assert [texts(mine)[1], texts(whole)[1]] == ["no<end>", "hello<end>no<end>"]
+    apart = tokenize(records, templated(LATEST_SYSTEM), 200, "data")  # one example for each answer
+    assert [texts(example)[1] for example in apart.examples] == ["no<end>", "hello<end>", "no<end>"]
+    assert apart.records == [1, 2, 2]
+    assert read_prompts(write(tmp_path, record, name="prompts.jsonl")) == [{"messages": CHAT[:4]}]
+    for wrong, complaint in (
+        ({"prompt": CHAT[:3], "completion": CHAT[3:4]}, "no message of the assistant"),
+        ({"prompt": CHAT[:2], "completion": ["no"]}, "line 1, message 3: give \"role\" as a text, not 'no'"),
+        ({"prompt": CHAT[:2], "completion": "no"}, "'prompt' is .*, not a string; give prompt and completion both"),
+        ({"prompt": "hi", "completion": CHAT[4:]}, "'completion' is .*, not a string; give prompt and completion both"),
+        ({**record, "tools": [{"name": "clock"}]}, '"tools" are not given to chat templates'),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            read_records(write(tmp_path, wrong))
 
 
 def test_tools_of_a_conversation_are_refused(tmp_path: Path) -> None:
