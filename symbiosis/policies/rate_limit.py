@@ -82,8 +82,8 @@ class RateLimit(Admission):
         """Heap of the times at which buckets with held requests are out of debt."""
 
     def hold(self, request: Request) -> None:
-        buckets = [self._bucket(client, request.arrived) for client in request.clients]
-        bucket = max(buckets, key=lambda bucket: bucket.level_at(request.arrived))
+        now, joint = request.arrived, [self._bucket(client, request.arrived) for client in request.joint]
+        bucket = max(joint, key=lambda one: one.level_at(now)) if joint else self._bucket(request.client, now)
         if not bucket.due:
             bucket.due = True
             self._new.append(bucket)
@@ -103,8 +103,8 @@ class RateLimit(Admission):
             while held and bucket.level > 0:
                 _, request = held.popitem(last=False)
                 tokens = token_count(request, view.layers) / len(request.clients)
-                for client in request.clients:
-                    self._bucket(client, now).pay(tokens, now)
+                for payer in [self._bucket(client, now) for client in request.joint] or [bucket]:
+                    payer.pay(tokens, now)
                 self.admit(request)
             if held:
                 bucket.due = True

@@ -180,7 +180,9 @@ class Walks:
 
     def _client(self, name: str, request: Request) -> KnownClient:
         """Return what is known of a client. If there are too many, the one is forgotten that was silent for longest."""
-        client = self._clients.setdefault(name, KnownClient(self._slo_s))
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = KnownClient(self._slo_s)
         self._clients.move_to_end(name)
         if name == request.client:
             client.slo = (request.terms.slo_ms or 1e3 * self._slo_s) / 1e3
