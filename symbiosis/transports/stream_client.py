@@ -47,7 +47,12 @@ class StreamClient:
         """Return the next message, when its payload has come. Raises WireError if it is malformed."""
         whole = self._whole
         while not whole:
-            found = self._stream.next()
+            try:
+                found = self._stream.next()
+            except WireError as error:
+                if self._joining:
+                    raise WireError(f"{self.address} may be the address of another service: {error}") from error
+                raise
             if found is None:
                 break
             data, size = found
@@ -70,7 +75,13 @@ class StreamClient:
 
     def _reason(self, error: Exception | None) -> SymbiosisError:
         """Return why the connection has ended: with an error, or because the executor has closed it."""
-        return ConnectionLostError(f"the executor at {self.address} is gone")
+        if not self._joining:
+            return ConnectionLostError(f"the executor at {self.address} is gone")
+        if isinstance(error, TimeoutError):
+            return ConnectionLostError(f"no executor answers on {self.address}: {error}")
+        return ConnectionLostError(
+            f"{self.address} closed the connection before it answered as an executor; check the address, or try again"
+        )
 
 
 class AsyncStreamClient(StreamClient, AsyncConnection, asyncio.BufferedProtocol):

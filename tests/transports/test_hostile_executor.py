@@ -15,7 +15,7 @@ import pytest
 
 import symbiosis
 from symbiosis.core.registry import make_transport
-from symbiosis.errors import ConnectionLostError, WireError
+from symbiosis.errors import ConnectionLostError, SymbiosisError, WireError
 from symbiosis.transports import stream_client, wire
 from symbiosis.transports.stream import frame, payload_of
 from symbiosis.transports.tcp_listener import PayloadCourier
@@ -109,3 +109,42 @@ async def test_a_welcome_byte_by_byte_is_given_up(
         ended.set()
         server.join(5)
     assert took < 10
+
+
+@pytest.mark.parametrize("how", ["look", "blocking", "asyncio"])
+@pytest.mark.parametrize(
+    ("service", "complaint"),
+    [
+        ("speaks first", "may be the address of another service"),
+        ("closes", "closed the connection before it answered as an executor; check the address"),
+        ("is silent", "no executor answers on"),
+    ],
+)
+async def test_an_address_of_another_service_is_told(
+    how: str, service: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_client, "ANSWER_WITHIN_S", 0.5)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with listening.accept()[0] as connected:
+                if service == "speaks first":
+                    connected.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+                if service != "closes":
+                    ended.wait(10)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        transport = make_transport(address, retry=0)
+        ways: dict[str, Callable[[], Any]] = {
+            "look": lambda: in_thread(transport.look, address),
+            "blocking": lambda: in_thread(transport.connect_blocking, address, "alice"),
+            "asyncio": lambda: transport.connect(address, "alice"),
+        }
+        with pytest.raises(SymbiosisError, match=complaint) as caught:
+            await ways[how]()
+        ended.set()
+        server.join(5)
+    assert address in str(caught.value)
