@@ -255,13 +255,14 @@ def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        from datasets import Dataset
+        from pyarrow import parquet
     except ImportError as error:
-        raise UsageError(f"{path}: Parquet files need the package datasets; pip install datasets") from error
-    try:
-        rows = Dataset.from_parquet(str(path))
-    except Exception as error:  # pyarrow has errors of its own
-        raise UsageError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
+        raise UsageError(f"{path}: Parquet files need the package pyarrow; pip install pyarrow") from error
+    with path.open("rb") as file:
+        try:
+            rows = parquet.read_table(file).to_pylist()
+        except Exception as error:  # pyarrow has errors of its own
+            raise UsageError(f"{path}: cannot be read ({type(error).__name__}: {error})") from error
     for number, row in enumerate(rows, 1):
         yield f"{path}, row {number}", row
 
@@ -312,10 +313,12 @@ def read_prompts(path: Path) -> list[Record]:
 def _asked(place: str, record: Any) -> Record:
     record = _as_messages(record)
     if isinstance(record, dict):
-        if isinstance(record.get("prompt"), list):
-            record = {**record, "messages": record["prompt"]}
-        if isinstance(record.get("prompt"), str):
-            return {"prompt": record["prompt"]}
+        prompt: Any = record.get("prompt")
+        if isinstance(prompt, list) and "messages" not in record and not _wrong_messages(prompt):
+            _refuse_tools(place, record)
+            return {"messages": prompt}
+        if isinstance(prompt, str):
+            return {"prompt": prompt}
         given = record.get("input") or ""
         if isinstance(record.get("instruction"), str) and isinstance(given, str):
             return {"instruction": record["instruction"], **({"input": given} if given else {})}

@@ -145,6 +145,9 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().main(*args, **options)
         except OSError as error:
+            if isinstance(error, PermissionError) and error.filename:
+                _report(f"{error.filename}: {error.strerror}")
+                sys.exit(1)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             where = error.filename or "standard output or a file of this command"

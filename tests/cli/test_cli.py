@@ -257,6 +257,12 @@ def test_an_error_of_symbiosis_is_one_line(runner: CliRunner) -> None:
     assert result.stdout == ""
 
 
+def test_a_missing_permission_is_one_line(runner: CliRunner) -> None:
+    result = runner.invoke(_app_that(PermissionError(errno.EACCES, "Permission denied", "out/log.jsonl")), ["work"])
+    assert result.exit_code == 1
+    assert result.stderr == "error: out/log.jsonl: Permission denied\n"
+
+
 def test_a_full_disk_is_one_line(runner: CliRunner) -> None:
     result = runner.invoke(_app_that(OSError(errno.ENOSPC, "No space left on device", "log.jsonl")), ["work"])
     assert result.exit_code == 1

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow.parquet import write_table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -125,7 +127,9 @@ def test_prompts_and_completions_may_be_messages(tmp_path: Path) -> None:
     apart = tokenize(records, templated(LATEST_SYSTEM), 200, "data")  # one example for each answer
     assert [texts(example)[1] for example in apart.examples] == ["no<end>", "hello<end>", "no<end>"]
     assert apart.records == [1, 2, 2]
-    assert read_prompts(write(tmp_path, record, name="prompts.jsonl")) == [{"messages": CHAT[:4]}]
+    answered = {"prompt": CHAT[:3]}  # what the assistant says in the prompt stays in it, as in training
+    prompts = write(tmp_path, record, answered, name="prompts.jsonl")
+    assert read_prompts(prompts) == [{"messages": CHAT[:4]}, {"messages": CHAT[:3]}]
     for wrong, complaint in (
         ({"prompt": CHAT[:3], "completion": CHAT[3:4]}, "no message of the assistant"),
         ({"prompt": CHAT[:2], "completion": ["no"]}, "line 1, message 3: give \"role\" as a text, not 'no'"),
@@ -256,10 +260,42 @@ def test_csv_with_more_fields_than_names(tmp_path: Path) -> None:
         read_records(file)
 
 
-def test_parquet_without_datasets_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     file = write(tmp_path, "PAR1", name="pairs.parquet")
-    with pytest.raises(UsageError, match="pip install datasets"):
+    with pytest.raises(UsageError, match="pip install pyarrow"):
+        read_records(file)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"prompt": "ask", "completion": "one"}, {"prompt": "a ", "completion": "b"}],
+        [{"messages": CHAT}, {"messages": CHAT[1:3]}],
+        [{"prompt": CHAT[:4], "completion": CHAT[4:]}],
+        [{"instruction": "add", "input": None, "output": "2"}, {"instruction": "add", "input": "1", "output": "2"}],
+    ],
+    ids=["pairs", "messages", "TRL", "Alpaca"],
+)
+def test_parquet_has_the_same_records(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    """Other files whose names fit the file's as a pattern are not read."""
+    write_table(pyarrow.Table.from_pylist([{"text": "no"}]), tmp_path / "a1.parquet")
+    write_table(pyarrow.Table.from_pylist(records), tmp_path / "a[1].parquet")
+    assert read_records(tmp_path / "a[1].parquet") == records == read_records(write(tmp_path, *records))
+
+
+def test_wrong_parquet_files(tmp_path: Path) -> None:
+    file = tmp_path / "data.parquet"
+    with pytest.raises(UsageError, match=r"data\.parquet: cannot be read \(No such file or directory\)"):
+        read_records(file)
+    write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), file)
+    with pytest.raises(UsageError, match="there is nothing in it"):
+        read_records(file)
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(UsageError, match=r"data\.parquet: cannot be read \(ArrowInvalid"):
+        read_records(file)
+    write_table(pyarrow.table({"prompt": ["a", "b"], "completion": ["c", None]}), file)
+    with pytest.raises(UsageError, match=r"data\.parquet, row 2: 'completion' is None, not a string"):
         read_records(file)
 
 
