@@ -110,7 +110,7 @@ def earlier_in(folder: Path, overwrite: bool, *others: Path, read: Iterable[Path
 @contextlib.contextmanager
 def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
     """Move what is in a folder aside while a new run begins. It is deleted once the run has saved a checkpoint or its
-    adapter. If the run ends without, everything is as it was."""
+    adapter. If the run ends without, everything is as it was, but for the log of a run that replaced nothing."""
     try:
         if earlier := list(earlier):
             (folder / _MOVING).mkdir()
@@ -119,7 +119,10 @@ def replaced(folder: Path, earlier: Iterable[Path]) -> Iterator[None]:
             (folder / _MOVING).rename(folder / _ASIDE)
         yield
     finally:
-        _settle(folder)
+        log = folder / LOG_FILE
+        if not _settle(folder) and not has_checkpoint(folder) and not (log.exists() and log.stat().st_size):
+            for file in (folder / OPTIONS_FILE, folder / FORMAT_FILE, log):  # of a run without a step
+                file.unlink(missing_ok=True)
 
 
 def _settle(folder: Path) -> bool:

@@ -32,6 +32,8 @@ from symbiosis.terminal.signals import heeded
 
 FULL = 1 << 20
 """Free bytes below which a disk counts as full. Errors of torch and safetensors do not say so."""
+_OUTSIDE = (OSError, RuntimeError, SafetensorError)
+"""Errors that may come from the machine, its files or the executor, and are told without a traceback."""
 
 
 class Training:
@@ -126,17 +128,19 @@ class Training:
         except SymbiosisError:
             self._keep()
             raise
-        except (IndexError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        except Exception as error:  # a logger may raise anything
             full = shutil.disk_usage(self._output).free < FULL
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             reason = f"the disk is full; {reason}" if full else reason
             if not self._watch.losses:
-                where = self._output if full else self._option
+                where = self._output if full else getattr(error, "filename", None) or self._option
+                if not isinstance(error, (*_OUTSIDE, IndexError, TypeError, ValueError)):  # what PEFT raises
+                    where = f"--log-to, or {self._option}"
                 raise UsageError(f"{where}: the first step failed ({reason})") from error
             saved = has_checkpoint(self._output)
             again = self._goes_on("--resume continues from the last checkpoint") if saved else "nothing was saved"
             ended = f"{self._output}: training ended after step {self._trainer.state.global_step}"
-            if isinstance(error, IndexError | TypeError | ValueError):  # perhaps a bug, which needs its traceback
+            if not isinstance(error, _OUTSIDE):  # perhaps a bug, which needs its traceback
                 out.print(f"{ended}; {again}", soft_wrap=True)
                 raise
             raise UsageError(f"{ended} ({reason}); {again}") from error

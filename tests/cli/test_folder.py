@@ -34,6 +34,29 @@ def test_an_earlier_run_is_not_overwritten(service: Service, data: Path, tmp_pat
     assert not (made / "checkpoint-1").exists()
 
 
+class NoLoginError(Exception):
+    pass
+
+
+def test_a_run_without_a_step_leaves_nothing(
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a logger wants a login: the same command works afterwards."""
+
+    def fail(*_arguments: Any, **_others: Any) -> None:
+        raise NoLoginError("log in first")
+
+    made = tmp_path / "a"
+    with monkeypatch.context() as patched:
+        patched.setattr("symbiosis.cli.training._Watch.on_train_begin", fail)
+        done = command(*options(service, data, made, "--steps", 1))
+    assert done.exit_code == 1
+    assert "error: --log-to, or --lora" in done.stderr
+    assert "the first step failed (NoLoginError: log in first)" in " ".join(done.stderr.split())
+    assert not made.exists()
+    assert command(*options(service, data, made, "--steps", 1)).exit_code == 0
+
+
 def test_files_of_another_origin_are_not_lost(service: Service, data: Path, tmp_path: Path) -> None:
     made = tmp_path / "a"
     (made / "adapter_v1").mkdir(parents=True)
