@@ -287,8 +287,8 @@ def _format_name(place: str, record: Any) -> str:
 
 def read_prompts(path: Path) -> list[Record]:
     """Return the prompts in a file: a record for each line of text or, of a JSONL file, for each object, with
-    ``prompt``, ``instruction`` (and ``input``), ``messages`` or ``conversations``. What an example has as its answer is
-    left out. Empty lines of a text are left out too, with a line on standard error that says so.
+    ``prompt`` (a text or messages), ``instruction`` (and ``input``), ``messages`` or ``conversations``. What an example
+    has as its answer is left out. Empty lines of a text are left out too, with a line on standard error that says so.
 
     Raises:
         UsageError: the file cannot be read, or a line has no prompt.
@@ -314,7 +314,9 @@ def _asked(place: str, record: Any) -> Record:
     record = _as_messages(record)
     if isinstance(record, dict):
         prompt: Any = record.get("prompt")
-        if isinstance(prompt, list) and "messages" not in record and not _wrong_messages(prompt):
+        if isinstance(prompt, list) and "messages" not in record:
+            if wrong := _wrong_messages(prompt):
+                raise UsageError(f"{place}, {wrong}")
             _refuse_tools(place, record)
             return {"messages": prompt}
         if isinstance(prompt, str):
@@ -388,8 +390,8 @@ def _check(place: str, record: Any, name: str) -> None:
     optional = ("input",) if name == "alpaca" and record.get("input") else ()
     for one in (*_FIELDS[name], *optional):
         if not isinstance(record[one], str):
-            both = "; give prompt and completion both as texts, or both as lists of messages"
-            how = both if isinstance(record[one], list) else ""
+            messages = name == "pairs" and isinstance(record[one], list)
+            how = "; give prompt and completion both as texts, or both as lists of messages" if messages else ""
             raise UsageError(f"{place}: {one!r} is {record[one]!r:.50}, not a string{how}")
         if not record[one].strip():
             raise UsageError(f"{place}: {one!r} is empty; fill it in or delete the record")

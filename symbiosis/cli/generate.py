@@ -102,7 +102,7 @@ def generate(
     if form.name not in ("", "chat") and any("messages" in one for one in asked):
         raise UsageError(
             f"--prompts {prompts}: the adapter was trained on data of the form {form.name!r}, not on conversations; "
-            'give "prompt" in place of "messages"'
+            "give each prompt as a text in place of messages"
         )
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     with open_model(address, privacy=privacy, **options) as base:

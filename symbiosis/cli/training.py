@@ -133,9 +133,9 @@ class Training:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             reason = f"the disk is full; {reason}" if full else reason
             if not self._watch.losses:
-                where = self._output if full else getattr(error, "filename", None) or self._option
-                if not isinstance(error, (*_OUTSIDE, IndexError, TypeError, ValueError)):  # what PEFT raises
-                    where = f"--log-to, or {self._option}"
+                of_peft = isinstance(error, (*_OUTSIDE, IndexError, TypeError, ValueError))
+                option = self._option if of_peft else f"--log-to, or {self._option}"
+                where = self._output if full else getattr(error, "filename", None) or option
                 raise UsageError(f"{where}: the first step failed ({reason})") from error
             saved = has_checkpoint(self._output)
             again = self._goes_on("--resume continues from the last checkpoint") if saved else "nothing was saved"

@@ -82,7 +82,8 @@ class RateLimit(Admission):
         """Heap of the times at which buckets with held requests are out of debt."""
 
     def hold(self, request: Request) -> None:
-        now, joint = request.arrived, [self._bucket(client, request.arrived) for client in request.joint]
+        now = request.arrived
+        joint = [self._bucket(client, now) for client in request.joint]
         bucket = max(joint, key=lambda one: one.level_at(now)) if joint else self._bucket(request.client, now)
         if not bucket.due:
             bucket.due = True

@@ -193,6 +193,8 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
         {"instruction": "add", "output": "3"},
         {"prompt": "a", "completion": "b"},
         {"messages": [system, user, answer]},
+        {"prompt": [system, user], "completion": [answer]},
+        {"prompt": [user, answer], "completion": [answer]},
     ):
         data = tokenize([record], tokenizer, 512, "data")
         (asked,) = read_prompts(write(tmp_path, record))
@@ -210,6 +212,7 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
         ("3", "line 1: give each prompt as an object"),
         ('{"instruction": "a", "input": 3}', "line 1: give each prompt"),
         ("{", "line 1: not JSON"),
+        ('{"prompt": ["a"]}', 'line 1, message 1: give "role" as a text'),
         (r'{"messages": [{"role": "user", "content": "\udc00"}]}', r"line 1: \\udc00 is an unpaired surrogate"),
     ],
 )

@@ -38,21 +38,28 @@ class NoLoginError(Exception):
     pass
 
 
+@pytest.mark.parametrize(
+    ("error", "complaint"),
+    [
+        (NoLoginError("log in first"), "error: --log-to, or --lora"),
+        (NotADirectoryError(20, "Not a directory", "a/runs"), "error: a/runs: the first step failed"),
+    ],
+)
 def test_a_run_without_a_step_leaves_nothing(
-    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: Service, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, complaint: str
 ) -> None:
     """As where a logger wants a login: the same command works afterwards."""
 
     def fail(*_arguments: Any, **_others: Any) -> None:
-        raise NoLoginError("log in first")
+        raise error
 
     made = tmp_path / "a"
     with monkeypatch.context() as patched:
         patched.setattr("symbiosis.cli.training._Watch.on_train_begin", fail)
         done = command(*options(service, data, made, "--steps", 1))
     assert done.exit_code == 1
-    assert "error: --log-to, or --lora" in done.stderr
-    assert "the first step failed (NoLoginError: log in first)" in " ".join(done.stderr.split())
+    assert complaint in done.stderr
+    assert f"the first step failed ({type(error).__name__}: {error})" in " ".join(done.stderr.split())
     assert not made.exists()
     assert command(*options(service, data, made, "--steps", 1)).exit_code == 0
 
