@@ -161,7 +161,7 @@ def read_records(path: Path, option: str = "--data") -> list[Record]:
     if reader is None:
         raise UsageError(f"{option} {path}: give a file that ends in {', '.join(readers)}")
     with _explained(path):
-        numbered = [(place, _as_messages(record)) for place, record in reader(path)]
+        numbered = [(place, _normal(record)) for place, record in reader(path)]
     if not numbered:
         raise UsageError(f"{path}: there is nothing in it" + ("" if reader is _whole_text else f"; {_WANTED}"))
     name = _format_name(*numbered[0])
@@ -311,24 +311,24 @@ def read_prompts(path: Path) -> list[Record]:
 
 
 def _asked(place: str, record: Any) -> Record:
-    record = _as_messages(record)
+    record = _normal(record)
     if isinstance(record, dict):
         prompt: Any = record.get("prompt")
-        if isinstance(prompt, list) and "messages" not in record:
-            if wrong := _wrong_messages(prompt):
+        if "messages" in record or isinstance(prompt, list):
+            messages = record.get("messages", prompt)
+            if wrong := _wrong_messages(messages):
                 raise UsageError(f"{place}, {wrong}")
             _refuse_tools(place, record)
-            return {"messages": prompt}
+            if "messages" in record and messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            if not messages:
+                raise UsageError(f"{place}: there is no message before the answer; add one or delete the record")
+            return {"messages": messages}
         if isinstance(prompt, str):
             return {"prompt": prompt}
-        given = record.get("input") or ""
+        given = record.get("input", "")
         if isinstance(record.get("instruction"), str) and isinstance(given, str):
             return {"instruction": record["instruction"], **({"input": given} if given else {})}
-        messages: Any = record.get("messages")
-        if not _wrong_messages(messages):
-            _refuse_tools(place, record)
-            answered = bool(messages) and messages[-1]["role"] == "assistant"
-            return {"messages": messages[:-1] if answered else messages}
     raise UsageError(
         f'{place}: give each prompt as an object with "prompt", "instruction" (and "input") or "messages", as texts'
     )
@@ -343,8 +343,11 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT's records that have other names in messages."""
 
 
-def _as_messages(record: Any) -> Any:
-    """Return a record of ShareGPT's form, with ``conversations``, as one with ``messages``; others as they are."""
+def _normal(record: Any) -> Any:
+    """Return a record without its fields that are null, and one of ShareGPT's form, with ``conversations``, as one with
+    ``messages``."""
+    if isinstance(record, dict):
+        record = {name: value for name, value in record.items() if value is not None}
     turns = record.get("conversations") if isinstance(record, dict) and "messages" not in record else None
     if not isinstance(turns, list) or not all(
         isinstance(one, dict) and {"from", "value"} <= one.keys() for one in turns

@@ -251,7 +251,7 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         "per_device_eval_batch_size": options["batch"],
         "save_steps": options["every"],
         "eval_steps": options["every"],
-        "report_to": options["log_to"] or [],
+        "report_to": list(dict.fromkeys(options["log_to"] or [])),
     }
 
 

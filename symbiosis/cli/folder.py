@@ -30,13 +30,13 @@ _MOVING = ".moving"
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[None]:
-    """Make a folder if it is missing, and keep other runs out of it. A new folder into which nothing was written is
+    """Make a folder if it is missing, and keep other runs out of it. New folders into which nothing was written are
     deleted in the end.
 
     Raises:
         UsageError: it cannot be written to, or another run has it.
     """
-    made = not folder.exists()
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
     writable(folder, folder=True)
     lock = FileLock(folder / _LOCK)
     try:
@@ -55,8 +55,10 @@ def owned(folder: Path) -> Iterator[None]:
     finally:
         (folder / _LOCK).unlink(missing_ok=True)
         lock.release()
-        if made and not any(folder.iterdir()):
-            folder.rmdir()
+        for one in made:
+            if any(one.iterdir()):
+                break
+            one.rmdir()
 
 
 def check_json(json: Path | None, read: Iterable[Path | None], folder: Path, replace: bool) -> None:
@@ -197,7 +199,7 @@ _NEEDED = "trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth",
 
 
 def _damage(checkpoint: Path) -> str | None:
-    """Return why a checkpoint was not written to its end, or cannot be read; None if it is whole."""
+    """Return why a checkpoint was not written to its end; None if it is whole. Raises PermissionError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -206,12 +208,15 @@ def _damage(checkpoint: Path) -> str | None:
                 raise ValueError(f"{name} is missing")
         if not isinstance(json.loads((checkpoint / "trainer_state.json").read_bytes()), dict):
             raise ValueError("trainer_state.json is no object")
-        for file in checkpoint.glob("*.safetensors"):
-            with safe_open(file, "pt"):  # checks the size
-                pass
-        for file in [*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]:
-            if not zipfile.is_zipfile(file):
-                raise ValueError(f"{file.name} has no end")
+        for file in (one for one in checkpoint.iterdir() if one.suffix in (".pt", ".pth", ".safetensors")):
+            with file.open("rb") as stream:
+                if file.suffix != ".safetensors" and not zipfile.is_zipfile(stream):
+                    raise ValueError(f"{file.name} has no end")
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt"):  # checks the size
+                    pass
+    except PermissionError:
+        raise
     except (OSError, ValueError, SafetensorError) as error:
         return str(error)
     return None

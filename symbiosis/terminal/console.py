@@ -74,7 +74,7 @@ def toml_in(file: Path, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"{where}: {error.strerror or error}") from error
+        raise UsageError(f"{where}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: cannot be read as TOML ({error})") from error
 

@@ -138,7 +138,7 @@ class ShmConnection(BlockingHandshake):
     """A connection whose first messages were exchanged: the constructor blocks.
 
     Raises:
-        RefusedError: the socket belongs to another user.
+        RefusedError: this user may not connect to the socket.
         ConnectionLostError: no executor answers.
         SymbiosisError: another error of :func:`~symbiosis.transports.joining.joining`.
     """
@@ -161,7 +161,7 @@ class ShmConnection(BlockingHandshake):
         except BaseException as error:
             self._socket.close()
             if isinstance(error, PermissionError):
-                raise RefusedError(f"{address} belongs to another user") from error
+                raise RefusedError(f"{address}: the socket or a folder above it belongs to another user") from error
             if isinstance(error, OSError):
                 raise ConnectionLostError(f"no executor answers on {address}: {error.strerror or error}") from error
             raise

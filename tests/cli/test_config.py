@@ -211,7 +211,7 @@ def test_a_wrong_file_reloads_nothing(
 def test_a_missing_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--config", str(tmp_path / "none.toml")])
     assert result.exit_code == 1
-    assert "none.toml: No such file or directory" in " ".join(result.output.split())
+    assert "none.toml: cannot be read (No such file or directory)" in " ".join(result.output.split())
 
 
 def test_the_example_is_valid(tmp_path: Path, served: dict[str, Any]) -> None:

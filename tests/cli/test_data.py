@@ -130,6 +130,10 @@ def test_prompts_and_completions_may_be_messages(tmp_path: Path) -> None:
     answered = {"prompt": CHAT[:3]}  # what the assistant says in the prompt stays in it, as in training
     prompts = write(tmp_path, record, answered, name="prompts.jsonl")
     assert read_prompts(prompts) == [{"messages": CHAT[:4]}, {"messages": CHAT[:3]}]
+    both = {"messages": CHAT, "prompt": "another", "completion": "one"}
+    assert read_prompts(write(tmp_path, both)) == [{"messages": CHAT[:4]}]
+    (learned,) = tokenize(read_records(write(tmp_path, both)), TOKENIZER, 200, "data").examples
+    assert learned == whole
     for wrong, complaint in (
         ({"prompt": CHAT[:3], "completion": CHAT[3:4]}, "no message of the assistant"),
         ({"prompt": CHAT[:2], "completion": ["no"]}, "line 1, message 3: give \"role\" as a text, not 'no'"),
@@ -213,6 +217,9 @@ def test_prompts_are_those_of_training(tmp_path: Path) -> None:
         ('{"instruction": "a", "input": 3}', "line 1: give each prompt"),
         ("{", "line 1: not JSON"),
         ('{"prompt": ["a"]}', 'line 1, message 1: give "role" as a text'),
+        ('{"prompt": []}', "line 1: there is no message before the answer"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: there is no message before the answer"),
+        ('{"messages": "a", "prompt": "b"}', 'line 1, "messages" is no list'),
         (r'{"messages": [{"role": "user", "content": "\udc00"}]}', r"line 1: \\udc00 is an unpaired surrogate"),
     ],
 )
@@ -276,7 +283,7 @@ def test_parquet_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: 
         [{"prompt": "ask", "completion": "one"}, {"prompt": "a ", "completion": "b"}],
         [{"messages": CHAT}, {"messages": CHAT[1:3]}],
         [{"prompt": CHAT[:4], "completion": CHAT[4:]}],
-        [{"instruction": "add", "input": None, "output": "2"}, {"instruction": "add", "input": "1", "output": "2"}],
+        [{"instruction": "add", "input": "", "output": "2"}, {"instruction": "add", "input": "1", "output": "2"}],
     ],
     ids=["pairs", "messages", "TRL", "Alpaca"],
 )
@@ -298,8 +305,24 @@ def test_wrong_parquet_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.parquet: cannot be read \(ArrowInvalid"):
         read_records(file)
     write_table(pyarrow.table({"prompt": ["a", "b"], "completion": ["c", None]}), file)
-    with pytest.raises(UsageError, match=r"data\.parquet, row 2: 'completion' is None, not a string"):
+    with pytest.raises(UsageError, match=r"data\.parquet, row 2: only 'prompt'; give each record"):
         read_records(file)
+
+
+def test_null_fields_are_missing_fields(tmp_path: Path) -> None:
+    """The columns of a Parquet file are those of all its records."""
+    pairs = {"prompt": CHAT[:4], "completion": CHAT[4:]}
+    records = [{**pairs, "messages": None, "text": None}, {"messages": CHAT, "prompt": None, "completion": None}]
+    write_table(pyarrow.Table.from_pylist(records), tmp_path / "data.parquet")
+    for file in (tmp_path / "data.parquet", write(tmp_path, *records)):
+        assert read_records(file) == [pairs, {"messages": CHAT}]
+    assert read_prompts(write(tmp_path, *records)) == [{"messages": CHAT[:4]}] * 2
+    added = {"instruction": "add", "output": "2"}
+    assert read_records(write(tmp_path, {**added, "input": None})) == [added]
+    mixed = [{"text": "a", "messages": None}, {"text": None, "messages": CHAT}]
+    write_table(pyarrow.Table.from_pylist(mixed), tmp_path / "mixed.parquet")
+    with pytest.raises(UsageError, match=r"mixed\.parquet, row 2: the fields differ from those of the first record"):
+        read_records(tmp_path / "mixed.parquet")
 
 
 def test_pairs_count_in_the_loss_after_the_prompt(tmp_path: Path) -> None:

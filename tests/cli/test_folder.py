@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from symbiosis.cli.folder import owned
+from symbiosis.cli.folder import checkpoint_in, owned
 from tests.cli.runs import log_of, options
 from tests.helpers import command
 from tests.service import Service
@@ -143,8 +145,8 @@ def test_a_refused_run_leaves_no_folder(service: Service, data: Path, tmp_path: 
     made = tmp_path / "new" / "a"
     for wrong in (["--lora", "r=0"], ["--schedule", "none"], ["--resume"]):
         assert command(*options(service, data, made, "--steps", 1), *wrong).exit_code == 1
-        assert not made.exists()
-    made.mkdir()
+        assert not made.parent.exists()
+    made.mkdir(parents=True)
     assert command(*options(service, data, made, "--steps", 1, "--resume")).exit_code == 1
     assert made.exists()
 
@@ -259,6 +261,27 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(
     assert done.exit_code == 0, done.stderr
     assert "checkpoint-4 is damaged and is passed over" in " ".join(done.stderr.split())
     assert len([entry for entry in log_of(made) if "loss" in entry]) == 5
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a run of another user would be continued from an earlier checkpoint."""
+    checkpoint = tmp_path / "checkpoint-1"
+    checkpoint.mkdir()
+    (checkpoint / "trainer_state.json").write_text("{}", encoding="utf-8")
+    save_file({}, checkpoint / "adapter_model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, checkpoint / name)
+    assert checkpoint_in(tmp_path) == checkpoint
+    opened = Path.open
+
+    def refused(file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.name == "optimizer.pt":
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(PermissionError):
+        checkpoint_in(tmp_path)
 
 
 @pytest.mark.parametrize(
