@@ -139,7 +139,7 @@ class Account:
         cut: ends the connection because its bytes are needed for another one. It must call :meth:`leave`.
 
     Attributes:
-        owner: whom the bytes count for; until :meth:`admit`, all peers of one listener whose owner is not known.
+        owner: whom the bytes count for; until :meth:`belong_to`, all peers of one listener whose owner is not known.
         client: the client that has joined over the connection; "" before.
         kept: the part of what is held that the connection keeps between calls.
         leaving: whether the connection is ending, and gives back everything soon.
@@ -171,7 +171,7 @@ class Account:
             self._itself = UNKNOWN_BYTES
         return bool(self._itself)
 
-    def admit(self, owner: str) -> bool:
+    def belong_to(self, owner: str) -> bool:
         """Count the connection for its owner from now on, if there is room. Return whether there was. If not, end
         connections of owners that hold more, so that the next attempt finds room."""
         if not self._budget.take(owner, CONNECTION_BYTES):

@@ -83,7 +83,7 @@ def _whole(model: Any, batch: Mapping[str, Any], prune: bool) -> Step:
 def _windows(step: WindowedStep) -> Step:
     total = 0.0
     for index in range(len(step) - 1):
-        yield Forward(lambda index=index: step.look(index))  # type: ignore[misc]
+        yield Forward(lambda index=index: step.fill_cache(index))  # type: ignore[misc]
     for index in reversed(range(len(step))):
         loss: torch.Tensor = yield Forward(lambda index=index: step.loss(index))  # type: ignore[misc]
         total += yield Backward(lambda loss=loss: _backward(loss))  # type: ignore[misc]

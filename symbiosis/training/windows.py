@@ -167,8 +167,8 @@ class WindowLayer(DynamicLayer):  # type: ignore[misc]
 class WindowedStep:
     """The forward and backward passes of one batch in windows; see :func:`symbiosis.training.step.training_step`.
 
-    Call :meth:`look` for every window but the last, from left to right; then, from the last to the first, :meth:`loss`
-    and backward from it. Random numbers are those of one forward pass from left to right.
+    Call :meth:`fill_cache` for every window but the last, from left to right; then, from the last to the first,
+    :meth:`loss` and backward from it. Random numbers are those of one forward pass from left to right.
 
     Args:
         model: a causal language model of ``transformers``, with PEFT or without, in training mode.
@@ -208,7 +208,7 @@ class WindowedStep:
     def __len__(self) -> int:
         return len(self._windows)
 
-    def look(self, index: int) -> None:
+    def fill_cache(self, index: int) -> None:
         """Run a window forward for its keys and values only."""
         if index == 0 and self._before:
             self._put_prefix()

@@ -37,9 +37,9 @@ class Line(Protocol):
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         """Return what of the executor's status the client may see."""
 
-    def admit(self, name: str) -> str:
-        """Return the name under which a client of this name joins. Raises BusyError if the tenant has too many
-        connections."""
+    def greeted(self, name: str) -> str:
+        """Note that HELLO came, and return the name under which its client joins. Raises BusyError if the tenant has
+        too many connections."""
 
 
 @dataclass(slots=True, eq=False)

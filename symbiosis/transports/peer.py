@@ -105,7 +105,7 @@ class Peer:
     def identified(self, tenant: str) -> None:
         """Note whose connection this is. A connection for which there is no room ends."""
         self.tenant = tenant
-        if not self.account.admit(tenant):
+        if not self.account.belong_to(tenant):
             self.refuse(BusyError("no memory is left for another connection at the executor; try later"))
 
     def received(self, data: bytes, payload: int = 0) -> None:
@@ -148,7 +148,7 @@ class Peer:
         if self._greeted:
             raise WireError("the client sent a second HELLO on one connection")
         self._greeted = True
-        name = self._line.admit(hello.name or "")
+        name = self._line.greeted(hello.name or "")
         if hello.name is not None:
             try:
                 if not self._line.authenticated:

@@ -20,10 +20,10 @@ MAX_UNREAD = 64 << 10
 """Unread bytes, without tensors of results, after which the executor stops reading from this client."""
 MESSAGE_BYTES = 1 << 10
 """Bytes that an unread message counts for at least, because the event loop keeps objects of Python for it."""
-LOOK_S = 10.0
-"""Seconds between two looks at whether a client moves the bytes that it should move."""
-LOOKS = 6
-"""Looks one after another at a client that moved less than LEAST_BYTES, after which it is disconnected. A batch that
+CHECK_S = 10.0
+"""Seconds between two checks of whether a client moves the bytes that it should move."""
+CHECKS = 6
+"""Checks one after another of a client that moved less than LEAST_BYTES, after which it is disconnected. A batch that
 blocks the event loop uses up one at most."""
 LEAST_BYTES = 1 << 20
 """Bytes that a client must move in that time while it sends the tensors of a call, or has unread answers."""
@@ -65,7 +65,7 @@ class StreamLine(asyncio.BufferedProtocol):
         if self.peer.gone:
             return
         self._refuse_after(peer.HELLO_WITHIN_S, f"no HELLO within {peer.HELLO_WITHIN_S:.0f} s")
-        self._look(0, 0)
+        self._check_progress(0, 0)
 
     def _has_room(self, listener: str, connections: int, *, readable: bool) -> bool:
         """Return whether the executor can serve one more connection; otherwise end this one.
@@ -251,15 +251,15 @@ class StreamLine(asyncio.BufferedProtocol):
         else:
             then()
 
-    def _look(self, moved: int, looks: int) -> None:
+    def _check_progress(self, moved: int, checks: int) -> None:
         """Disconnect a client that keeps memory occupied and moves no bytes."""
         now = self._moved - self._transport.get_write_buffer_size()
         if now - moved >= LEAST_BYTES or not (self._unsent or self._stream.awaits):
-            moved, looks = now, 0
-        elif looks == LOOKS:
+            moved, checks = now, 0
+        elif checks == CHECKS:
             self.drop("it does not read its answers" if self._unsent else "it does not send the tensors of its call")
             return
-        self._watch = asyncio.get_running_loop().call_later(LOOK_S, self._look, moved, looks + 1)
+        self._watch = asyncio.get_running_loop().call_later(CHECK_S, self._check_progress, moved, checks + 1)
 
     def drop(self, why: object) -> None:
         """End the connection now."""
@@ -312,7 +312,7 @@ class StreamLine(asyncio.BufferedProtocol):
     def show(self, status: dict[str, Any]) -> dict[str, Any]:
         return status
 
-    def admit(self, name: str) -> str:
+    def greeted(self, name: str) -> str:
         self._stop_deadline()
         if not name:
             self._refuse_after(peer.LOOK_WITHIN_S, f"a status connection may stay {peer.LOOK_WITHIN_S:.0f} s")

@@ -306,14 +306,14 @@ class TcpLine(StreamLine):
             "load": round(20 * status["load"]) / 20,  # finer steps would show single batches
         }
 
-    def admit(self, name: str) -> str:
+    def greeted(self, name: str) -> str:
         listener = self.listener
         clients, connections = listener.clients_of(self.tenant), listener.connections_of(self.tenant) - 1
         if name and clients >= listener.limits.clients:
             raise BusyError(f"{self.tenant} has {clients} clients here already; close one first")
         if connections - clients >= max(listener.limits.clients, LOOKS_OF_ONE):
             raise BusyError(f"{self.tenant} has {connections} connections here already; close one first")
-        super().admit(name)
+        super().greeted(name)
         return name if self.user is None else f"{self.tenant}/{name}"  # with keys, each tenant has names of its own
 
     def local_ip(self) -> str:

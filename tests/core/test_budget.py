@@ -17,7 +17,7 @@ MIB = 1 << 20
 def account(budget: Budget, owner: str, cut: Callable[[], object] = lambda: None) -> Account:
     made = Account(budget, cut)
     assert made.open("here")
-    assert made.admit(owner)
+    assert made.belong_to(owner)
     return made
 
 
@@ -153,7 +153,7 @@ def test_what_is_held_is_counted_and_never_exceeds_the_total(steps: list[tuple[i
             one.close()
             held[number] = waiting[number] = 0
             one = accounts[number] = Account(budget)
-            connected[number] = one.open("here") and one.admit(str(number % 3))  # unless its owner holds too much
+            connected[number] = one.open("here") and one.belong_to(str(number % 3))  # unless its owner holds too much
             if not connected[number]:
                 one.close()
         wanted = sum(connected) * CONNECTION_BYTES + sum(max(one - COVERED_BYTES, 0) for one in held)
@@ -260,13 +260,13 @@ def test_a_newcomer_has_owners_cut_that_hold_more_and_no_others() -> None:
         modest.append(account(budget, f"modest {len(modest)}", pytest.fail))
     newcomer = Account(budget)
     assert newcomer.open("here")
-    assert not newcomer.admit("newcomer")
+    assert not newcomer.belong_to("newcomer")
     assert cut == ["first"]
     first.leave()
-    assert not newcomer.admit("newcomer")
+    assert not newcomer.belong_to("newcomer")
     assert cut == ["first"]
     first.close()
-    assert newcomer.admit("newcomer")
+    assert newcomer.belong_to("newcomer")
     for one in modest:
         assert one.size == CONNECTION_BYTES
 
@@ -315,7 +315,7 @@ def test_the_first_connection_whose_owner_is_not_known_finds_room(steps: list[tu
     for number, step, size in steps:
         one = Account(budget)
         assert one.open("here")
-        if one.admit(f"{number} {step}" if size % 2 else f"{size}"):
+        if one.belong_to(f"{number} {step}" if size % 2 else f"{size}"):
             one.hold(size // 4)
         else:
             one.close()

@@ -135,7 +135,7 @@ class Ends:
 
     authenticated = False
 
-    def admit(self, name: str) -> str:
+    def greeted(self, name: str) -> str:
         if name == "full":
             raise BusyError("too many connections")
         return f"tenant/{name}"

@@ -119,7 +119,7 @@ async def test_a_call_without_room_fails_and_the_next_one_is_served(
 
 @pytest.mark.parametrize("what", ["send its tensors", "read its answers"])
 async def test_a_client_is_disconnected_that_does_not(what: str, base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_line, "LOOK_S", 0.05)
+    monkeypatch.setattr(stream_line, "CHECK_S", 0.05)
     async with symbiosis.Executor(base) as executor:
         listener: Any = await executor.listen(LOCAL)
         line = await join(listener.address, "mallory")
@@ -411,7 +411,7 @@ async def test_the_second_attempt_of_a_newcomer_finds_room(base: Any, tmp_path: 
         others = [Account(budget) for _ in range((budget.total - budget.held) // CONNECTION_BYTES)]
         for number, one in enumerate(others):  # each holds no more than the newcomer would
             assert one.open("elsewhere")
-            assert one.admit(f"other {number}")
+            assert one.belong_to(f"other {number}")
         with pytest.raises(BusyError, match="no memory is left"):
             await make_transport(address).connect(address, "bob")
         await asyncio.sleep(0.05)
